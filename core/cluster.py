@@ -1,0 +1,74 @@
+"""The machines: ranks per node, compute rate, memory, and links with latency and bandwidth.
+
+Collective times follow the alpha-beta model of ring algorithms (Thakur et al., IJHPCA 2005, section 4): n ranks, m bytes
+per rank, latency a, bandwidth b,
+
+    all-gather, reduce-scatter   (n - 1) * (a + m / b)          m = bytes each rank contributes
+    all-reduce                   2 (n - 1) * (a + m / (n b))    m = bytes each rank holds
+    all-to-all                   (n - 1) * (a + m / (n b))      m = bytes each rank sends in total
+
+A group that spans nodes runs at the inter-node link.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+from .errors import EvenloadError, nearest
+
+
+class Link(BaseModel):
+    """One direction of a link, per rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    latency_s: NonNegativeFloat
+    bytes_per_s: PositiveFloat
+
+    def send_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class Cluster(BaseModel):
+    """A homogeneous cluster. Every number carries its origin in ``source``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    source: str
+    ranks_per_node: PositiveInt
+    flops_per_s: PositiveFloat
+    """Sustained matrix throughput of one device at the training precision."""
+    launch_s: NonNegativeFloat = 0.0
+    """Constant time of one forward pass of one micro-batch."""
+    memory_bytes: PositiveFloat
+    intra: Link
+    inter: Link
+
+    def link(self, num_ranks: int) -> Link:
+        """The slowest link that a group of neighbouring ranks must use."""
+        return self.intra if num_ranks <= self.ranks_per_node else self.inter
+
+    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
+        return (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes)
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        return 2 * (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes / num_ranks)
+
+    def all_to_all_s(self, num_bytes: float, num_ranks: int) -> float:
+        return (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes / num_ranks)
+
+
+def load(name: str, folder: Path) -> Cluster:
+    """Read a cluster from a YAML file, or the one of that name in ``folder``. Raises EvenloadError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise EvenloadError("there is no such cluster", repr(name), f"give a file or a name; {nearest(name, known)}")
+    try:
+        return Cluster.model_validate(yaml.safe_load(path.read_text()))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise EvenloadError(f"{path} is not a cluster description", str(error), "compare it with recipes/clusters") from error

@@ -1,0 +1,208 @@
+"""What work costs: seconds forward and backward, bytes held, seconds on a link.
+
+A pass over ``n`` tokens of one sequence that follow ``p`` earlier tokens of it costs
+
+    seconds(n, p) = launch_s / slices + token_s * n + pair_s * n * (p + n / 2)
+
+``token_s`` is the linear part (projections, MLP, norms, head) [s/token], ``pair_s`` the causal attention [s per
+(query, key) pair], ``launch_s`` the constant of one micro-batch [s]. Forward and backward have coefficients of their
+own; where only totals are published, backward counts 2x the forward's linear part and 2.5x its attention
+(FlashAttention's backward multiplies five matrices where the forward multiplies two; Dao, arXiv 2307.08691, section 3).
+
+Coefficients describe the whole model on one device; `of_stage` gives one pipeline stage of one tensor-parallel rank.
+They come from ``evenload profile``, from a preset that names its source, or from `analytic`. What the model leaves out:
+kernel tile effects on short sequences, cache effects, and contention between ranks of one host.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+
+from .cluster import Cluster
+from .errors import EvenloadError, nearest
+from .layout import Layout
+from .workload import MicroBatch
+
+Lengths = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+BACKWARD_LINEAR = 2.0
+BACKWARD_ATTENTION = 2.5
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PassCost(_Frozen):
+    """Coefficients of one direction, forward or backward."""
+
+    launch_s: NonNegativeFloat = 0.0
+    token_s: NonNegativeFloat
+    pair_s: NonNegativeFloat = 0.0
+
+    def seconds(self, length: Any, prefix: Any = 0) -> Any:
+        """Seconds for ``length`` tokens after ``prefix`` tokens (arrays broadcast), launch left out."""
+        return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
+
+    def scaled(self, compute: float, launch: float) -> PassCost:
+        return PassCost(
+            launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute
+        )
+
+
+class MemoryCost(_Frozen):
+    """Bytes on one device that holds the whole model."""
+
+    fixed_bytes: NonNegativeFloat = 0.0
+    """Weights, gradients and optimizer states."""
+    activation_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, kept from forward to backward."""
+    kv_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, K and V kept for later slices."""
+
+
+class Costs(_Frozen):
+    """The cost model of one model on one device."""
+
+    source: str
+    """Where the numbers come from: paper and table, or machine, versions and command."""
+    forward: PassCost
+    backward: PassCost
+    memory: MemoryCost = MemoryCost()
+    num_layers: int = Field(default=1, ge=1)
+    fit_error: float | None = None
+    """Mean absolute relative error of the fit, where the numbers were fitted here."""
+
+    def sequence_s(self, lengths: Any) -> Seconds:
+        """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
+        n = np.asarray(lengths, dtype=np.float64)
+        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n), dtype=np.float64)
+
+    @property
+    def launch_s(self) -> float:
+        """Constant seconds of one micro-batch, forward and backward together."""
+        return self.forward.launch_s + self.backward.launch_s
+
+    def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
+        """(forward, backward) seconds of a micro-batch on each of its ranks, compute only."""
+        pad = micro_batch.pad_to
+        rows = [(pad or s.stop - s.start, s.start) for s in micro_batch.slices] or [(1, 0)]
+        degree = len(micro_batch.ranks)
+        tokens = sum(n for n, _ in rows)
+        pairs = sum(n * (p + 0.5 * n) for n, p in rows)
+
+        def one_way(cost: PassCost) -> float:
+            return cost.launch_s + (cost.token_s * tokens + cost.pair_s * pairs) / degree
+
+        return one_way(self.forward), one_way(self.backward)
+
+    def of_stage(self, layout: Layout) -> Costs:
+        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
+        compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
+        memory = {name: value * compute for name, value in self.memory.model_dump().items()}
+        return self.model_copy(
+            update={
+                "forward": self.forward.scaled(compute, launch),
+                "backward": self.backward.scaled(compute, launch),
+                "memory": MemoryCost(**memory),
+            }
+        )
+
+
+def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float = 0.0, **rest: Any) -> Costs:
+    """Costs from published totals (forward + backward): ``square_s * n^2 + token_s * n + launch_s`` [s]."""
+    attention = 2 * square_s / (1 + BACKWARD_ATTENTION)
+    linear, launch = token_s / (1 + BACKWARD_LINEAR), launch_s / (1 + BACKWARD_LINEAR)
+    return Costs(
+        source=source,
+        forward=PassCost(launch_s=launch, token_s=linear, pair_s=attention),
+        backward=PassCost(
+            launch_s=BACKWARD_LINEAR * launch, token_s=BACKWARD_LINEAR * linear, pair_s=BACKWARD_ATTENTION * attention
+        ),
+        **rest,
+    )
+
+
+def analytic(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    vocab_size: int,
+    gated: bool,
+    cluster: Cluster,
+    bytes_per_value: int = 2,
+) -> Costs:
+    """Costs counted from the model's shape: two FLOPs a weight and token, four a hidden unit and (query, key) pair.
+
+    The rate is the cluster's ``flops_per_s``. Only the ratio of linear to attention work matters for balance; absolute
+    seconds are as good as that rate.
+    """
+    kv_size = hidden_size * num_query_groups // num_attention_heads
+    attention_weights = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
+    mlp_weights = (3 if gated else 2) * hidden_size * ffn_hidden_size
+    weights = num_layers * (attention_weights + mlp_weights) + hidden_size * vocab_size
+    token_s = 2 * weights / cluster.flops_per_s
+    pair_s = 4 * num_layers * hidden_size / cluster.flops_per_s
+    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix.
+    activation_bytes = 17 * bytes_per_value * hidden_size * num_layers
+    return Costs(
+        source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
+        forward=PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s),
+        backward=PassCost(
+            launch_s=2 * cluster.launch_s,
+            token_s=BACKWARD_LINEAR * token_s,
+            pair_s=BACKWARD_ATTENTION * pair_s,
+        ),
+        memory=MemoryCost(
+            fixed_bytes=16.0 * weights,
+            activation_bytes_per_token=activation_bytes,
+            kv_bytes_per_token=2 * bytes_per_value * kv_size * num_layers,
+        ),
+        num_layers=num_layers,
+    )
+
+
+def fit(samples: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
+    """Least-squares coefficients of one direction, none negative, and the fit's mean absolute relative error.
+
+    ``samples`` float [N, 2]: tokens and (query, key) pairs of one launch each; ``seconds`` float [N]. Rows are weighted
+    by 1/seconds, so that short launches count as much as long ones. A coefficient that comes out negative is set to
+    zero and the others are fitted again.
+    """
+    work, target = np.asarray(samples, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    columns = np.column_stack([np.ones(len(work)), work]) / target[:, None]
+    active = list(range(3))
+    coefficients = np.zeros(3)
+    while active:
+        part, *_ = np.linalg.lstsq(columns[:, active], np.ones(len(target)), rcond=None)
+        if (part >= 0).all():
+            coefficients[active] = part
+            break
+        active.remove(active[int(part.argmin())])
+    error = float(np.abs(columns @ coefficients - 1.0).mean())
+    launch_s, token_s, pair_s = map(float, coefficients)
+    return PassCost(launch_s=launch_s, token_s=token_s, pair_s=pair_s), error
+
+
+def load(name: str, folder: Path) -> Costs:
+    """Read costs from a YAML file, or a preset of that name in ``folder``. Raises EvenloadError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        presets = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise EvenloadError(
+            "there is no such cost model", repr(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
+        )
+    try:
+        return Costs.model_validate(yaml.safe_load(path.read_text()))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise EvenloadError(f"{path} is not a cost model", str(error), "write one with `evenload profile`") from error

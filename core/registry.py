@@ -1,0 +1,118 @@
+"""The registry of plugins. Every verb has its inverse; a clash shows both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from .cluster import Cluster
+from .costs import Costs
+from .errors import EvenloadError, nearest
+from .layout import Layout
+from .workload import StepPlan
+
+ENTRY_POINT_GROUP = "evenload.plugins"
+
+
+class PluginConfig(BaseModel):
+    """Base of every plugin's section in a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = False
+    """Run this plugin; a disabled plugin is the identity."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plugin may know when it plans: costs of one stage, the machines, the layout. Never tokens, never torch."""
+
+    costs: Costs
+    layout: Layout
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One plugin: its schema and its planner.
+
+    ``plan(plan, situation, config)`` maps a lawful plan to a lawful plan; plugins run in ascending ``stage``.
+    """
+
+    name: str
+    summary: str
+    papers: tuple[str, ...]
+    stage: int
+    config: type[PluginConfig]
+    plan: Callable[[StepPlan, Situation, Any], StepPlan]
+    clashes: tuple[str, ...] = ()
+    """Names of plugins that cannot be enabled beside this one."""
+
+    @property
+    def origin(self) -> str:
+        return self.plan.__module__
+
+
+_plugins: dict[str, Plugin] = {}
+
+
+def register(plugin: Plugin) -> Plugin:
+    """Add a plugin under its name. Raises EvenloadError if another one has it."""
+    known = _plugins.get(plugin.name)
+    if known is not None and known is not plugin:
+        raise EvenloadError(
+            f"two plugins are called '{plugin.name}'",
+            f"{known.origin} is registered, {plugin.origin} wants the name",
+            "rename one, or unregister the first",
+        )
+    _plugins[plugin.name] = plugin
+    return plugin
+
+
+def unregister(name: str) -> Plugin:
+    """Take a plugin out again. Raises EvenloadError if there is none of that name."""
+    get(name)
+    return _plugins.pop(name)
+
+
+def get(name: str) -> Plugin:
+    if name not in _plugins:
+        raise EvenloadError("there is no such plugin", repr(name), nearest(name, _plugins))
+    return _plugins[name]
+
+
+def registered() -> tuple[Plugin, ...]:
+    """All plugins in the order in which they plan."""
+    return tuple(sorted(_plugins.values(), key=lambda plugin: (plugin.stage, plugin.name)))
+
+
+def load_entry_points() -> None:
+    """Import what other packages offer under the entry-point group ``evenload.plugins``; each registers itself."""
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry.load()
+        except EvenloadError:
+            raise
+        except Exception as error:
+            raise EvenloadError(
+                f"the plugin package behind '{entry.name}' cannot be imported",
+                f"{entry.value}: {type(error).__name__}: {error}",
+                "repair or uninstall that package",
+            ) from error
+
+
+def refuse_clashes(enabled: Iterable[str]) -> None:
+    """Raise EvenloadError if two enabled plugins exclude each other."""
+    names = set(enabled)
+    for name in sorted(names):
+        clash = sorted(names & set(get(name).clashes))
+        if clash:
+            raise EvenloadError(
+                f"the plugins '{name}' and '{clash[0]}' cannot be enabled together",
+                f"plugins.{name}.enabled=true and plugins.{clash[0]}.enabled=true",
+                "disable one of them",
+            )

@@ -1,0 +1,203 @@
+"""The shared vocabulary: sequences, slices, micro-batches and the plan of one step.
+
+A `StepPlan` is computed from lengths alone and is the same on every rank. It is the one object that the planner makes,
+`check` judges, the command line prints, the simulator times and the runtime executes.
+
+Ranks in this module are *plane* ranks: positions 0 .. num_ranks-1 in the data-parallel x context-parallel plane. Tensor-
+and pipeline-parallel peers of a plane rank run the same micro-batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+
+class Sequence(NamedTuple):
+    """One training sample, known by its length alone."""
+
+    index: int
+    """Position of the sample in the global batch, 0 .. len(batch)-1."""
+    length: int
+    """Tokens."""
+    tenant: int = 0
+
+
+class Slice(NamedTuple):
+    """Tokens [start, stop) of a sequence; causal, attends to [0, stop) of the same sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class MicroBatch(NamedTuple):
+    """What a set of ranks runs at once. ``len(ranks)`` is its context-parallel degree.
+
+    A micro-batch without slices is a dummy: one token of weight zero, for hosts that need equal counts on every rank.
+    """
+
+    slices: tuple[Slice, ...]
+    ranks: tuple[int, ...]
+    pad_to: int = 0
+    """Every slice is padded to this many tokens (stock trainers do that); 0 means packed without padding."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Target-carrying tokens, without padding."""
+        return sum(s.stop - s.start for s in self.slices)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that are computed, padding included."""
+        return max(1, len(self.slices) * self.pad_to if self.pad_to else self.num_tokens)
+
+
+class Op(NamedTuple):
+    """One entry of a stage's order: run forward or backward of a micro-batch."""
+
+    kind: Literal["F", "B"]
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the trainer and the machine allow; `check` holds every plan to it."""
+
+    num_ranks: int
+    max_tokens: int
+    """Tokens (padding included) that one rank may hold in one micro-batch."""
+    num_stages: int = 1
+    layers_per_stage: int = 1
+    equal_counts: bool = False
+    """Every rank must run the same number of micro-batches (ZeRO-3, expert parallelism)."""
+    max_activation_bytes: float = float("inf")
+    """Activations and prefix KV that one rank of one stage may hold at once."""
+    activation_bytes_per_token: float = 0.0
+    """Per token and layer, kept from forward to backward when nothing is recomputed."""
+    kv_bytes_per_token: float = 0.0
+    """Per token and layer, kept for later slices of the same sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """All work of one optimizer step.
+
+    ``micro_batches`` are in launch order: every rank walks the list and skips what it is not in, so members of a group
+    meet in one order. ``order`` holds one list of `Op` per pipeline stage; empty means the host's own schedule over the
+    launch order. ``recompute`` holds, per stage, the number of recomputed layers of each micro-batch; empty means none.
+    """
+
+    sequences: tuple[Sequence, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    limits: Limits
+    order: tuple[tuple[Op, ...], ...] = ()
+    recompute: tuple[tuple[int, ...], ...] = ()
+    made_by: str = ""
+    """Names of the planners that shaped it, in order: ``in_order``, ``packing`` ..."""
+    bound_s: float = 0.0
+    """Certified lower bound on the busy time of the busiest rank [s]; 0 where none was computed."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(s.length for s in self.sequences)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Tokens computed over all micro-batches, padding and dummies included."""
+        return sum(m.num_slots for m in self.micro_batches)
+
+    @property
+    def padding_frac(self) -> float:
+        """Share of the computed tokens that carry no data."""
+        return 1.0 - self.num_tokens / max(1, self.num_slots)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Indices of the micro-batches of a plane rank, in launch order."""
+        return self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[int, ...], ...]:
+        mine: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
+        for index, micro_batch in enumerate(self.micro_batches):
+            for rank in micro_batch.ranks:
+                mine[rank].append(index)
+        return tuple(map(tuple, mine))
+
+    def check(self) -> StepPlan:
+        """Return the plan if it keeps every law; raise `PlanError` with the first broken one otherwise."""
+        from .laws import check
+
+        check(self)
+        return self
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal on two ranks exactly when the plans are."""
+        rows = [s for m in self.micro_batches for s in m.slices]
+        arrays = {
+            "slices": np.array(rows, dtype=np.int64).reshape(-1, 3),
+            "counts": np.array([len(m.slices) for m in self.micro_batches], dtype=np.int64),
+            "ranks": np.array([r for m in self.micro_batches for r in m.ranks], dtype=np.int64),
+            "degrees": np.array([len(m.ranks) for m in self.micro_batches], dtype=np.int64),
+            "pads": np.array([m.pad_to for m in self.micro_batches], dtype=np.int64),
+            "sequences": np.array(self.sequences, dtype=np.int64).reshape(-1, 3),
+        }
+        digest = hashlib.blake2b(repr((self.order, self.recompute)).encode(), digest_size=16)
+        for name, array in arrays.items():
+            digest.update(f"{name}:{array.shape};".encode())
+            digest.update(array.tobytes())
+        return digest.digest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented form of ``plan.json``: enough to check the plan without our code."""
+        return {
+            "lengths": [s.length for s in self.sequences],
+            "num_ranks": self.limits.num_ranks,
+            "max_tokens": self.limits.max_tokens,
+            "micro_batches": [_micro_batch_json(m) for m in self.micro_batches],
+            "order": [[[op.kind, op.micro_batch] for op in stage] for stage in self.order],
+            "recompute": [list(stage) for stage in self.recompute],
+            "made_by": self.made_by,
+            "bound_s": self.bound_s,
+            "digest": self.digest.hex(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], limits: Limits) -> StepPlan:
+        """Read back what `to_json` wrote, under the given limits."""
+        return cls(
+            sequences=sequences(data["lengths"]),
+            micro_batches=tuple(
+                MicroBatch(tuple(Slice(*s) for s in m["slices"]), tuple(m["ranks"]), m.get("pad_to", 0))
+                for m in data["micro_batches"]
+            ),
+            limits=limits,
+            order=tuple(tuple(Op(kind, index) for kind, index in stage) for stage in data.get("order", ())),
+            recompute=tuple(tuple(stage) for stage in data.get("recompute", ())),
+            made_by=data.get("made_by", ""),
+            bound_s=data.get("bound_s", 0.0),
+        )
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    row: dict[str, Any] = {"slices": [list(s) for s in micro_batch.slices], "ranks": list(micro_batch.ranks)}
+    return {**row, "pad_to": micro_batch.pad_to} if micro_batch.pad_to else row
+
+
+def sequences(lengths: Any, tenants: Any = None) -> tuple[Sequence, ...]:
+    """Sequences of a global batch from their lengths [tokens]."""
+    values = [int(n) for n in lengths]
+    if tenants is None:
+        return tuple(Sequence(i, n) for i, n in enumerate(values))
+    return tuple(Sequence(i, n, int(t)) for i, (n, t) in enumerate(zip(values, tenants, strict=True)))

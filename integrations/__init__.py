@@ -1,0 +1,2 @@
+if __name__ != "evenload.integrations":
+    raise ImportError(f"{__name__}: import this package as evenload.integrations; a second copy would mean a second registry")

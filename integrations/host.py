@@ -1,0 +1,80 @@
+"""What evenload asks of a trainer: run one planned step, hand out gradients, save and load.
+
+`integrations.megatron` and `integrations.deepspeed` each implement `Host` on their trainer's own engine; the training
+loop, verify and bench know nothing else of them. One Host lives in each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..core.layout import Layout
+from ..core.workload import Slice, StepPlan
+
+TokensOf = Callable[[int], npt.NDArray[np.int64]]
+"""Token ids int64 [length] of a sequence of the global batch, by its index in the batch."""
+
+Mark = Callable[[str], None]
+"""Tells the watchdog where this rank is."""
+
+
+def no_mark(_: str) -> None:
+    """A `Mark` that tells nobody."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: float
+    """Sum of token losses / target tokens of the global batch; the same number on every rank."""
+    grad_norm: float
+    """Norm of the global gradient before clipping."""
+    num_targets: int
+    """Target tokens of the global batch."""
+    busy_s: float
+    """Seconds this rank spent in forward and backward of its micro-batches, gradient reduction left out."""
+    executed: tuple[Slice, ...]
+    """Slices this rank ran, for the count of tokens missing or repeated."""
+
+
+class Host(Protocol):
+    """A trainer that runs plans. Raises EvenloadError for what it cannot honour, before the first step."""
+
+    layout: Layout
+    plane_rank: int
+
+    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
+        """Forward, backward, reduction, clipping and update of one planned step. Collective."""
+        ...
+
+    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
+        """Run the plan without an update; whole-model gradients (of the loss above) by parameter name, on the CPU.
+
+        Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
+        under their global names. Collective.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model and optimizer into an existing empty directory. Collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, on any layout the trainer can reshard to. Collective."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, attention kernel, parameters: what a log line and a benchmark should carry."""
+        ...
+
+    def close(self) -> None:
+        """Release what the host holds; the process group stays."""
+        ...
