@@ -1,0 +1,152 @@
+"""The kernels that can run packed causal attention, as a table: which are there, what they take, how they are called.
+
+Shape legend: T = slots of the pack, H = query heads, G = key/value heads (H is a multiple of G), D = head dimension.
+
+All rows compute the same thing; `choose_kernel` takes the first that is installed and takes the dtype, and says so once
+in the log of "evenload". The last row, torch's scaled_dot_product_attention called once per segment, takes everything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+log = logging.getLogger("evenload")
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Call(NamedTuple):
+    """The arguments of one attention call."""
+
+    q_THD: torch.Tensor
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    cu_seqlens: torch.Tensor
+    segments: tuple[int, ...] | None
+    max_seqlen: int
+    scale: float
+
+
+class Kernel(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    available: Callable[[], bool]
+    """Whether the library is installed."""
+    supports: Callable[[torch.dtype, torch.device, int], bool]
+    """Whether it takes this dtype, device and head dimension."""
+    run: Callable[[Call], torch.Tensor]
+    """Gives out_THD."""
+
+
+def _on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    # FlashAttention 2 and its descendants: half precision, Ampere or newer, head dimension a multiple of 8 up to 256.
+    if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _has(module: str, attribute: str) -> bool:
+    if find_spec(module.partition(".")[0]) is None:
+        return False
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a wheel built for another torch fails in its own ways
+        log.warning("%s is installed but cannot be imported, so it is not used: %s", module, error)
+        return False
+
+
+def _flash_attn(call: Call) -> torch.Tensor:
+    function = importlib.import_module("flash_attn").flash_attn_varlen_func
+    borders, longest = call.cu_seqlens, call.max_seqlen
+    out: torch.Tensor = function(
+        call.q_THD, call.k_TGD, call.v_TGD, borders, borders, longest, longest, softmax_scale=call.scale, causal=True
+    )
+    return out
+
+
+@cache
+def _te_module(heads: int, groups: int, head_dim: int, scale: float) -> Any:
+    return importlib.import_module("transformer_engine.pytorch").DotProductAttention(
+        heads,
+        head_dim,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        softmax_scale=scale,
+    )
+
+
+def _transformer_engine(call: Call) -> torch.Tensor:
+    (_, heads, head_dim), groups = call.q_THD.shape, call.k_TGD.shape[1]
+    out_TX = _te_module(heads, groups, head_dim, call.scale)(
+        call.q_THD,
+        call.k_TGD,
+        call.v_TGD,
+        cu_seqlens_q=call.cu_seqlens,
+        cu_seqlens_kv=call.cu_seqlens,
+        max_seqlen_q=call.max_seqlen,
+        max_seqlen_kv=call.max_seqlen,
+    )
+    out: torch.Tensor = out_TX.view(-1, heads, head_dim)
+    return out
+
+
+def _torch_varlen(call: Call) -> torch.Tensor:
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    borders, longest = call.cu_seqlens, call.max_seqlen
+    out: torch.Tensor = function(
+        call.q_THD,
+        call.k_TGD,
+        call.v_TGD,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=call.scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    return out
+
+
+def _sdpa(call: Call) -> torch.Tensor:
+    segments = call.segments if call.segments is not None else tuple(call.cu_seqlens.tolist())
+    gqa = call.q_THD.shape[1] != call.k_TGD.shape[1]
+    out = []
+    for first, end in pairwise(segments):
+        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (call.q_THD, call.k_TGD, call.v_TGD))
+        out_1HTD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa)
+        out.append(out_1HTD[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+KERNELS = (
+    Kernel("flash_attn", lambda: _has("flash_attn", "flash_attn_varlen_func"), _on_gpu, _flash_attn),
+    Kernel(
+        "transformer_engine",
+        lambda: _has("transformer_engine.pytorch", "DotProductAttention"),
+        _on_gpu,
+        _transformer_engine,
+    ),
+    Kernel("torch_varlen", lambda: _has("torch.nn.attention.varlen", "varlen_attn"), _on_gpu, _torch_varlen),
+    Kernel("sdpa", lambda: True, lambda dtype, device, head_dim: True, _sdpa),
+)
+
+
+@cache
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The first kernel of `KERNELS` that is installed and takes these inputs; chosen, and logged, once for each."""
+    kernel = next(k for k in KERNELS if k.supports(dtype, device, head_dim) and k.available())
+    log.info("packed attention on %s, %s, head dimension %d: %s", device, dtype, head_dim, kernel.name)
+    return kernel

@@ -1,0 +1,80 @@
+"""The processes of one job: start from torchrun's environment, end together."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import EvenloadError
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is."""
+
+    rank: int
+    size: int
+    device: torch.device
+    owned: bool = True
+    """Whether `init_world` made the process group, so that `close_world` may destroy it."""
+
+
+def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
+    """Join the job that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) describe.
+
+    Without RANK and WORLD_SIZE this is a world of one, with a process group all the same, so that hosts which insist on
+    one work. A process group that exists already is taken as it is.
+
+    Args:
+        timeout_s: after which a collective that a peer does not join fails.
+        backend: as in `dist.init_process_group`; None takes gloo for CPU tensors and, where there is CUDA, nccl for
+            its tensors.
+
+    Raises:
+        EvenloadError: some of the variables are missing or no integers.
+    """
+    cuda = torch.cuda.is_available()
+    if cuda:
+        device = torch.device("cuda", _integer("LOCAL_RANK", 0) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size(), device, owned=False)
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Ranks that share a host share its cores; each of them would take all otherwise.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, _integer("LOCAL_WORLD_SIZE", 1))))
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise EvenloadError(
+                "the environment describes only part of a job",
+                f"missing: {', '.join(missing)}",
+                "start the ranks with torchrun, or unset RANK and WORLD_SIZE to run alone",
+            )
+        dist.init_process_group(backend, timeout=timeout)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def close_world(world: World) -> None:
+    """Wait for every rank and leave the job; call it after the `Watchdog` has ended, where all went well."""
+    if world.owned and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise EvenloadError(f"{name} is not an integer", repr(text), "start the ranks with torchrun") from None
