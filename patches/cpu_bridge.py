@@ -1,0 +1,252 @@
+"""The CPU bridge: Megatron-Core 0.16.1 on a machine without CUDA, as rows.
+
+Megatron-Core runs on gloo, but names CUDA all over: it asks for the current device, allocates on ``"cuda"``, keeps its
+generator there, waits for streams and asserts on type strings. The rows answer these questions for the CPU. They come
+in the order in which they must go on: torch's first, since Megatron reads some of them while it is imported.
+
+Where CUDA is available no row applies. Torch itself is left alone but for `torch.cuda` calls that can only raise on
+such a machine, and for `Tensor.type` and `Tensor.cuda`, which answer differently to Megatron's own modules alone.
+
+Not bridged, since nothing on a CPU can stand in for it: Transformer Engine, sequence parallelism with torch's norms,
+grouped GEMM, DeepEP and HybridEP, CUDA graphs, fine-grained offloading.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from .ledger import Ledger
+from .row import Patch, Wrapper
+
+TORCH = "torch >=2.6,<3"
+MEGATRON = "megatron-core >=0.16.1,<0.17"
+
+_log = logging.getLogger(__name__)
+
+
+def no_cuda() -> bool:
+    """Whether torch finds no CUDA device here."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _stand_in(name: str) -> Callable[[Any], Any]:
+    """`cpu_standins.name`, imported when the row is applied: the table of rows needs no torch."""
+
+    def make(original: Any) -> Any:
+        from . import cpu_standins
+
+        return getattr(cpu_standins, name)(original)
+
+    return make
+
+
+def _wrapper(name: str) -> Wrapper:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from . import cpu_standins
+
+        return getattr(cpu_standins, name)(wrapped, instance, args, kwargs)
+
+    return call
+
+
+def _cuda(name: str, stand_in: str, why: str) -> Patch:
+    return Patch(
+        name=f"cpu.cuda.{name}",
+        target=f"torch.cuda:{name}",
+        supports=TORCH,
+        why=why,
+        replace=_stand_in(stand_in),
+        reach=("megatron",),
+        when=no_cuda,
+    )
+
+
+_TORCH_ROWS = (
+    Patch(
+        name="cpu.dynamo",
+        target="os:environ[TORCHDYNAMO_DISABLE]",
+        supports=TORCH,
+        why="Megatron's jit_fuser is torch.compile, 4 to 15 s of compiling per process on a CPU. Reaches every "
+        "torch.compile made while it is set, child processes included; a value that the user has set is kept.",
+        replace=lambda _: "1",
+        fills_gap=True,
+        when=no_cuda,
+    ),
+    _cuda(
+        "current_device",
+        "current_device",
+        "Megatron passes it as device= in some 60 places; answers the CPU. Raises otherwise.",
+    ),
+    _cuda("synchronize", "synchronize", "Pipeline communication waits with it; nothing to wait for."),
+    *(
+        _cuda(name, stand_in, "The all-to-all token dispatcher overlaps copies on a side stream; on a CPU all is done.")
+        for name, stand_in in (
+            ("Stream", "stream_class"),
+            ("Event", "event_class"),
+            ("current_stream", "only_stream"),
+            ("default_stream", "only_stream"),
+            ("stream", "stream_context"),
+        )
+    ),
+    *(
+        _cuda(name, name, "Seeding and the tracker of tensor-parallel generators; the CPU generator takes the part.")
+        for name in ("manual_seed", "get_rng_state", "set_rng_state")
+    ),
+    Patch(
+        name="cpu.tensor.type",
+        target="torch:Tensor.type",
+        supports=TORCH,
+        why="The distributed optimizer and gradient clipping compare it with 'torch.cuda.FloatTensor' in the middle of "
+        "long methods. Callers outside megatron get torch's answer.",
+        replace=_stand_in("type_method"),
+        when=no_cuda,
+    ),
+    Patch(
+        name="cpu.tensor.cuda",
+        target="torch:Tensor.cuda",
+        supports=TORCH,
+        why="RoPE under context parallelism and the packing scheduler move tensors with it. Callers outside megatron "
+        "get torch's error as before.",
+        replace=_stand_in("cuda_method"),
+        when=no_cuda,
+    ),
+)
+
+_GENERATOR_ROWS = tuple(
+    Patch(
+        name=f"cpu.generator.{name}",
+        target=f"megatron.core.tensor_parallel.random:{name}",
+        supports=MEGATRON,
+        why="Reads and sets the generator below torch.cuda, so the rows for torch.cuda miss it.",
+        replace=_stand_in(stand_in),
+        expects=expects,
+        reach=("megatron",),
+        when=no_cuda,
+    )
+    for name, stand_in, expects in (
+        ("_get_cuda_rng_state", "get_rng_state", ("device", "clone", "graph_safe")),
+        ("_set_cuda_rng_state", "set_rng_state", ("new_state", "device", "graph_safe")),
+    )
+)
+
+_QUIET_ROW = Patch(
+    name="cpu.generator.warning",
+    target="megatron.core.tensor_parallel.random:logging",
+    supports=MEGATRON,
+    why="The tracker warns at every dropout that the CPU generator moved, and here it is the one that should. "
+    "Its other messages pass.",
+    replace=_stand_in("logging_without_rng_warning"),
+    reach=(),
+    when=no_cuda,
+)
+
+_ALLOCATES_ON_CUDA = (
+    "datasets.data_schedule",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rope_utils",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.hybrid_cp_schedule",
+    "pipeline_parallel.schedules",
+    "rerun_state_machine",
+    "tensor_parallel.data",
+    "transformer.moe.moe_utils",
+    "transformer.utils",
+    "utils",
+)
+"""Modules of 0.16.1 that pass the literal ``device="cuda"`` or ``pin_memory=True`` to a tensor factory."""
+
+_ALLOCATION_ROWS = tuple(
+    Patch(
+        name=f"cpu.torch.{module}",
+        target=f"megatron.core.{module}:torch",
+        supports=MEGATRON,
+        why="The module allocates with device='cuda' written out, in the middle of its functions. Only its own global "
+        "`torch` is replaced; the real torch is untouched.",
+        replace=_stand_in("torch_on_cpu"),
+        reach=(),
+        when=no_cuda,
+    )
+    for module in _ALLOCATES_ON_CUDA
+)
+
+_EXPERT_ROWS = (
+    Patch(
+        name="cpu.moe.te_general_gemm",
+        target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        supports=MEGATRON,
+        why="Upstream fault: without Transformer Engine the name is never bound, and the router's gating raises "
+        "NameError. None is what the code tests for.",
+        replace=lambda _: None,
+        fills_gap=True,
+        reach=(),
+        when=no_cuda,
+    ),
+    Patch(
+        name="cpu.moe.split_sizes",
+        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        supports=MEGATRON,
+        why="The all-to-all dispatcher wants its split sizes as numpy; upstream converts CUDA tensors only, and "
+        "all_to_all_single refuses the rest.",
+        wrapper=_wrapper("to_numpy_without_cuda"),
+        expects=("tensor", "as_numpy", "record_stream"),
+        aliases=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
+        reach=("megatron",),
+        when=no_cuda,
+    ),
+)
+
+_CHECKPOINT_ROWS = (
+    Patch(
+        name="cpu.checkpoint.init_data",
+        target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+        supports=MEGATRON,
+        why="Fully parallel loading asks for shards on 'cuda'. Other devices are passed on.",
+        wrapper=_wrapper("init_data_on_cpu"),
+        expects=("device", "init_fn"),
+        when=no_cuda,
+    ),
+)
+
+
+def rows() -> tuple[Patch, ...]:
+    """Every row of the bridge, in the order in which they go on."""
+    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, *_CHECKPOINT_ROWS)
+
+
+def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:
+    """Make Megatron-Core run on the CPU; return the ledger whose `undo` takes the bridge down.
+
+    With CUDA, or where another ledger of the process holds the bridge, nothing happens. Imports torch, and
+    megatron.core too unless ``lazy``. Call it before megatron.core is imported if you can: what `torch.compile` has
+    wrapped by then stays compiled, which is slow on a CPU and said in the log.
+
+    Raises `EvenloadError` where megatron-core or torch is missing, of another version or changed.
+    """
+    ledger = ledger or Ledger()
+    with warnings.catch_warnings():
+        # Six times: that Transformer Engine and Apex are missing. On a CPU they always are.
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex).*")
+        ledger.apply(rows(), lazy=lazy)
+    if no_cuda() and _was_compiled():
+        _log.warning(
+            "megatron.core was imported before the CPU bridge: its fused functions compile at first use (4 to 15 s). "
+            "Bridge first, or set TORCHDYNAMO_DISABLE=1"
+        )
+    return ledger
+
+
+def _was_compiled() -> bool:
+    fused = sys.modules.get("megatron.core.fusions.fused_bias_dropout")
+    return hasattr(getattr(fused, "bias_dropout_add_fused_train", None), "_torchdynamo_orig_callable")

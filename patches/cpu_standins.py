@@ -1,0 +1,202 @@
+"""What Megatron-Core meets in place of CUDA on a machine without it: everything on the CPU, in order, at once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+
+
+class Stream:
+    """A stream that is always empty: on the CPU every operation has finished when it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event that has always happened. It measures no time: `elapsed_time` is 0 ms."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+_STREAM = Stream()
+
+
+def stream_class(_: Any) -> type[Stream]:
+    return Stream
+
+
+def event_class(_: Any) -> type[Event]:
+    return Event
+
+
+def current_device(_: Any) -> Callable[..., Any]:
+    return lambda: CPU
+
+
+def synchronize(_: Any) -> Callable[..., Any]:
+    return lambda device=None: None
+
+
+def only_stream(_: Any) -> Callable[..., Any]:
+    return lambda device=None: _STREAM
+
+
+def stream_context(_: Any) -> Callable[..., Any]:
+    @contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        yield
+
+    return stream
+
+
+def manual_seed(_: Any) -> Callable[..., Any]:
+    return lambda seed: torch.default_generator.manual_seed(int(seed))
+
+
+def get_rng_state(_: Any) -> Callable[..., Any]:
+    return lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+
+def set_rng_state(_: Any) -> Callable[..., Any]:
+    return lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _called_by_megatron() -> bool:
+    """Whether the caller of our caller is Megatron's code."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
+
+
+def type_method(original: Any) -> Callable[..., Any]:
+    """``Tensor.type`` that calls a CPU tensor ``torch.cuda.X`` to Megatron, whose optimizer asserts on that string."""
+
+    def type(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if isinstance(answer, str) and self.device.type == "cpu" and _called_by_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type
+
+
+def cuda_method(original: Any) -> Callable[..., Any]:
+    """``Tensor.cuda`` that leaves the tensor where it is for Megatron and fails as ever for everybody else."""
+
+    def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if _called_by_megatron() else original(self, *args, **kwargs)
+
+    return cuda
+
+
+class TorchOnCpu(ModuleType):
+    """What a Megatron module sees as ``torch``: tensor factories asked for CUDA or pinned memory give plain CPU memory.
+
+    Everything else is torch's own, looked up at each use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in (*_FACTORIES, *_LIKE):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def torch_on_cpu(_: Any) -> TorchOnCpu:
+    return _TORCH_ON_CPU
+
+
+_TORCH_ON_CPU = TorchOnCpu()
+
+
+def to_numpy_without_cuda(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``maybe_move_tensor_to_cpu`` that keeps its promise of numpy for tensors that are on the CPU already."""
+
+    def call(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.detach().numpy() if as_numpy else tensor
+        return wrapped(tensor, as_numpy, record_stream)
+
+    return call(*args, **kwargs)
+
+
+def init_data_on_cpu(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``ShardedTensor.init_data(device, ...)`` on the CPU where CUDA was asked for."""
+
+    def call(device: Any, *rest: Any, **options: Any) -> Any:
+        return wrapped(CPU if str(device).startswith("cuda") else device, *rest, **options)
+
+    return call(*args, **kwargs)
+
+
+class _LoggingWithoutRngWarning(ModuleType):
+    """What ``tensor_parallel.random`` sees as ``logging``: no warning that the CPU generator moved.
+
+    Under the bridge the CPU generator *is* the tracked one, so it moves at every dropout.
+    """
+
+    def getLogger(self, name: str) -> logging.Logger:  # noqa: N802
+        quiet = logging.Logger(name)
+        quiet.parent = logging.getLogger(name)
+        quiet.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+        return quiet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(logging, name)
+
+
+def logging_without_rng_warning(_: Any) -> ModuleType:
+    return _LoggingWithoutRngWarning("logging")

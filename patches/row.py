@@ -1,0 +1,113 @@
+"""A patch as a row of data, and the two guards that can be judged from the row and the symbol alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from ..core.errors import EvenloadError
+
+Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One upstream symbol and what takes its place. Exactly one of ``wrapper`` and ``replace`` is given."""
+
+    name: str
+    """What messages and tables call the row; together with ``target`` it identifies the row."""
+    target: str
+    """``module:name``, ``module:Class.name`` or ``module:mapping[key]``."""
+    supports: str
+    """A requirement, ``megatron-core >=0.16.1,<0.17``, held against the installed distribution."""
+    why: str
+    """Which callers it reaches, why this layer and not another, what is left alone."""
+    wrapper: Wrapper | None = None
+    """``wrapper(wrapped, instance, args, kwargs)``, called in place of the symbol."""
+    replace: Callable[[Any], Any] | None = None
+    """``replace(original)`` returns the new value, made when the row is applied."""
+    expects: tuple[str, ...] | None = None
+    """Parameter names that the symbol must still have; None where there is no signature to read."""
+    aliases: tuple[str, ...] = ()
+    """Re-exports that callers are known to use. Once their module is loaded they must still be the same object."""
+    reach: tuple[str, ...] | None = None
+    """Packages in which ``from module import name`` copies are rebound too: None means everywhere, () nowhere."""
+    fills_gap: bool = False
+    """The symbol is missing upstream; where it is present the row has nothing to do."""
+    when: Callable[[], bool] | None = None
+    """The row is needed only where this holds; asked when the row is applied."""
+
+    def __post_init__(self) -> None:
+        assert (self.wrapper is None) != (self.replace is None), f"{self.name}: give wrapper or replace"
+        assert ":" in self.target, f"{self.name}: the target reads module:name"
+        assert not (self.wrapper and self.fills_gap), f"{self.name}: there is nothing to wrap in a gap"
+
+    @property
+    def module(self) -> str:
+        """Name of the module whose import makes the row applicable."""
+        return self.target.partition(":")[0]
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        return self.name, self.target
+
+
+def check_version(row: Patch) -> None:
+    """Raise `EvenloadError` unless a supported version of the row's distribution is installed; imports nothing."""
+    needs = Requirement(row.supports)
+    try:
+        installed = metadata.version(needs.name)
+    except metadata.PackageNotFoundError:
+        raise EvenloadError(
+            f"patch '{row.name}' is made for {row.supports}",
+            f"{needs.name} is not installed",
+            f"pip install '{needs.name}{needs.specifier}', or leave the patch out",
+        ) from None
+    if not needs.specifier.contains(installed, prereleases=True):
+        raise EvenloadError(
+            f"patch '{row.name}' is made for {row.supports}",
+            f"{needs.name} {installed}",
+            f"pip install '{needs.name}{needs.specifier}', or use a version of evenload that supports {installed}",
+        )
+
+
+def check_signature(row: Patch, value: Any) -> None:
+    """Raise `EvenloadError` unless ``value`` still has every parameter that the row counts on."""
+    if row.expects is None:
+        return
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError) as error:
+        raise EvenloadError(
+            f"patch '{row.name}': {row.target} has no signature to check", str(error), _report(row)
+        ) from error
+    lost = [name for name in row.expects if name not in signature.parameters]
+    if lost:
+        raise EvenloadError(
+            f"patch '{row.name}': {row.target} no longer takes {', '.join(lost)}",
+            f"{row.target.partition(':')[2]}{signature} in {installed_version(row)}",
+            _report(row),
+        )
+
+
+def missing_symbol(row: Patch, path: str) -> EvenloadError:
+    """The error for a symbol that upstream has moved or removed."""
+    return EvenloadError(f"patch '{row.name}': {path} does not exist", installed_version(row), _report(row))
+
+
+def installed_version(row: Patch) -> str:
+    """``megatron-core 0.16.1``, or that it is not installed."""
+    name = Requirement(row.supports).name
+    try:
+        return f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return f"{name} (not installed)"
+
+
+def _report(row: Patch) -> str:
+    return f"install a version within {row.supports}; if yours is, report that {row.target} has changed"
