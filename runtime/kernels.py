@@ -123,12 +123,15 @@ def _torch_varlen(call: Call) -> torch.Tensor:
 def _sdpa(call: Call) -> torch.Tensor:
     segments = call.segments if call.segments is not None else tuple(call.cu_seqlens.tolist())
     gqa = call.q_THD.shape[1] != call.k_TGD.shape[1]
-    out = []
-    for first, end in pairwise(segments):
-        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (call.q_THD, call.k_TGD, call.v_TGD))
-        out_1HTD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa)
-        out.append(out_1HTD[0].transpose(0, 1))
-    return torch.cat(out)
+    # split, not a slice per segment: the backward of a slice fills all of [T, H, D] with zeros, so S of them cost S * T
+    # (64 segments of 64 tokens, H 8, D 64, float32, one core: backward 161 ms by slices, 34 ms by split).
+    lengths = [end - first for first, end in pairwise(segments)]
+    parts = zip(*(torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in call[:3]), strict=True)
+    out = [
+        scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa).transpose(1, 2)
+        for q, k, v in parts
+    ]
+    return torch.cat(out, dim=1)[0]
 
 
 KERNELS = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..core.errors import EvenloadError
 
@@ -52,7 +53,7 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     timeout = datetime.timedelta(seconds=timeout_s)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
