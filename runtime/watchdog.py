@@ -248,14 +248,14 @@ class Watchdog:
         if self._stop.wait(2 * self._every):
             return  # the job is ending well and the rank that held the store was faster
         if self._error is not None and not self._echo:
-            self._end(self._own(self._error))
+            self._end(self._own(self._error), store_lives=False)
         holder = "the torchrun agent" if self._by_agent else f"rank 0 of {self._size}"
         printer = int(not self._by_agent)
         what = f"{type(error).__name__} in rank {printer}, which was in '{self._mark.where}'"
         message = f"evenload: {holder} is gone, and with it the store of the job\n  found: {what}"
-        self._end(Failure("gone", 0, printer, message))
+        self._end(Failure("gone", 0, printer, message), store_lives=False)
 
-    def _end(self, failure: Failure) -> NoReturn:
+    def _end(self, failure: Failure, store_lives: bool = True) -> NoReturn:
         self._ending.acquire()  # whichever thread comes second stays here until the process is over
         if failure.printer == self._rank:
             print(self._here() + failure.message if failure.kind == "stuck" else failure.message, file=sys.stderr)
@@ -264,7 +264,8 @@ class Watchdog:
                 get_error_handler().record_exception(self._error or RuntimeError(failure.message))
             else:
                 time.sleep(_COURTESY_S)
-        self._take_leave()
+        if store_lives:
+            self._take_leave()
         for child in active_children():
             child.terminate()  # an orphan would keep our output open, and whoever reads it waiting
         sys.stdout.flush()

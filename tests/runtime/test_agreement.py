@@ -1,0 +1,144 @@
+"""Agreement and groups among real ranks."""
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from evenload.core.errors import EvenloadError, RankError
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.runtime.agreement import agree, first_error, gather_bytes, name_ranks
+from evenload.runtime.groups import GroupPool
+
+
+def plan(border: int) -> StepPlan:
+    """Two sequences on two ranks; `border` says where the second is cut."""
+    cut = (MicroBatch((Slice(0, 0, 9), Slice(1, 0, border)), (0,)), MicroBatch((Slice(1, border, 7),), (1,)))
+    return StepPlan(sequences([9, 7]), cut, Limits(num_ranks=2, max_tokens=32))
+
+
+def gathers() -> list[bytes]:
+    return gather_bytes(bytes([dist.get_rank()] * 64))
+
+
+def disagrees(borders: list[int]) -> str | None:
+    """The message of a rank, or None where all agree."""
+    try:
+        agree(plan(borders[dist.get_rank()]).digest, "plans", 7)
+    except RankError as error:
+        return str(error)
+    return None
+
+
+def errs(bad: list[int]) -> list[tuple[int, str]]:
+    rank = dist.get_rank()
+    return first_error(f"no space on {rank}" if rank in bad else None)
+
+
+def uses_groups() -> tuple[float, float | None, str, list[str]]:
+    """Sums over overlapping groups, what an undeclared group says, and what is left after close."""
+    rank = dist.get_rank()
+    ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    # Every rank lists them in another order, members in another order, some twice.
+    pool = GroupPool([*ring[rank:], *ring[:rank], (1, 0), (2, 1, 0, 3), (rank,), (0,), (1,), (2,), (3,)])
+    total = torch.tensor([2.0**rank])
+    dist.all_reduce(total, group=pool.get((3, 2, 1, 0)))
+    pair = None
+    for ranks in ring:
+        if rank in ranks:
+            x = torch.tensor([2.0**rank])
+            dist.all_reduce(x, group=pool.get(ranks))
+            pair = float(x) if rank == ranks[0] else pair
+    assert (0, 1) in pool
+    assert (0, 2) not in pool
+    try:
+        pool.get((0, 2))
+        message = ""
+    except EvenloadError as error:
+        message = str(error)
+    pool.close()
+    try:
+        pool.get((0, 1))
+        after = []
+    except EvenloadError as error:
+        after = [error.found]
+    return float(total), pair, message, after
+
+
+def declares_differently() -> str:
+    try:
+        GroupPool([(0, 1)] if dist.get_rank() else [(0, 1), (1, 2)])
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_gather_keeps_the_order_of_ranks(world):
+    assert world(4).run(gathers) == [[bytes([r] * 64) for r in range(4)]] * 4
+
+
+@pytest.mark.slow
+def test_equal_plans_pass(world):
+    assert world(2).run(disagrees, [3, 3]) == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 2, 3])
+def test_one_other_plan_is_named_on_every_rank(world, odd):
+    borders = [3] * 4
+    borders[odd] = 4
+    first, *others = world(4).run(disagrees, borders)
+    assert others == [first] * 3
+    assert f"step 7: the ranks hold different plans: rank {odd} differs from the other 3" in first
+    assert plan(3).digest.hex()[:12] in first
+    assert plan(4).digest.hex()[:12] in first
+
+
+@pytest.mark.slow
+def test_two_sides_of_equal_size_are_both_shown(world):
+    first, second = world(2).run(disagrees, [3, 4])
+    assert first == second
+    assert "no side has a majority" in first
+    assert "rank 0: " in first
+    assert "rank 1: " in first
+
+
+@pytest.mark.slow
+def test_first_error_lists_the_ranks_where_it_failed(world):
+    assert world(4).run(errs, []) == [[]] * 4
+    assert world(4).run(errs, [3, 1]) == [[(1, "no space on 1"), (3, "no space on 3")]] * 4
+
+
+@pytest.mark.slow
+def test_overlapping_groups_are_found_by_their_ranks(world):
+    results = world(4).run(uses_groups)
+    assert [r[0] for r in results] == [15.0] * 4
+    assert [r[1] for r in results] == [3.0, 6.0, 12.0, 9.0]
+    for _, _, message, after in results:
+        assert "no process group of ranks (0, 2)" in message
+        assert "(0, 1)" in message
+        assert after == ["declared: none"]
+
+
+@pytest.mark.slow
+def test_groups_declared_differently_are_refused_before_they_hang(world):
+    messages = world(4).run(declares_differently)
+    assert len(set(messages)) == 1
+    assert "rank 0 differs from the other 3" in messages[0]
+
+
+def test_alone_everything_agrees():
+    digest = hashlib.blake2b(b"plan", digest_size=16).digest()
+    assert gather_bytes(digest) == [digest]
+    agree(digest, "plans", 0)
+    assert first_error(None) == []
+    assert first_error("full disk") == [(0, "full disk")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [([2], "rank 2"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 3, 7], "ranks 0-3, 7"), ([4, 2], "ranks 2, 4")],
+)
+def test_ranks_are_named_in_runs(ranks, name):
+    assert name_ranks(ranks) == name

@@ -1,0 +1,66 @@
+"""A small job for test_watchdog.py: every rank steps through collectives until the culprit does something bad.
+
+watchdog_job.py HOW CULPRIT                     under torchrun, or anything else that sets its variables
+watchdog_job.py HOW CULPRIT FILE RANK SIZE      over a file store
+
+Limits come from LIMITS, a JSON object of the arguments of Watchdog, and PG_TIMEOUT_S.
+"""
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from evenload.core.errors import EvenloadError
+from evenload.runtime.agreement import agree
+from evenload.runtime.watchdog import Watchdog
+from evenload.runtime.world import close_world, init_world
+
+
+def misbehave(how: str, rank: int) -> None:
+    if how == "raise":
+        raise ValueError("bad sample 1234")
+    if how == "refuse":
+        raise EvenloadError("the data ran out", "3 samples", "shorten the run")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(1000)
+    if how == "leave":
+        sys.exit(0)
+
+
+def work(how: str, culprit: int, rank: int, dog: Watchdog) -> None:
+    for step in range(6):
+        dog.at(f"step {step}: forward", step)
+        if step == 3 and rank == culprit:
+            misbehave(how, rank)
+        if step == 3 and how == "long":
+            time.sleep(float(os.environ["LONG_S"]) if rank == culprit else 0)
+        if step == 3 and how == "diverge":
+            agree(bytes([rank == culprit] * 16), "plans", step)
+        dog.at(f"step {step}: gradients", step, waits=True)
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(0.02)
+
+
+def main() -> None:
+    how, culprit, *place = sys.argv[1:]
+    timeout_s = float(os.environ.get("PG_TIMEOUT_S", "100"))
+    if place:
+        file, rank, size = place[0], int(place[1]), int(place[2])
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout)
+    world = init_world(timeout_s)
+    with Watchdog(**json.loads(os.environ["LIMITS"])) as dog:
+        work(how, int(culprit), world.rank, dog)
+    print("survived", flush=True)
+    close_world(world)
+
+
+if __name__ == "__main__":
+    main()
