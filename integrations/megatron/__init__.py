@@ -1,2 +1,73 @@
+"""evenload in Megatron-Core. Nothing is imported from it, or patched, until one of these names is used."""
+
 if __name__ != "evenload.integrations.megatron":
-    raise ImportError(f"{__name__}: import this package as evenload.integrations.megatron; a second copy would mean a second registry")
+    raise ImportError(
+        f"{__name__}: import this package as evenload.integrations.megatron; a second copy would mean a second registry"
+    )
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...core.recipe import Recipe
+    from ...runtime.world import World
+    from .attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
+    from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
+    from .host import MegatronHost
+    from .reduction import Reduction
+    from .rope import TokenRope, use_token_positions
+    from .verify import grad_rel_err, reference
+
+_HOMES = {
+    "Batch": "batch",
+    "MegatronHost": "host",
+    "PackedCoreAttention": "attention",
+    "PlannedBatches": "batch",
+    "PlannedSeqParams": "attention",
+    "Reduction": "reduction",
+    "TokenRope": "rope",
+    "forward_step": "batch",
+    "grad_rel_err": "verify",
+    "packed_layer_spec": "attention",
+    "reference": "verify",
+    "run_batch": "batch",
+    "seq_params": "attention",
+    "token_loss": "batch",
+    "use_token_positions": "rope",
+}
+
+__all__ = [  # noqa: RUF022
+    "open_host",
+    "Batch",
+    "MegatronHost",
+    "PackedCoreAttention",
+    "PlannedBatches",
+    "PlannedSeqParams",
+    "Reduction",
+    "TokenRope",
+    "forward_step",
+    "grad_rel_err",
+    "packed_layer_spec",
+    "reference",
+    "run_batch",
+    "seq_params",
+    "token_loss",
+    "use_token_positions",
+]
+
+
+def open_host(recipe: "Recipe", world: "World") -> "MegatronHost":
+    """A `MegatronHost` for this process. Raises EvenloadError for a missing or unsupported Megatron-Core or recipe."""
+    from .setup import check_host, check_recipe
+
+    check_recipe(recipe)
+    check_host()
+    from .host import MegatronHost
+
+    return MegatronHost(recipe, world)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

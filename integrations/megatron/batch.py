@@ -1,0 +1,116 @@
+"""Micro-batches of a plan in the form that Megatron's schedules want.
+
+    batches = PlannedBatches.of_rank(plan, plane_rank, tokens_of, device)
+    get_forward_backward_func()(forward_step_func=forward_step, data_iterator=batches, num_microbatches=len(batches), ...)
+
+with ``config.calculate_per_token_loss=True``: `token_loss` returns the *sum* of the token losses and their number, and
+Megatron divides the summed gradients by the global number once. That is exact for any numbers of micro-batches and
+tokens per rank; an average of averages is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.workload import MicroBatch, Slice, StepPlan
+from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack
+from .attention import PlannedSeqParams, seq_params
+
+LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+class Batch(NamedTuple):
+    """One micro-batch, loaded."""
+
+    pack: Pack
+    params: PlannedSeqParams
+
+
+class PlannedBatches(Iterator[Batch]):
+    """A data iterator over some micro-batches, each loaded when it is asked for; ``len()`` gives how many there are."""
+
+    def __init__(
+        self, micro_batches: Sequence[MicroBatch], tokens_of: TokensOf, device: torch.device | str = "cpu"
+    ) -> None:
+        self._micro_batches, self._tokens_of, self._device = tuple(micro_batches), tokens_of, device
+        self._next = 0
+        self.executed: list[Slice] = []
+        """Slices handed out so far."""
+
+    @classmethod
+    def of_rank(
+        cls, plan: StepPlan, plane_rank: int, tokens_of: TokensOf, device: torch.device | str = "cpu"
+    ) -> PlannedBatches:
+        """The micro-batches of a plane rank in launch order. Raises EvenloadError for what stock schedules cannot run."""
+        _refuse_unsupported(plan, plane_rank)
+        return cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device)
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def __next__(self) -> Batch:
+        if self._next == len(self):
+            raise StopIteration
+        pack = build_pack(self._micro_batches[self._next], self._tokens_of, self._device)
+        self._next += 1
+        self.executed += pack.slices
+        return Batch(pack, seq_params(pack))
+
+
+def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, LossFunc]:
+    """The ``forward_step_func`` of Megatron's schedules."""
+    return run_batch(next(batches), model)
+
+
+def run_batch(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
+    """Forward of one micro-batch: (stage output, or token losses [1, T] on the last stage; the loss function)."""
+    pack = batch.pack
+    output: Tensor = model(
+        pack.tokens_T[None],
+        pack.positions_T[None],
+        None,
+        labels=pack.labels_T.clamp(min=0)[None],
+        packed_seq_params=batch.params,
+    )
+    return output, partial(token_loss, pack)
+
+
+def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum of the token losses, their number as int32, what to report).
+
+    A pack without targets multiplies by zero rather than leaving the graph: its backward runs, as a dummy's must.
+    """
+    weights_T = pack.labels_T != IGNORE
+    loss = (losses_1T.view(-1) * weights_T).sum(dtype=torch.float64)
+    num_targets = torch.tensor(pack.num_targets, dtype=torch.int32, device=loss.device)
+    return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
+
+
+def _refuse_unsupported(plan: StepPlan, plane_rank: int) -> None:
+    if plan.order or plan.recompute:
+        raise EvenloadError(
+            "Megatron's own schedule cannot run a plan with an order or recomputation of its own",
+            f"made by {plan.made_by or 'hand'}",
+            "disable plugins.pipeline, or run the plan with that plugin's schedule",
+        )
+    for index in plan.of_rank(plane_rank):
+        micro_batch = plan.micro_batches[index]
+        if len(micro_batch.ranks) > 1:
+            raise EvenloadError(
+                "a micro-batch is shared by several ranks",
+                f"micro-batch {index} on ranks {micro_batch.ranks}",
+                "disable plugins.mesh, or run the plan with that plugin's attention",
+            )
+        for piece in micro_batch.slices:
+            if piece.length != plan.sequences[piece.sequence].length:
+                raise EvenloadError(
+                    "a sequence is cut into slices",
+                    f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence} in micro-batch {index}",
+                    "plan whole sequences, or run the plan with a plugin that carries the prefix",
+                )

@@ -1,0 +1,176 @@
+"""Save and load through Megatron's distributed checkpoints, readable on any layout.
+
+Model and optimizer go through ``megatron.core.dist_checkpointing`` in its torch_dist format, the distributed
+optimizer as ``fully_reshardable``: stored by parameter, not by rank. On the layout that wrote it a job resumes bit for
+bit; on another number of ranks, or another TP x PP, the numbers are the same and sums run in another order.
+
+megatron-core 0.16 has two faults with torch's Adam, both kept out here without touching its classes: a load of the
+distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError), and every parameter is given
+the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second is not.
+
+The caller makes the directory, and commits it (manifest, rename) when every rank is done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from ...core.errors import EvenloadError
+from .model import torch_optimizers
+
+if TYPE_CHECKING:
+    from .host import MegatronHost
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+ABOUT = "evenload"
+
+
+def save(host: MegatronHost, directory: Path) -> None:
+    """Write model, optimizer and random states into an existing directory. Collective.
+
+    Raises:
+        EvenloadError: the directory is missing or holds something, or the disk refused; the same on every rank.
+    """
+    agreed(lambda: _expect_empty(directory))
+    state = _sharded_state(host, loading=False)
+    state[ABOUT] = _about(host)
+    agreed(lambda: dist_checkpointing.save(state, str(directory)), "the checkpoint could not be written")
+
+
+def load(host: MegatronHost, directory: Path) -> None:
+    """Read what `save` wrote. Collective.
+
+    Raises:
+        EvenloadError: there is no checkpoint, it is torn, or it holds another model or precision; nothing is changed.
+    """
+    about = agreed(lambda: _read_about(host, directory))
+    same_layout = about["layout"] == _about(host)["layout"]
+    state = _sharded_state(host, loading=True, with_random=same_layout)
+    loaded = agreed(lambda: dist_checkpointing.load(state, str(directory)), "the checkpoint could not be read")
+    host.model.load_state_dict(loaded["model"])
+    load_optimizer(host.optimizer, loaded["optimizer"])
+    if same_layout:
+        _restore_random(loaded["random"])
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)`` of a Megatron optimizer (not chained by experts), right with torch's Adam."""
+    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    tensors = state.pop("param_state", None)
+    part.load_state_dict(state)
+    inner = torch_optimizers(optimizer)
+    steps = [states.pop("step", None) for one in inner for states in one.state.values()]
+    if tensors is not None:
+        part.load_parameter_state_from_fully_reshardable(tensors)
+    for states, step in zip((s for one in inner for s in one.state.values()), steps, strict=True):
+        if step is not None:
+            states["step"] = step.clone()
+
+
+def agreed(do: Callable[[], Any], what: str = "") -> Any:
+    """Run ``do`` on every rank and return its result, or raise one EvenloadError on all of them if any rank failed."""
+    result, error, fault = None, None, None
+    try:
+        result = do()
+    except Exception as caught:  # whatever a file system, torch or Megatron raises must reach the other ranks
+        fault, error = caught, _parts(caught, what)
+    errors: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise EvenloadError(*first) from fault
+    return result
+
+
+def _parts(error: Exception, what: str) -> tuple[str, str, str]:
+    if isinstance(error, EvenloadError):
+        return error.what, error.found, error.do
+    text = f"{type(error).__name__}: {error}".strip()
+    return what, f"rank {dist.get_rank()}: {text[:2000]}", "check the directory and the disk, then try again"
+
+
+def _expect_empty(directory: Path) -> None:
+    found = "no such directory" if not directory.is_dir() else "files in it" if any(directory.iterdir()) else ""
+    if found:
+        raise EvenloadError(f"{directory} cannot take a checkpoint", found, "give a new, empty directory")
+
+
+def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    model = host.model.sharded_state_dict(metadata=METADATA)
+    optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA)
+    state = {"model": model, "optimizer": optimizer}
+    if with_random:
+        state["random"] = ShardedObject(
+            "random",
+            None if loading else _random_state(),
+            (host.layout.pp, host.layout.tp),
+            (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
+            replica_id=host.plane_rank,
+        )
+    return state
+
+
+def _about(host: MegatronHost) -> dict[str, Any]:
+    layout = host.layout
+    return {
+        "layout": [layout.tp, layout.pp, layout.dp],
+        "dtype": host.recipe.train.dtype,
+        "distributed_optimizer": bool(host.ddp.ddp_config.use_distributed_optimizer),
+        "model": host.recipe.model.model_dump(mode="json"),
+    }
+
+
+def _read_about(host: MegatronHost, directory: Path) -> dict[str, Any]:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise EvenloadError(
+            f"{directory} holds no complete Megatron checkpoint", "no metadata.json", "choose one that was written to the end"
+        )
+    about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
+    if about is None:
+        raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")
+    here = _about(host)
+    for name in ("model", "dtype", "distributed_optimizer"):
+        if about[name] != here[name]:
+            raise EvenloadError(
+                f"the checkpoint in {directory} was written with another {name.replace('_', ' ')}",
+                _difference(about[name], here[name]),
+                "resume with the recipe that wrote it; the layout may change, these may not",
+            )
+    return about
+
+
+def _difference(saved: Any, here: Any) -> str:
+    if isinstance(saved, dict):
+        return ", ".join(f"{k}: {saved.get(k)!r}, now {here.get(k)!r}" for k in here if saved.get(k) != here.get(k))
+    return f"{saved!r}, now {here!r}"
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["megatron"])

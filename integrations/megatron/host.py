@@ -1,0 +1,174 @@
+"""`Host` on Megatron-Core: its model, DDP, optimizer, schedules and checkpoints, driven by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.layout import Layout
+from ...core.recipe import Recipe
+from ...core.workload import Slice, StepPlan
+from ...runtime.kernels import choose_kernel
+from ...runtime.world import World
+from ..host import Mark, StepResult, TokensOf, no_mark
+from . import checkpoint
+from .batch import LossFunc, PlannedBatches, run_batch
+from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .reduction import Reduction, gradient_norm
+from .setup import check_host, check_recipe, join_groups
+from .timing import BusyClock
+from .weights import global_parameters, initialise
+
+
+class MegatronHost:
+    """Trains a recipe's model on this process's part of the world; implements `integrations.host.Host`.
+
+    Raises EvenloadError, before anything is built, for what Megatron-Core or this integration cannot honour.
+    """
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        check_recipe(recipe)
+        self._version = check_host()
+        self.recipe = recipe
+        self.layout: Layout = recipe.layout(world.size)
+        self._device = world.device
+        self._made_groups = join_groups(self.layout, recipe.train.seed)
+        self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+        self._last = parallel_state.is_pipeline_last_stage()
+
+        config = transformer_config(recipe, self.layout)
+        first = parallel_state.is_pipeline_first_stage()
+        self.model: Any = build_model(recipe, config, first=first, last=self._last).to(world.device)
+        initialise(
+            self.model,
+            recipe.train.seed,
+            num_layers=config.num_layers,
+            tp_rank=self.tp_rank,
+            tp_size=self.layout.tp,
+            std=config.init_method_std,
+        )
+        self.ddp: Any = wrap_model(recipe, config, self.model)
+        self.optimizer: Any = build_optimizer(recipe, self.ddp)
+
+    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
+        """Forward, backward, reduction, clipping and update of one planned step. Collective."""
+        totals, clock, executed = self._run(plan, tokens_of, mark, whole=False)
+        mark("update")
+        set_lr(self.optimizer, lr)
+        norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
+        _, megatron_norm, _ = self.optimizer.step()
+        norm = float(megatron_norm) if norm is None else norm
+        return _result(totals, norm, clock, executed)
+
+    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
+        """Run the plan without an update; gradients by global parameter name, on the CPU. Collective.
+
+        Tensor-parallel shards as this rank holds them, the layers of this pipeline stage only.
+        """
+        totals, clock, executed = self._run(plan, tokens_of, no_mark, whole=True)
+        norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
+        named: dict[str, Tensor] = {n: p.main_grad.detach().cpu().clone() for n, p in global_parameters(self.model)}
+        return _result(totals, norm, clock, executed), named
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and random states into an existing empty directory. Collective."""
+        checkpoint.save(self, directory)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, on any number of ranks and any TP x PP. Collective."""
+        checkpoint.load(self, directory)
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, layout, attention kernel and parameters of this rank."""
+        dtype = DTYPES[self.recipe.train.dtype]
+        return {
+            "trainer": "megatron",
+            "megatron_core": self._version,
+            "torch": torch.__version__,
+            "device": str(self._device),
+            "dtype": self.recipe.train.dtype,
+            "attention": choose_kernel(self._device, dtype, self.model.config.kv_channels).name,
+            "tp": self.layout.tp,
+            "pp": self.layout.pp,
+            "dp": self.layout.dp,
+            "distributed_optimizer": self.ddp.ddp_config.use_distributed_optimizer,
+            "overlap_grad_reduce": self.ddp.ddp_config.overlap_grad_reduce,
+            "parameters_on_rank": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def close(self) -> None:
+        """Drop the model and Megatron's process groups if they were made here; the world stays."""
+        self.ddp = self.model = self.optimizer = None
+        if self._made_groups:
+            parallel_state.destroy_model_parallel()
+            self._made_groups = False
+
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, *, whole: bool
+    ) -> tuple[tuple[float, int], BusyClock, tuple[Slice, ...]]:
+        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), busy time, slices run)."""
+        if plan.limits.num_ranks != self.layout.plane_size:
+            raise EvenloadError(
+                "the plan was made for another number of data-parallel ranks",
+                f"a plan for {plan.limits.num_ranks} ranks, {self.layout.plane_size} in the job",
+                "plan for the layout of this job",
+            )
+        batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
+        clock = BusyClock(self._device)
+        reduction = Reduction(self.ddp, plan, whole=whole)
+        books = self._last and self.tp_rank == 0
+
+        def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
+            batch = next(data)
+            mark("forward and backward")
+            with clock.running():
+                output, loss_func = run_batch(batch, model)
+            clock.watch_backward(output)
+
+            def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss, num_targets, report = loss_func(losses)
+                if books:
+                    reduction.count(report["loss_sum"], batch.pack.num_targets)
+                return loss, num_targets, report
+
+            return output, counted
+
+        mark("forward and backward")
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if len(batches):
+            with reduction.computing():
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=batches,
+                    model=[self.ddp],
+                    num_microbatches=len(batches),
+                    seq_length=1,
+                    micro_batch_size=1,
+                    forward_only=False,
+                    force_all_reduce=whole,
+                )
+        else:
+            reduction.finalize([self.ddp])  # the stock schedule always runs one micro-batch
+        return reduction.totals, clock, tuple(batches.executed)
+
+    def _clip_in_float64(self) -> float:
+        """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""
+        norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
+        limit = self.recipe.train.clip_grad
+        if limit > 0 and (factor := limit / (norm + 1e-6)) < 1.0:
+            self.ddp.scale_gradients(factor)
+        return norm
+
+
+def _result(totals: tuple[float, int], norm: float, clock: BusyClock, executed: tuple[Slice, ...]) -> StepResult:
+    loss_sum, num_targets = totals
+    return StepResult(loss_sum / max(1, num_targets), norm, num_targets, clock.read(), executed)

@@ -1,0 +1,94 @@
+"""One gradient sum per step, whatever number of micro-batches each rank has run.
+
+Megatron's DDP with ``overlap_grad_reduce`` remembers how often each parameter became ready in its first step and starts
+the reduction of a bucket when that number is reached again. With other numbers of micro-batches from step to step it
+starts too early, and later gradients are added to a buffer that is already on the wire: a silent race. Two protocols
+are safe:
+
+    quiet   every backward under ``ddp.no_sync()``; then ``ddp.start_grad_sync()`` on every rank; then finish. Right for
+            any plan, also for a rank without work. Buckets overlap with each other, not with backward.
+    last    ``no_sync`` for all but a rank's last micro-batch (Megatron's schedules do this with ``config.no_sync_func``).
+            Overlaps with that last backward. Needs at least one micro-batch on every rank.
+
+`Reduction` takes ``last`` where the plan gives every rank work and ``quiet`` otherwise; the plan is the same on all
+ranks, so all take the same. Without overlap neither is needed: hooks only add.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from ...core.workload import StepPlan
+
+
+class Reduction:
+    """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end.
+
+    Args:
+        ddp: Megatron's DistributedDataParallel.
+        plan: of this step.
+        whole: leave the whole sum on every rank (all-reduce), also under the distributed optimizer.
+    """
+
+    def __init__(self, ddp: Any, plan: StepPlan, *, whole: bool = False) -> None:
+        self._ddp, self._whole = ddp, whole
+        idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
+        self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
+        self.quiet = self.overlap and (idle or whole)
+        ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
+        ddp.config.finalize_model_grads_func = self.finalize
+        self.totals: tuple[float, int] = (0.0, 0)
+        """(sum of token losses, target tokens) of the global batch, once finalized."""
+        self.local_loss = 0.0
+        self.local_targets = 0
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Holds around all forwards and backwards of the step."""
+        context: AbstractContextManager[Any] = self._ddp.no_sync() if self.quiet else nullcontext()
+        return context
+
+    def count(self, loss_sum: torch.Tensor, num_targets: int) -> None:
+        """Book a micro-batch of the last stage. Only one tensor-parallel rank books."""
+        self.local_loss += loss_sum
+        self.local_targets += num_targets
+
+    def finalize(self, model: Any, num_tokens: Any = None, pg_collection: Any = None, **_: Any) -> None:
+        """Sum over data-parallel ranks and divide by the global number of target tokens, in float64.
+
+        The sum, and what else a model needs (norm gradients under tensor parallelism, ...), is Megatron's
+        ``finalize_model_grads``. Its division is done here: upstream multiplies by 1 / tokens rounded to float32, which
+        puts one common factor of up to 6e-8 on all gradients of a float64 run. In float32 both are the same number.
+        """
+        if self.quiet:
+            for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
+                group.start_grad_sync(force_all_reduce=self._whole)
+        finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self._whole)
+        self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
+        if self.totals[1]:
+            self._ddp.scale_gradients(1.0 / self.totals[1])
+
+
+def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tuple[float, int]:
+    totals = torch.tensor([0.0, num_targets], dtype=torch.float64, device=device)
+    totals[0] += loss_sum
+    dist.all_reduce(totals)
+    loss, count = totals.tolist()
+    return loss, round(count)
+
+
+@torch.no_grad()
+def gradient_norm(model: torch.nn.Module, model_parallel_group: Any, tp_rank: int) -> float:
+    """Norm of the whole model's gradient in float64, from ``main_grad`` that every data-parallel rank holds whole."""
+    mine = [
+        p.main_grad.double().square().sum()
+        for p in model.parameters()
+        if tp_rank == 0 or getattr(p, "tensor_model_parallel", False)
+    ]
+    total = torch.stack(mine).sum() if mine else next(model.parameters()).new_zeros((), dtype=torch.float64)
+    dist.all_reduce(total, group=model_parallel_group)
+    return float(total.sqrt())

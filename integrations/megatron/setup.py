@@ -1,0 +1,87 @@
+"""What must hold before Megatron-Core is used: the right version, a device it accepts, its process groups."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import torch
+from packaging.requirements import Requirement
+
+from ...core.errors import EvenloadError
+from ...core.layout import Layout
+from ...core.recipe import Recipe
+
+SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
+
+
+def check_host() -> str:
+    """The installed version of Megatron-Core. Raises EvenloadError where it is missing or not supported."""
+    try:
+        version = metadata.version(SUPPORTED.name)
+    except metadata.PackageNotFoundError:
+        raise EvenloadError(
+            "Megatron-Core is not installed", "no megatron-core", f"pip install '{SUPPORTED}', or use trainer: deepspeed"
+        ) from None
+    if not SUPPORTED.specifier.contains(version, prereleases=True):
+        raise EvenloadError("this version of Megatron-Core is not supported", version, f"pip install '{SUPPORTED}'")
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise EvenloadError(
+            "Megatron-Core asks for CUDA and there is none",
+            str(error),
+            "start with `evenload train`, or call evenload.patches.bridge_cpu() before Megatron-Core is imported",
+        ) from error
+    return version
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise EvenloadError for what this integration does not do."""
+    p = recipe.parallel
+    rules = [
+        (
+            p.cp > 1,
+            "Megatron's static context parallelism is not used here",
+            f"parallel.cp {p.cp}",
+            "set parallel.cp=1; the mesh plugin shares sequences between data-parallel ranks",
+        ),
+        (p.ep > 1, "the recipe's models have no experts", f"parallel.ep {p.ep}", "set parallel.ep=1"),
+        (
+            recipe.model.config is not None,
+            "a Hugging Face config cannot be built with Megatron-Core",
+            f"model.config {recipe.model.config}",
+            "give the model's sizes in the recipe, or use trainer: deepspeed",
+        ),
+    ]
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(what, found, do)
+
+
+def join_groups(layout: Layout, seed: int) -> bool:
+    """Make Megatron's process groups for a layout, or take those that are there; whether they were made.
+
+    Megatron's random states are seeded in both cases: its modules draw from them and refuse to run without.
+
+    Raises:
+        EvenloadError: groups of another layout exist already.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    made = not parallel_state.model_parallel_is_initialized()
+    if made:
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+    there = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    if there != (layout.tp, layout.pp, layout.dp):
+        raise EvenloadError(
+            "Megatron's process groups were made for another layout",
+            f"tp {there[0]}, pp {there[1]}, dp {there[2]}; the recipe asks for tp {layout.tp}, pp {layout.pp}, dp {layout.dp}",
+            "call megatron.core.parallel_state.destroy_model_parallel() first, or change parallel.*",
+        )
+    model_parallel_cuda_manual_seed(seed)
+    return made

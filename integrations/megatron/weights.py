@@ -1,0 +1,75 @@
+"""Parameters by their global name, and the same initial weights on every layout.
+
+Megatron's own initialisation draws from a stream, so another number of tensor or pipeline ranks gives other weights.
+Here each matrix is drawn whole from a generator seeded by (seed, global name) and then cut as Megatron cuts it: DP, TP
+and PP variants of a recipe start from the same numbers, and their losses can be compared step by step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
+_INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of this pipeline stage of a bare GPTModel, layers numbered over the whole model from 0."""
+    gpt: Any = model
+    for name, parameter in model.named_parameters():
+        if match := _LAYER.match(name):
+            head, index, tail = match.groups()
+            name = f"{head}{gpt.decoder.layers[int(index)].layer_number - 1}{tail}"
+        yield name, parameter
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp_size: int, std: float = 0.02) -> None:
+    """Fill every matrix of this stage: normal(0, std), and std / sqrt(2 layers) where a layer joins the residual.
+
+    Vectors (norms, biases) keep what their modules set: ones and zeros, the same on every layout. The draw is made on
+    the CPU in float32, so devices and dtypes agree, too, up to their rounding.
+    """
+    for name, parameter in global_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        generator = torch.Generator().manual_seed(_seed_of(name, seed))
+        whole = torch.empty(whole_shape(parameter, tp_size))
+        whole.normal_(0.0, std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std, generator=generator)
+        parameter.copy_(shard(whole, parameter, tp_rank, tp_size))
+
+
+def whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
+    """Shape of the parameter before tensor parallelism cut it."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[_of(parameter, "partition_dim")] *= tp_size
+    return shape
+
+
+def shard(whole: Tensor, parameter: nn.Parameter, tp_rank: int, tp_size: int) -> Tensor:
+    """The part of ``whole`` that this tensor-parallel rank holds.
+
+    A gated layer keeps gate and value one after the other (stride 2), so a rank holds a piece of each.
+    """
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim = _of(parameter, "partition_dim")
+    pieces = whole.chunk(tp_size * _of(parameter, "partition_stride"), dim)
+    return torch.cat(pieces[tp_rank::tp_size], dim)
+
+
+def _of(parameter: nn.Parameter, attribute: str) -> int:
+    return int(getattr(parameter, attribute))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
