@@ -1,2 +1,57 @@
+"""evenload on DeepSpeed: a host for planned steps, and the ``evenload`` section of a script's own ds_config.
+
+Importing this package imports neither torch nor deepspeed; the names below do when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 if __name__ != "evenload.integrations.deepspeed":
-    raise ImportError(f"{__name__}: import this package as evenload.integrations.deepspeed; a second copy would mean a second registry")
+    raise ImportError(
+        f"{__name__}: import this package as evenload.integrations.deepspeed; "
+        "a second copy would mean a second registry"
+    )
+
+if TYPE_CHECKING:
+    from ...core.recipe import Recipe
+    from ...runtime.world import World
+    from ..host import Host
+    from .verify import reference
+
+__all__ = ["open_host", "reference"]
+
+
+def open_host(recipe: Recipe, world: World) -> Host:
+    """A `Host` that runs plans of `recipe` on DeepSpeed. Collective.
+
+    Raises:
+        EvenloadError: DeepSpeed or Transformers is missing, or the recipe asks for what they cannot honour.
+    """
+    _require_packages()
+    from .host import DeepSpeedHost
+
+    return DeepSpeedHost(recipe, world)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        _require_packages()
+        from .verify import reference
+
+        return reference
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _require_packages() -> None:
+    from importlib.util import find_spec
+
+    from ...core.errors import EvenloadError
+
+    missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
+    if missing:
+        raise EvenloadError(
+            "trainer deepspeed needs packages that are not installed",
+            ", ".join(missing),
+            "pip install 'evenload[deepspeed]', or use trainer: megatron",
+        )

@@ -1,0 +1,117 @@
+"""The attention function ``evenload`` for Hugging Face models: every segment of a pack attends to itself and no other.
+
+Shape legend: T = slots of the pack, H = query heads, G = key/value heads, D = head dimension.
+
+The pack is an argument of the model's call, ``model(input_ids=..., evenload_pack=pack)``. Transformers hands unknown
+keyword arguments down to the attention function and binds them when a layer is checkpointed, so a replay runs under the
+pack of its own forward; nothing global could be stale by then. The function is not registered for masks: Transformers
+then builds none, and an attention over packed documents needs none.
+
+Reaches every model whose attention goes through ``ALL_ATTENTION_FUNCTIONS`` with keyword arguments passed on (Llama,
+Qwen2, Qwen3, Mistral and GPT-NeoX were tried). Models with their own attention code are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+from ...core.errors import EvenloadError
+from ...runtime.attention import packed_causal_attention
+from ...runtime.pack import Pack
+
+NAME = "evenload"
+"""What ``attn_implementation`` calls it."""
+
+PACK = "evenload_pack"
+"""The keyword argument of the model's call that carries the pack."""
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments by which some models change the scores; ignoring one would change the mathematics."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="evenload"`` known to Transformers; doing it twice changes nothing."""
+    AttentionInterface.register(NAME, attention)
+
+
+def unregister() -> None:
+    """Take the name out again; a model that is still set to it can no longer run."""
+    AttentionInterface._global_mapping.pop(NAME, None)
+
+
+def attention(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    evenload_pack: Pack | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface over one pack.
+
+    Returns:
+        out_1THD, and no attention weights.
+
+    Raises:
+        EvenloadError: no pack was given, the row is not the pack's, or the model asks for something else than plain
+            causal attention (a mask, dropout, a window shorter than the sequences, altered scores).
+    """
+    if evenload_pack is None:
+        raise EvenloadError(
+            "a model set to the attention 'evenload' was called without a pack",
+            f"attention module {type(module).__name__}, no {PACK}",
+            f"call model(..., {PACK}=pack), or model.set_attn_implementation('sdpa') for batches that are not planned",
+        )
+    batch, _, num_slots, head_dim = query_1HTD.shape
+    _refuse(module, attention_mask, dropout, sliding_window, evenload_pack, others)
+    if batch != 1 or num_slots != evenload_pack.num_slots or key_1GTD.shape[2] != num_slots:
+        raise EvenloadError(
+            "the tokens of the call are not those of its pack",
+            f"queries {tuple(query_1HTD.shape)}, {key_1GTD.shape[2]} keys, a pack of {evenload_pack.num_slots} slots",
+            "give input_ids [1, slots] of the same pack, and use_cache=False",
+        )
+    out_THD = packed_causal_attention(
+        query_1HTD[0].transpose(0, 1),
+        key_1GTD[0].transpose(0, 1),
+        value_1GTD[0].transpose(0, 1),
+        evenload_pack.cu_seqlens,
+        evenload_pack.max_seqlen,
+        float(head_dim**-0.5 if scaling is None else scaling),
+        segments=evenload_pack.segments,
+    )
+    return out_THD[None], None
+
+
+def _refuse(
+    module: torch.nn.Module,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    pack: Pack,
+    others: dict[str, Any],
+) -> None:
+    """Raise EvenloadError for what packed causal attention cannot honour."""
+    found, do = "", ""
+    if attention_mask is not None:
+        found, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"
+    elif dropout:
+        found, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
+    elif sliding_window is not None and sliding_window < pack.max_seqlen:
+        found = f"a sliding window of {sliding_window} tokens, a sequence of {pack.max_seqlen}"
+        do = "lower data.max_length to the window, or take a model without one"
+    elif not getattr(module, "is_causal", True):
+        found, do = f"{type(module).__name__} is not causal", "use a causal language model"
+    else:
+        given = [name for name in _UNSUPPORTED if others.get(name) is not None]
+        if given:
+            found, do = f"{given[0]} given by {type(module).__name__}", "use a model with plain causal attention"
+    if found:
+        raise EvenloadError("the attention 'evenload' is plain causal attention inside each sequence", found, do)

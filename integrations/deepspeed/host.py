@@ -1,0 +1,175 @@
+"""`Host` on DeepSpeed: one planned step through `deepspeed.initialize`'s engine with ZeRO 0, 1, 2 or 3.
+
+    loss of a micro-batch = sum of its token losses * share / T,   T = target tokens of the global batch
+
+with share 1 where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages
+(ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan.
+
+Measured against a plain run of the same weights, 2 gloo ranks, float32: see docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn.functional import cross_entropy
+
+from ...core.errors import EvenloadError
+from ...core.recipe import Recipe
+from ...core.workload import StepPlan
+from ...runtime.kernels import choose_kernel
+from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
+from ...runtime.world import World
+from ..host import Mark, StepResult, no_mark
+from . import attention, checkpoint
+from .engine import BusyClock, discard_gradients, full_gradients, full_weights, make_engine, one_reduction
+from .jobs import jobs_of_rank
+from .model import build_model
+
+
+class DeepSpeedHost:
+    """Runs plans on DeepSpeed. Making one is collective.
+
+    ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
+    inside every pass, so there it holds the waiting for other ranks as well.
+
+    Args:
+        recipe: with ``model.vocab_size`` resolved, or ``model.config``.
+        world: this process.
+
+    Raises:
+        EvenloadError: the recipe asks for what DeepSpeed cannot honour here.
+    """
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        _refuse_impossible(recipe)
+        self.layout = recipe.layout(world.size)
+        self.plane_rank = world.rank
+        self.world = world
+        self.recipe = recipe
+        self.engine = make_engine(build_model(recipe), recipe, world.size)
+        self.stage = int(self.engine.zero_optimization_stage())
+
+    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
+        """See `Host.train_step`."""
+        result = self._accumulate(plan, tokens_of, mark)
+        mark("update")
+        for group in self.engine.basic_optimizer.param_groups:
+            group["lr"] = lr
+        # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
+        norm = _norm(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
+        self.engine.step()
+        if norm is None:
+            norm = float(self.engine.get_global_grad_norm())
+        return StepResult(grad_norm=norm, **result)
+
+    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
+        """See `Host.gradients`."""
+        result = self._accumulate(plan, tokens_of, no_mark)
+        gradients = full_gradients(self.engine)
+        discard_gradients(self.engine)
+        return StepResult(grad_norm=_norm(gradients.values()), **result), gradients
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights that the forward uses, by name, float32 on the CPU. Collective."""
+        return full_weights(self.engine)
+
+    def save(self, directory: Path) -> None:
+        """See `Host.save`."""
+        checkpoint.save(self.engine, directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Host.load`. Raises EvenloadError where there is nothing to load."""
+        checkpoint.load(self.engine, directory)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Host.describe`."""
+        config = self.engine.module.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = torch.bfloat16 if self.recipe.train.dtype == "bf16" else torch.float32
+        return {
+            "trainer": "deepspeed",
+            "deepspeed": deepspeed.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "zero_stage": self.stage,
+            "dtype": self.recipe.train.dtype,
+            "model": config.model_type,
+            "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
+            "attention_kernel": choose_kernel(self.world.device, dtype, head_dim).name,
+            "device": str(self.world.device),
+        }
+
+    def close(self) -> None:
+        """See `Host.close`."""
+        self.engine.destroy()
+
+    def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark) -> dict[str, Any]:
+        """Forward and backward of this rank's micro-batches, gradients reduced; all of `StepResult` but the norm."""
+        micro_batches, order = jobs_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
+        num_targets = count_targets(plan.sequences)
+        if num_targets == 0:
+            raise EvenloadError(
+                "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
+            )
+        packs = [build_pack(m, tokens_of, self.world.device) for m in micro_batches]
+        share = self.world.size if self.stage == 3 else 1
+        clock = BusyClock(self.world.device)
+        losses: dict[int, torch.Tensor] = {}
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        with one_reduction(self.engine, len(packs)) as before_backward:
+            for number, (kind, index) in enumerate(order):
+                mark(f"{'forward' if kind == 'F' else 'backward'}, pass {number + 1} of {len(order)}")
+                with clock:
+                    if kind == "F":
+                        losses[index] = loss_sum(self.engine, packs[index])
+                        total += losses[index].detach().double()
+                    else:
+                        before_backward()
+                        self.engine.backward(losses.pop(index) * (share / num_targets), scale_wrt_gas=False)
+            mark("gradient reduction")
+        dist.all_reduce(total)
+        return {
+            "loss": float(total) / num_targets,
+            "num_targets": num_targets,
+            "busy_s": clock.seconds,
+            "executed": tuple(piece for pack in packs for piece in pack.slices),
+        }
+
+
+def loss_sum(model: Any, pack: Pack) -> torch.Tensor:
+    """Sum of the token losses of a pack, in float32 at least; 0 with zero gradients for a dummy."""
+    out = model(
+        input_ids=pack.tokens_T[None],
+        position_ids=pack.positions_T[None],
+        use_cache=False,
+        **{attention.PACK: pack},
+    )
+    logits_TV = out.logits[0]
+    if logits_TV.dtype in (torch.bfloat16, torch.float16):
+        logits_TV = logits_TV.float()
+    return cross_entropy(logits_TV, pack.labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+def _norm(tensors: Any) -> float:
+    norms = [t.detach().double().norm() for t in tensors if t is not None]
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _refuse_impossible(recipe: Recipe) -> None:
+    degrees = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    wanted = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    if wanted:
+        raise EvenloadError(
+            "trainer deepspeed runs data-parallel here",
+            ", ".join(wanted),
+            "set parallel.* to 1, or use trainer: megatron",
+        )
+    if recipe.train.dtype == "fp64":
+        raise EvenloadError("DeepSpeed's engine cannot train in float64", "train.dtype fp64", "use fp32")

@@ -1,0 +1,92 @@
+"""A Hugging Face causal language model from a recipe: the shape is given, the weights come from the seed, nothing is
+downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ...core.errors import EvenloadError, nearest
+from ...core.recipe import Recipe
+from . import attention
+
+_FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+
+
+def model_config(recipe: Recipe) -> Any:
+    """The `PreTrainedConfig` that `recipe.model` describes, or the one of ``recipe.model.config``.
+
+    Raises:
+        EvenloadError: the file is missing or no config of a causal language model; the vocabulary is not known;
+            the family has no grouped queries.
+    """
+    model = recipe.model
+    if model.config is not None:
+        return _read(model.config)
+    if model.vocab_size is None:
+        raise EvenloadError(
+            "the size of the vocabulary is not known",
+            "model.vocab_size is null",
+            "resolve it from the tokenizer, or set model.vocab_size",
+        )
+    shape: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": recipe.data.max_length,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.family == "gpt":
+        if model.kv_heads != model.num_attention_heads:
+            raise EvenloadError(
+                "the family gpt has no grouped queries on DeepSpeed",
+                f"{model.kv_heads} query groups, {model.num_attention_heads} heads",
+                "leave model.num_query_groups out, or use llama, qwen2 or qwen3",
+            )
+        # Megatron's GPT block: rotary over the whole head, MLP after attention and not beside it.
+        return transformers.GPTNeoXConfig(
+            **shape, use_parallel_residual=False, rope_parameters={**rope, "partial_rotary_factor": 1.0}
+        )
+    kind = getattr(transformers, _FAMILIES[model.family])
+    head_dim = model.hidden_size // model.num_attention_heads
+    return kind(**shape, num_key_value_heads=model.kv_heads, head_dim=head_dim, rope_parameters=rope)
+
+
+def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME) -> Any:
+    """The model in float32 on the CPU, in training mode; equal on every rank that has the same recipe.
+
+    Raises:
+        EvenloadError: see `model_config`; or the model has its own attention code.
+    """
+    attention.register()
+    config = model_config(recipe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=torch.float32
+        )
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def _read(path: Path) -> Any:
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EvenloadError(f"{path} cannot be read as a model config", str(error), "give a config.json") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not isinstance(kind, str) or kind not in known:
+        raise EvenloadError(f"{path} is no causal language model", f"model_type {kind!r}", nearest(str(kind), known))
+    return transformers.AutoConfig.for_model(**fields)
