@@ -1,0 +1,161 @@
+"""Hugging Face data sets on disk: arrow files, mapped into memory.
+
+A column of lists of integers is token ids, a column of strings is text. Arrow keeps where each row starts apart from
+the rows, so lengths of ids, and of text under the `bytes` tokenizer, are read without touching a token. Text under
+another tokenizer is tokenised once for its lengths, which are cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import EvenloadError
+from .cache import cached_arrays, key_of
+from .documents import choose_field
+from .extras import require
+from .tokenizers import ByteTokenizer, Tokenizer
+
+_BATCH = 1024
+"""Texts tokenised at once."""
+_BLOCK = 1 << 24
+"""Tokens looked at together when all are searched for the largest id."""
+
+
+class Chunk(NamedTuple):
+    """Some consecutive rows: row i is ``values[offsets[i]:offsets[i + 1]]``. Views of the mapped file."""
+
+    offsets: NDArray[Any]
+    values: NDArray[Any]
+    """Token ids, or the bytes of text."""
+    null: NDArray[np.bool_] | None
+    """Rows without a value; None where every row has one."""
+
+
+class ArrowDocuments:
+    """One document per row of the files, in their order. A row without a value is empty."""
+
+    def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, text_key: str) -> None:
+        self.name = name
+        self._files, self._tokenizer = list(files), tokenizer
+        tables = [open_table(path) for path in files]
+        self._field = choose_field(tables[0].column_names, text_key, str(files[0]))
+        columns = [_column(table, self._field, path) for table, path in zip(tables, files, strict=True)]
+        self._is_text = _is_text(tables, self._field, name)
+        self._chunks = [chunk for column in columns for chunk in column]
+        rows = [len(chunk.offsets) - 1 for chunk in self._chunks]
+        self._first_row = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
+        self.vocab_size: int | None = tokenizer.vocab_size if self._is_text else None
+        self._tokenise = self._is_text and not isinstance(tokenizer, ByteTokenizer)
+        self.lengths: NDArray[np.int64] = self._lengths()
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
+        row = self._row(document)
+        return self._tokenizer.encode(_text(row))[start:stop] if self._tokenise else row[start:stop]
+
+    def scan_vocab_size(self) -> int:
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return int(cached_arrays(self._key("arrow-vocab-1"), self._scan)["vocab_size"][0])
+
+    def where(self, document: int) -> str:
+        return f"row {document} of {self.name}"
+
+    def _row(self, document: int) -> NDArray[Any]:
+        place = int(np.searchsorted(self._first_row, document, side="right")) - 1
+        offsets, values, _ = self._chunks[place]
+        row = document - int(self._first_row[place])
+        return values[offsets[row] : offsets[row + 1]]
+
+    def _lengths(self) -> NDArray[np.int64]:
+        if self._tokenise:
+            return cached_arrays(self._key("arrow-lengths-1", self._tokenizer.identity), self._count)["lengths"]
+        lengths = [np.diff(chunk.offsets).astype(np.int64) for chunk in self._chunks]
+        for chunk, of_chunk in zip(self._chunks, lengths, strict=True):
+            if chunk.null is not None:
+                of_chunk[chunk.null] = 0
+        return np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+
+    def _count(self) -> dict[str, NDArray[np.int64]]:
+        num_rows = int(self._first_row[-1])
+        lengths = []
+        for start in range(0, num_rows, _BATCH):
+            batch = [_text(self._row(row)) for row in range(start, min(start + _BATCH, num_rows))]
+            lengths.append(np.array(self._tokenizer.lengths(batch), dtype=np.int64))
+        found = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+        nulls = [np.zeros(len(c.offsets) - 1, dtype=bool) if c.null is None else c.null for c in self._chunks]
+        if nulls:
+            found[np.concatenate(nulls)] = 0
+        return {"lengths": found}
+
+    def _scan(self) -> dict[str, NDArray[np.int64]]:
+        largest = 0
+        for offsets, values, _ in self._chunks:
+            for start in range(int(offsets[0]), int(offsets[-1]), _BLOCK):
+                largest = max(largest, int(values[start : min(start + _BLOCK, int(offsets[-1]))].max()))
+        return {"vocab_size": np.array([largest + 1], dtype=np.int64)}
+
+    def _key(self, *parts: str) -> str:
+        return key_of(self._files, self._field, *parts)
+
+
+def open_table(path: Path) -> Any:
+    """A `pyarrow.Table` whose buffers lie in the mapped file (stream or file format).
+
+    Raises `EvenloadError` when the file is damaged, or when pyarrow is missing.
+    """
+    pa = require("pyarrow", f"reading {path}")
+    try:
+        source = pa.memory_map(str(path))
+        is_file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise EvenloadError(f"{path} is not a whole arrow file", str(error)[:200], "copy or save it again") from error
+
+
+def _column(table: Any, field: str, path: Path) -> list[Chunk]:
+    if field not in table.column_names:
+        raise EvenloadError(f"{path} has no column {field!r}", f"{table.column_names}", "save all files alike")
+    return [_chunk(chunk, field, path) for chunk in table.column(field).chunks if len(chunk)]
+
+
+def _chunk(rows: Any, field: str, path: Path) -> Chunk:
+    pa = require("pyarrow", f"reading {path}")
+    null = rows.is_null().to_numpy(zero_copy_only=False) if rows.null_count else None
+    kind = rows.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        _, offsets, data = rows.buffers()
+        wide = pa.types.is_large_string(kind)
+        starts = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)[rows.offset : rows.offset + len(rows) + 1]
+        return Chunk(starts, np.frombuffer(data or b"", dtype=np.uint8), null)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not (is_list or pa.types.is_fixed_size_list(kind)) or not pa.types.is_integer(kind.value_type):
+        raise EvenloadError(
+            f"column {field!r} of {path} is neither text nor lists of token ids",
+            f"type {kind}",
+            "name another column with data.text_key",
+        )
+    if rows.values.null_count:
+        raise EvenloadError(f"column {field!r} of {path} has lists with holes", "null as a token", "save it without")
+    values = rows.values.to_numpy(zero_copy_only=True)
+    if is_list:
+        return Chunk(rows.offsets.to_numpy(zero_copy_only=True), values, null)
+    return Chunk((np.arange(len(rows) + 1) + rows.offset) * kind.list_size, values, null)
+
+
+def _is_text(tables: Sequence[Any], field: str, name: str) -> bool:
+    kinds = {str(table.schema.field(field).type) for table in tables}
+    if len(kinds) > 1:
+        raise EvenloadError(
+            f"column {field!r} of {name} differs from file to file", f"{sorted(kinds)}", "save all files alike"
+        )
+    return kinds <= {"string", "large_string"}
+
+
+def _text(row: NDArray[Any]) -> str:
+    return row.tobytes().decode("utf-8", "replace")

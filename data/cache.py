@@ -1,0 +1,136 @@
+"""What is expensive to find out about a data file is found out once and kept beside the user's other caches.
+
+The folder is ``$EVENLOAD_CACHE``, else ``$XDG_CACHE_HOME/evenload``, else ``~/.cache/evenload``. An entry's name is a
+hash of the files' paths, sizes and modification times and of whatever else shaped it, so that a changed file never
+meets a stale entry. Entries appear whole (written aside, then renamed); processes that need the same one wait for the
+first, which a rank that dies does not block: the kernel frees its lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import EvenloadError
+
+log = logging.getLogger(__name__)
+
+Arrays = dict[str, NDArray[np.int64]]
+
+
+def cache_dir() -> Path:
+    """The folder of all entries; it need not exist."""
+    if own := os.environ.get("EVENLOAD_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "evenload"
+
+
+def key_of(files: Sequence[Path], *parts: str) -> str:
+    """The name of an entry made from ``files`` as they are now and from ``parts``."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        stat = path.stat()
+        digest.update(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()
+
+
+def cached_arrays(key: str, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that ``build`` makes, from the cache where they are there and whole.
+
+    A cache that cannot be written is no obstacle: a warning, and the arrays are built again next time.
+    """
+    path = cache_dir() / f"{key}.npz"
+    if (found := _load(path)) is not None:
+        return found
+    built: Arrays | None = None
+
+    def write(aside: Path) -> None:
+        nonlocal built
+        built = build()
+        with open(aside, "wb") as stream:
+            np.savez(stream, **built)  # type: ignore[arg-type]  # numpy's stub mistakes names for its own flag
+
+    try:
+        with _locked(path):
+            if (found := _load(path)) is not None:
+                return found
+            if path.exists():
+                log.warning("%s is damaged; it is made again", path)
+            _write_whole(path, write)
+    except OSError as error:
+        log.warning("cannot keep what was read of the data (%s); it will be read again next time", error)
+    return built if built is not None else build()
+
+
+def cached_file(key: str, suffix: str, write: Callable[[Path], None]) -> Path:
+    """The file that ``write`` makes at the path it is given; raises `EvenloadError` where there is no room for it."""
+    path = cache_dir() / f"{key}{suffix}"
+    if path.exists():
+        return path
+    try:
+        with _locked(path):
+            if not path.exists():
+                _write_whole(path, write)
+    except OSError as error:
+        raise EvenloadError(
+            f"cannot write into the cache {cache_dir()}", str(error), "set EVENLOAD_CACHE to a folder with room"
+        ) from error
+    return path
+
+
+def _load(path: Path) -> Arrays | None:
+    """The arrays of a whole entry, else None. Needs no lock: entries appear whole."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the entry's lock. File systems without locks go on without: then an entry may be made twice, never torn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock_path = path.with_suffix(".lock")
+    with open(lock_path, "a") as lock:
+        _acquire(lock.fileno(), path)
+        try:
+            yield
+        finally:
+            # Unlinked while held: whoever waits for this file looks for the finished entry next.
+            with contextlib.suppress(OSError):
+                lock_path.unlink()
+
+
+def _acquire(descriptor: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        return
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process is preparing %s; waiting for it", path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)

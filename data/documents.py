@@ -1,0 +1,60 @@
+"""What every data format offers: documents of known lengths, read in part and on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import EvenloadError, nearest
+
+ID_FIELDS = ("input_ids", "tokens")
+"""Names under which data sets usually store token ids, looked for in this order and before any text."""
+
+
+class Documents(Protocol):
+    """The documents of one data set, before long ones are cut into samples."""
+
+    name: str
+    """Path, or the name of a built-in set."""
+    lengths: NDArray[np.int64]
+    """[num_documents] tokens, 0 where a document is empty. Known without reading the tokens."""
+    vocab_size: int | None
+    """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
+        """Tokens [start, stop) of a document, any integer type; possibly a view of a mapped file."""
+
+    def scan_vocab_size(self) -> int:
+        """Largest token id plus one, reading every token (at most once per file: the answer is cached)."""
+
+    def where(self, document: int) -> str:
+        """The document's place, for messages: ``line 12 of corpus.jsonl``."""
+
+
+def choose_field(fields: Collection[str], text_key: str, where: str) -> str:
+    """The field or column that holds the data: ``text_key`` where it is set, else input_ids, tokens or text.
+
+    Raises `EvenloadError` naming the nearest field when there is none of these.
+    """
+    candidates = [*ID_FIELDS, "text"] if text_key == "text" else [text_key]
+    for candidate in candidates:
+        if candidate in fields:
+            return candidate
+    raise missing_field(candidates, fields, where)
+
+
+def missing_field(wanted: Sequence[str], fields: Collection[str], where: str) -> EvenloadError:
+    """The error for data without the field it should have; names the nearest one."""
+    return EvenloadError(
+        f"{where} has no field {' or '.join(map(repr, wanted))}",
+        nearest(wanted[-1], fields),
+        "name the field with data.text_key",
+    )
+
+
+def changed(name: str) -> EvenloadError:
+    """The error for data that is no longer what it was when it was opened."""
+    return EvenloadError(f"{name} changed while it was in use", "a sample of another length", "start again")

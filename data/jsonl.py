@@ -1,0 +1,149 @@
+"""JSON Lines: one object a line, with a text field or a field of token ids.
+
+The file is read through once: every line is parsed and, where it is text, tokenised, and its byte offset and length
+are kept in the cache, so that later openings and other ranks read neither. A sample then costs one seek and one line.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import EvenloadError
+from .cache import Arrays, cached_arrays, key_of
+from .documents import changed, choose_field, missing_field
+from .tokenizers import Tokenizer
+
+_BATCH = 1024
+"""Texts tokenised at once: enough for the tokenizer's threads, little to hold."""
+
+
+class JsonlDocuments:
+    """One document per line that is not blank."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, text_key: str) -> None:
+        self.name = str(path)
+        self._path, self._tokenizer = path, tokenizer
+        self._field = _field_of_first_line(path, text_key)
+        found = cached_arrays(key_of([path], "jsonl-1", self._field, tokenizer.identity), self._scan)
+        self.lengths: NDArray[np.int64] = found["lengths"]
+        self._offsets = found["offsets"]
+        self.vocab_size: int | None = int(found["vocab_size"][0])
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
+        with open(self._path, "rb") as stream:
+            stream.seek(int(self._offsets[document]))
+            line = stream.readline()
+        try:
+            value = json.loads(line)[self._field]
+            tokens = self._tokenizer.encode(value) if isinstance(value, str) else np.array(value, dtype=np.int64)
+            if len(tokens) == self.lengths[document]:
+                return tokens[start:stop]
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise changed(self.name) from error
+        raise changed(self.name)
+
+    def scan_vocab_size(self) -> int:
+        assert self.vocab_size is not None, "the first reading finds it"
+        return self.vocab_size
+
+    def where(self, document: int) -> str:
+        return f"the line at byte {self._offsets[document]} of {self.name}"
+
+    def _scan(self) -> Arrays:
+        offsets, lengths = array("q"), array("q")
+        vocab_size = 1
+        texts: dict[int, str] = {}
+
+        def tokenise() -> None:
+            for document, length in zip(texts, self._tokenizer.lengths(list(texts.values())), strict=True):
+                lengths[document] = length
+            texts.clear()
+
+        for place, offset, row in read_objects(self._path):
+            if self._field not in row:
+                raise missing_field([self._field], row, place)
+            value = row[self._field]
+            offsets.append(offset)
+            lengths.append(0)
+            if isinstance(value, str):
+                vocab_size = max(vocab_size, self._tokenizer.vocab_size)
+                texts[len(lengths) - 1] = value
+                if len(texts) == _BATCH:
+                    tokenise()
+            elif value is not None:
+                ids = check_ids(value, self._field, place)
+                lengths[-1] = len(ids)
+                vocab_size = max(vocab_size, 1 + max(ids, default=0))
+        tokenise()
+        return {
+            "offsets": np.array(offsets, dtype=np.int64),
+            "lengths": np.array(lengths, dtype=np.int64),
+            "vocab_size": np.array([vocab_size], dtype=np.int64),
+        }
+
+
+def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """(place for messages, byte offset, value) of every line that is not blank.
+
+    Raises `EvenloadError` naming the line that is not JSON, or the file that cannot be read.
+    """
+    offset = 0
+    try:
+        with open(path, "rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.isspace():
+                    yield f"line {number} of {path}", offset, _parse(line, number, path)
+                offset += len(line)
+    except OSError as error:
+        raise EvenloadError(f"cannot read {path}", str(error), "check the path and its permissions") from error
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """`read_values` of a file in which every line must be an object."""
+    for place, offset, value in read_values(path):
+        if not isinstance(value, dict):
+            raise EvenloadError(f"{place} is not a JSON object", f"{value!r:.80}", 'write {"text": ...} on every line')
+        yield place, offset, value
+
+
+def check_ids(value: Any, field: str, place: str) -> list[int]:
+    """``value`` if it is a list of token ids; raises `EvenloadError` with the first element that is none."""
+    if not isinstance(value, list):
+        raise EvenloadError(
+            f"{field!r} in {place} is neither text nor a list of token ids",
+            f"{value!r:.80}",
+            "store a string or a list of integers, or name another field with data.text_key",
+        )
+    if not set(map(type, value)) <= {int}:
+        wrong = next(v for v in value if type(v) is not int)
+        raise EvenloadError(f"{field!r} in {place} has a token that is no integer", f"{wrong!r:.80}", "store token ids")
+    if value and not (min(value) >= 0 and max(value) < 1 << 31):
+        wrong = min(value) if min(value) < 0 else max(value)
+        raise EvenloadError(f"{field!r} in {place} has an impossible token id", f"{wrong}", "token ids are 0 .. 2^31-1")
+    return value
+
+
+def _field_of_first_line(path: Path, text_key: str) -> str:
+    for place, _, row in read_objects(path):
+        return choose_field(row, text_key, place)
+    raise EvenloadError(
+        f"{path} holds no data", "not one line that is not blank", "give a file with a JSON object a line"
+    )
+
+
+def _parse(line: bytes, number: int, path: Path) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EvenloadError(
+            f"line {number} of {path} is not valid JSON",
+            f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}",
+            "mend or delete the line (a cut-off last line often means an interrupted copy)",
+        ) from error

@@ -1,0 +1,55 @@
+"""`python-stdlib`: the sources of the running Python's standard library, bytes as tokens.
+
+On every machine that can run evenload, nothing to download, and heavy-tailed like real text. The same Python release
+gives the same documents; another one gives others.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .documents import changed
+
+NAME = "python-stdlib"
+
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""Not the library itself; some distributions leave its tests out, so they are left out everywhere."""
+
+
+class StdlibDocuments:
+    """One document per ``.py`` file, sorted by path."""
+
+    name = NAME
+    vocab_size: int | None = 256
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root or Path(sysconfig.get_path("stdlib"))
+        self._paths = _python_files(self._root)
+        self.lengths = np.array([(self._root / path).stat().st_size for path in self._paths], dtype=np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
+        tokens = np.fromfile(self._root / self._paths[document], dtype=np.uint8, count=stop - start, offset=start)
+        if len(tokens) != stop - start:
+            raise changed(self.where(document))
+        return tokens
+
+    def scan_vocab_size(self) -> int:
+        return 256
+
+    def where(self, document: int) -> str:
+        return str(self._root / self._paths[document])
+
+
+def _python_files(root: Path) -> list[str]:
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+        relative = Path(folder).relative_to(root)
+        found += [(relative / name).as_posix() for name in names if name.endswith(".py")]
+    return sorted(path for path in found if (root / path).is_file())

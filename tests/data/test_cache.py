@@ -1,0 +1,111 @@
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.cache import cache_dir, cached_arrays, cached_file, key_of
+
+
+def arrays(calls: list[int]):
+    def build():
+        calls.append(1)
+        return {"lengths": np.arange(5)}
+
+    return build
+
+
+def test_arrays_are_built_once(cache):
+    calls: list[int] = []
+    for _ in range(3):
+        assert cached_arrays("entry", arrays(calls))["lengths"].tolist() == [0, 1, 2, 3, 4]
+    assert len(calls) == 1
+    assert [path.name for path in cache.iterdir()] == ["entry.npz"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_a_damaged_entry_is_made_again(cache, damage, caplog):
+    calls: list[int] = []
+    cached_arrays("entry", arrays(calls))
+    content = (cache / "entry.npz").read_bytes()
+    (cache / "entry.npz").write_bytes(content[:-30] if damage is None else damage)
+    with caplog.at_level(logging.WARNING):
+        assert cached_arrays("entry", arrays(calls))["lengths"].tolist() == [0, 1, 2, 3, 4]
+    assert len(calls) == 2
+    assert "damaged" in caplog.text
+
+
+def test_a_failed_build_leaves_nothing(cache):
+    def fail():
+        raise EvenloadError("bad data")
+
+    with pytest.raises(EvenloadError, match="bad data"):
+        cached_arrays("entry", fail)
+    with pytest.raises(EvenloadError, match="bad data"):
+        cached_file("entry", ".arrow", lambda path: fail())
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_arrays_only_time(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "file"))
+    calls: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        assert len(cached_arrays("entry", arrays(calls))["lengths"]) == 5
+    assert len(calls) == 1
+    assert "read again next time" in caplog.text
+    with pytest.raises(EvenloadError, match="EVENLOAD_CACHE"):
+        cached_file("entry", ".arrow", lambda path: None)
+
+
+def test_a_full_disk_is_told(cache):
+    def write(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(EvenloadError, match="No space left"):
+        cached_file("entry", ".arrow", write)
+    assert list(cache.iterdir()) == []
+
+
+def test_the_key_follows_the_file_and_what_is_made_of_it(tmp_path):
+    path = tmp_path / "data"
+    path.write_text("a")
+    keys = {key_of([path]), key_of([path], "bytes"), key_of([path, path])}
+    path.write_text("ab")
+    keys.add(key_of([path]))
+    os.utime(path, ns=(1, 1))
+    keys.add(key_of([path]))
+    assert len(keys) == 5
+    assert key_of([path], "x") == key_of([path], "x")
+
+
+def test_the_cache_is_beside_the_others_of_the_user(monkeypatch):
+    monkeypatch.delenv("EVENLOAD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_dir() == Path("/somewhere/evenload")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "evenload"
+
+
+def build_and_note(note: str) -> None:
+    def build():
+        with open(note, "a") as stream:
+            stream.write("built\n")
+        return {"lengths": np.arange(200_000)}
+
+    cached_arrays("shared", build)
+
+
+@pytest.mark.slow
+def test_processes_that_need_the_same_entry_build_it_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=build_and_note, args=(str(tmp_path / "note"),)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
+    assert (tmp_path / "note").read_text() == "built\n"

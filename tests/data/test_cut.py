@@ -1,0 +1,71 @@
+from typing import get_args
+
+import numpy as np
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.cut import LongSamples, cut
+from hypothesis import given
+from hypothesis import strategies as st
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=30).map(lambda lengths: np.array(lengths, dtype=np.int64))
+
+
+@given(
+    lengths=LENGTHS,
+    limits=st.tuples(st.integers(1, 20), st.integers(0, 20)),
+    policy=st.sampled_from(get_args(LongSamples)),
+)
+def test_no_token_is_repeated_and_every_lost_one_is_counted(lengths, limits, policy):
+    min_length, max_length = limits[0], sum(limits)
+    samples = cut(lengths, max_length, policy, min_length)
+    seen = [np.zeros(length, dtype=int) for length in lengths]
+    for document, start, length in zip(samples.document, samples.start, samples.length, strict=True):
+        assert min_length <= length <= max_length
+        assert start + length <= lengths[document]
+        seen[document][start : start + length] += 1
+    uses = np.concatenate(seen) if seen else np.zeros(0, dtype=int)
+    assert uses.max(initial=0) <= 1
+    assert (uses == 0).sum() == samples.tokens_left_out
+    assert samples.num_empty == (lengths == 0).sum()
+
+
+@given(lengths=LENGTHS, max_length=st.integers(1, 20))
+def test_splitting_keeps_every_token_where_any_remainder_is_long_enough(lengths, max_length):
+    samples = cut(lengths, max_length, "split", min_length=1)
+    assert samples.tokens_left_out == 0
+    assert samples.num_split == (lengths > max_length).sum()
+    assert list(zip(samples.document, samples.start, strict=True)) == [
+        (document, start) for document, length in enumerate(lengths) for start in range(0, length, max_length)
+    ]
+
+
+@given(lengths=LENGTHS)
+def test_without_a_limit_documents_stay_whole(lengths):
+    for policy in get_args(LongSamples):
+        samples = cut(lengths, None, policy, min_length=1)
+        assert samples.length.tolist() == [length for length in lengths if length]
+        assert (samples.num_truncated, samples.num_split, samples.num_dropped) == (0, 0, 0)
+
+
+def test_each_policy_counts_what_it_did():
+    lengths = np.array([10, 21, 1, 0, 3])
+    truncated, split, dropped = (cut(lengths, 10, policy, 2) for policy in ("truncate", "split", "drop"))
+    assert truncated.length.tolist() == [10, 10, 3]
+    assert (truncated.num_truncated, truncated.num_too_short, truncated.tokens_left_out) == (1, 1, 12)
+    assert split.length.tolist() == [10, 10, 10, 3]
+    assert (split.num_split, split.num_too_short, split.tokens_left_out) == (1, 2, 2)
+    assert dropped.length.tolist() == [10, 3]
+    assert (dropped.num_dropped, dropped.num_too_short, dropped.tokens_left_out) == (1, 1, 22)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((10, "splitt", 2), "did you mean 'split'"),
+        ((10, "split", 0), "min_length=0"),
+        ((1, "split", 2), "max_length=1, min_length=2"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(EvenloadError, match=message):
+        cut(np.array([5]), *settings)

@@ -1,0 +1,112 @@
+import json
+
+import numpy as np
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.lengths import read_lengths
+from hypothesis import given
+from hypothesis import strategies as st
+
+POSITIVE = st.lists(st.integers(1, 2**40), min_size=1, max_size=50)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lengths")
+
+
+@given(lengths=POSITIVE)
+def test_every_kind_gives_back_what_was_written(folder, lengths):
+    np.save(folder / "a.npy", np.array(lengths, dtype=np.uint64))
+    (folder / "a.txt").write_text("\n".join(map(str, lengths)) + "\n")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"length": n} if n % 2 else n) + "\n" for n in lengths))
+    for kind in ("npy", "txt", "jsonl"):
+        found = read_lengths(folder / f"a.{kind}")
+        assert found.dtype == np.int64
+        assert found.tolist() == lengths
+
+
+def test_jsonl_counts_tokens_and_bytes(tmp_path):
+    rows = [{"input_ids": [5, 6]}, {"tokens": [1, 2, 3]}, {"text": "w\u00f6rter"}, {"length": 9, "text": "x"}, 4]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert read_lengths(str(tmp_path / "a.jsonl")).tolist() == [2, 3, 7, 9, 4]
+
+
+def test_txt_may_have_blank_lines_and_windows_line_ends(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"  7\r\n8 \r\n\r\n9\r\n\r\n")
+    assert read_lengths(tmp_path / "a.txt").tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"5\n0\n", "line 2 of .*\n  found: 0"),
+        (b"5\n\n-3\n", "line 3 of .*\n  found: -3"),
+        (b"5\n\n3.5\n", "line 3 of .*\n  found: 3.5"),
+        (b"5\n1_000\n", "line 2 of .*\n  found: 1_000"),
+        (b"5 6\n", "line 1 of .*\n  found: 5 6"),
+        (b"5\n\xff\xfe\n", "line 2 of"),
+        (b"5\n" + b"9" * 30, "line 2 of .*\n  found: 9999"),
+        (b"5\n" + b"9" * 5000, "line 2 of .*\n  found: 9999"),
+        (b"", "holds no length"),
+        (b"\n \n", "holds no length"),
+    ],
+)
+def test_a_bad_line_of_txt_is_named(tmp_path, content, message):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(EvenloadError, match=message):
+        read_lengths(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('5\n{"length": 0}', "line 2 of .*\n  found: 0"),
+        ('{"length": 2.0}', "line 1 of .*\n  found: 2.0"),
+        ('{"length": true}', "line 1 of .*\n  found: True"),
+        ("5\n{", "line 2 of .* is not valid JSON"),
+        ('{"lenght": 3}', "line 1 of .*gives no length\n  found: did you mean 'lenght'"),
+        ('{"input_ids": [1, "2"]}', "'2'"),
+        ('"5"', "line 1 of .*\n  found: 5"),
+        ("1e400", "line 1 of .*\n  found: inf"),
+        ("", "holds no length"),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_named(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(EvenloadError, match=message):
+        read_lengths(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([3, 0]), "row 1 of .*\n  found: 0"),
+        (np.array([3, -2], dtype=np.int8), "row 1 of .*\n  found: -2"),
+        (np.array([3, 2**64 - 1], dtype=np.uint64), "row 1 of"),
+        (np.array([3.0]), "float64"),
+        (np.array([[3]]), r"shape \(1, 1\)"),
+        (np.array([True]), "bool"),
+        (np.zeros(0, dtype=np.int64), "holds no length"),
+    ],
+)
+def test_a_bad_row_of_npy_is_named(tmp_path, array, message):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(EvenloadError, match=message):
+        read_lengths(tmp_path / "a.npy")
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY garbage")
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "a.csv").write_text("5")
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
+    for name, message in [
+        ("a.npy", "not a numpy array"),
+        ("empty.npy", "not a numpy array"),
+        ("objects.npy", "not a numpy array"),
+        ("a.csv", "known: .idx, .jsonl, .npy, .txt"),
+        ("missing.txt", "no lengths file"),
+    ]:
+        with pytest.raises(EvenloadError, match=message):
+            read_lengths(tmp_path / name)

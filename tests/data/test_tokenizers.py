@@ -1,0 +1,56 @@
+import sys
+
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.tokenizers import open_tokenizer
+
+TEXTS = ["two words", "", "w\u00f6rter \U0001f600", "two \ud800 words"]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"two": 3, "words": 7, "<s>": 1, "?": 0}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.enable_truncation(2)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_bytes_are_the_utf8_of_the_text():
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.vocab_size == 256
+    assert bytes(tokenizer.encode("w\u00f6rter").tolist()).decode() == "w\u00f6rter"
+
+
+def test_a_file_keeps_its_special_tokens_but_neither_truncates_nor_pads(tokenizer_file):
+    tokenizer = open_tokenizer(str(tokenizer_file))
+    assert tokenizer.encode("two words two").tolist() == [1, 3, 7, 3]
+    assert tokenizer.vocab_size == 8  # ids have gaps
+
+
+def test_lengths_are_those_of_the_encoded_texts(tokenizer_file):
+    for spec in ("bytes", str(tokenizer_file)):
+        tokenizer = open_tokenizer(spec)
+        assert tokenizer.lengths(TEXTS) == [len(tokenizer.encode(text)) for text in TEXTS]
+
+
+def test_a_folder_with_a_tokenizer_file_will_do(tokenizer_file):
+    assert open_tokenizer(str(tokenizer_file.parent)).identity == open_tokenizer(str(tokenizer_file)).identity
+
+
+def test_missing_and_malformed_files_are_refused(tmp_path):
+    with pytest.raises(EvenloadError, match="is not a file"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    for content in (b"{}", b"\xff\xfe"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(EvenloadError, match="not a tokenizer file"):
+            open_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_missing_library_names_the_extra(tokenizer_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EvenloadError, match=r"evenload\[data\]"):
+        open_tokenizer(str(tokenizer_file))
