@@ -17,10 +17,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from .ledger import Ledger
 from .row import Patch, Wrapper
+from .slots import within
 
 TORCH = "torch >=2.6,<3"
 MEGATRON = "megatron-core >=0.16.1,<0.17"
@@ -241,12 +243,14 @@ def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:
         ledger.apply(rows(), lazy=lazy)
     if no_cuda() and _was_compiled():
         _log.warning(
-            "megatron.core was imported before the CPU bridge: its fused functions compile at first use (4 to 15 s). "
-            "Bridge first, or set TORCHDYNAMO_DISABLE=1"
+            "megatron.core was imported before the CPU bridge: fusions that the config turns on will compile at first "
+            "use (4 to 15 s). Bridge first, or set TORCHDYNAMO_DISABLE=1"
         )
     return ledger
 
 
 def _was_compiled() -> bool:
-    fused = sys.modules.get("megatron.core.fusions.fused_bias_dropout")
-    return hasattr(getattr(fused, "bias_dropout_add_fused_train", None), "_torchdynamo_orig_callable")
+    """Whether a loaded Megatron module holds a function that torch.compile has wrapped."""
+    loaded = [module for name, module in list(sys.modules.items()) if within(name, ("megatron",))]
+    held = (value for module in loaded for value in list(vars(module).values()))
+    return any(isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value) for value in held)

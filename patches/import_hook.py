@@ -40,7 +40,8 @@ class ImportHook(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._watched:
             return None
-        for finder in [other for other in sys.meta_path if other is not self]:
+        # Those in front of us have been asked already, and a second hook like ours would ask us in turn.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:

@@ -1,0 +1,125 @@
+"""The rows for the distributed optimizer on torch's Adam: a checkpoint saved, loaded afresh, trained on.
+
+One process plays all parts: three steps, save, two more steps are the reference; then a fresh model and optimizer load
+under all rows, and under each set that lacks one, which must show the fault that the row mends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs Megatron on the CPU"),
+    pytest.mark.skipif(
+        any(find_spec(name) for name in ("transformer_engine", "apex")), reason="the faults are those of torch's Adam"
+    ),
+]
+
+
+def test_a_resumed_optimizer_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    assert said["all rows"] == said["reference"], "the resumed losses must be bit-equal"
+    assert said["without megatron.adam.fresh_state"] == "AssertionError"
+    assert said["without megatron.adam.load_param_state"] == "KeyError"
+    silent, reference = said["without megatron.adam.own_steps"].split(), said["reference"].split()
+    assert silent[0] == reference[0]
+    assert silent[1:] != reference[1:], "upstream's fault is silent at the first step and shows from the second"
+
+
+def _main(folder: Path) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from evenload.patches import Ledger, bridge_cpu, megatron_fixes
+
+    bridge_cpu()
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(123)
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    positions = torch.arange(8)[None]
+    mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)[None, None]
+
+    def build():
+        spec = get_gpt_layer_local_spec()
+        model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8, position_embedding_type="rope")
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallel(config=config, ddp_config=settings, module=model)
+        adam = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=1.0)
+        return model, ddp, get_megatron_optimizer(adam, [ddp])
+
+    def train(ddp, optimizer, steps):
+        losses = []
+        for step in steps:
+            tokens = torch.randint(0, 32, (1, 8), generator=torch.Generator().manual_seed(step))
+            ddp.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = ddp(tokens, positions, mask, labels=tokens.roll(-1, 1)).mean()
+            loss.backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+            losses.append(loss.item().hex())
+        return " ".join(losses)
+
+    def state(model, optimizer, loading):
+        weights = model.sharded_state_dict(metadata=metadata)
+        return {
+            "model": weights,
+            "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
+        }
+
+    def resume():
+        model, ddp, optimizer = build()
+        loaded = dist_checkpointing.load(state(model, optimizer, True), str(folder / "checkpoint"))
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        return train(ddp, optimizer, range(3, 6))
+
+    model, ddp, optimizer = build()
+    train(ddp, optimizer, range(3))
+    (folder / "checkpoint").mkdir()
+    dist_checkpointing.save(state(model, optimizer, False), str(folder / "checkpoint"))
+    print("reference:", train(ddp, optimizer, range(3, 6)))
+    rows = megatron_fixes.rows()
+    for left_out in (None, *rows):
+        with Ledger() as ledger:
+            ledger.apply(row for row in rows if row is not left_out)
+            try:
+                result = resume()
+            except (AssertionError, KeyError) as error:
+                result = type(error).__name__
+        print(f"without {left_out.name}:" if left_out else "all rows:", result)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

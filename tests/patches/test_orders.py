@@ -1,0 +1,123 @@
+"""Every order of import, apply and undo on a stub host: 780 sequences of up to four verbs, each in its own process.
+
+H  import the host          S  import a script that does ``from host import f``
+A  apply, lazily            E  apply, importing what is missing            U  undo
+After every verb: each symbol is wrapped exactly once or is, by identity, the original; the import hook is on
+``sys.meta_path`` exactly while a module is awaited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+VERBS = "HSAEU"
+LONGEST = 4
+
+
+@pytest.mark.slow
+def test_every_order_leaves_each_symbol_wrapped_once_or_original(host_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, str(host_folder)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.split() == ["780", "orders"]
+
+
+def _rows():
+    from evenload.patches import Patch
+
+    def tenfold(wrapped, instance, args, kwargs):
+        return 10 * wrapped(*args, **kwargs)
+
+    supports = "stubhost >=1,<2"
+    targets = ("core:step", "core:Engine.run", "core:Engine.make", "core:Engine.build", "core:Engine.inherited")
+    return (
+        *(
+            Patch(name=target, target=f"stubhost.{target}", supports=supports, why="test", wrapper=tenfold)
+            for target in (*targets, "late:f")
+        ),
+        Patch(name="math", target="stubhost.core:math", supports=supports, why="test", replace=lambda _: "math"),
+        Patch(name="t", target="stubhost.core:TABLE[rate]", supports=supports, why="test", replace=lambda _: "fast"),
+        Patch(
+            name="gap",
+            target="stubhost.core:gap",
+            supports=supports,
+            why="test",
+            replace=lambda _: None,
+            fills_gap=True,
+        ),
+    )
+
+
+def _run(order: str) -> None:
+    """Run the verbs one by one and compare the process with what the verbs so far should have made of it."""
+    import importlib
+
+    from evenload.patches import Ledger
+
+    ledger, finders, on = Ledger(), list(sys.meta_path), False
+    for verb in order:
+        if verb in "HS":
+            importlib.import_module({"H": "stubhost", "S": "stubscript"}[verb])
+        elif verb in "AE":
+            ledger.apply(_rows(), lazy=verb == "A")
+            on = True
+        else:
+            ledger.undo()
+            on = False
+        awaited = on and not {"stubhost.core", "stubhost.late"} <= sys.modules.keys()
+        assert len(sys.meta_path) == len(finders) + awaited
+        states = {status.state for status in ledger.table()}
+        assert ("pending" in states) == awaited
+        _look(on)
+
+
+def _look(on: bool) -> None:
+    if core := sys.modules.get("stubhost.core"):
+        engine, factor = core.Engine(), 10 if on else 1
+        calls = (core.step, engine.run, core.Engine.make, core.Engine.build, engine.inherited)
+        assert [call(1) for call in calls] == [2 * factor] * 5
+        assert sys.modules["stubhost"].step is core.step
+        assert core.TABLE["rate"] == ("fast" if on else "slow")
+        assert hasattr(core, "gap") == on
+        if not on:
+            raw = vars(core.Engine)
+            now = {"step": core.step, "math": core.math, **{key: raw[key] for key in ("run", "make", "build")}}
+            assert all(now[key] is original for key, original in core.ORIGINALS.items())
+            assert "inherited" not in raw
+    if late := sys.modules.get("stubhost.late"):
+        assert late.f(1) == (20 if on else 2)
+        assert on or late.f is late.ORIGINALS["f"]
+    if script := sys.modules.get("stubscript"):
+        assert script.step is script.renamed is core.step
+        assert script.f is late.f
+
+
+def _survives(order: str) -> bool:
+    child = os.fork()
+    if child == 0:
+        try:
+            _run(order)
+            os._exit(0)
+        except BaseException:
+            print(f"order {order}", flush=True)
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+if __name__ == "__main__":
+    import evenload.patches  # noqa: F401  # once, before the forks
+
+    sys.path.insert(0, sys.argv[1])
+    orders = ["".join(verbs) for n in range(1, LONGEST + 1) for verbs in itertools.product(VERBS, repeat=n)]
+    failed = [order for order in orders if not _survives(order)]
+    print(len(orders), "orders", *failed)
+    sys.exit(bool(failed))

@@ -1,0 +1,32 @@
+"""The support table and the rows it is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evenload.patches import Patch, support
+from packaging.requirements import Requirement
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "support.md"
+ROWS = support.all_rows()
+
+
+def test_the_committed_table_is_in_step_with_the_rows():
+    assert COMMITTED.read_text() == support.document(), "python -m evenload.patches.support > docs/support.md"
+
+
+def test_every_row_is_in_the_table_under_its_own_name():
+    text = support.document()
+    assert all(f"| {row.name} | `{row.target}`" in text for row in ROWS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.target for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_says_which_versions_and_why(row: Patch):
+    bounds = {specifier.operator for specifier in Requirement(row.supports).specifier}
+    assert bounds == {">=", "<"}, "an open end would apply the row to versions nobody has tried"
+    assert len(row.why) > 40
+    assert "|" not in row.why
+    assert "\n" not in row.why
