@@ -1,3 +1,73 @@
-"""evenload: evens the load of LLM training inside Megatron-Core and DeepSpeed."""
+"""evenload evens the load of LLM training inside Megatron-Core and DeepSpeed.
+
+    with evenload.enabled("recipe.yaml"):      # code you cannot edit: hooks in, work, hooks out
+        train()
+
+    plan = evenload.plan("recipe.yaml", lengths)      # pure planning: no torch, no trainer
+
+Importing this package imports neither torch nor a trainer; names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.errors import EvenloadError
+    from .core.recipe import Recipe
+    from .core.registry import Plugin, register, unregister
+    from .core.workload import MicroBatch, Sequence, Slice, StepPlan
+    from .face import load_recipe, plan
+    from .patches.session import Session, disable, enable, enabled
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "EvenloadError": ".core.errors",
+    "MicroBatch": ".core.workload",
+    "Plugin": ".core.registry",
+    "Recipe": ".core.recipe",
+    "Sequence": ".core.workload",
+    "Session": ".patches.session",
+    "Slice": ".core.workload",
+    "StepPlan": ".core.workload",
+    "disable": ".patches.session",
+    "enable": ".patches.session",
+    "enabled": ".patches.session",
+    "load_recipe": ".face",
+    "plan": ".face",
+    "register": ".core.registry",
+    "unregister": ".core.registry",
+}
+
+__all__ = [
+    "EvenloadError",
+    "MicroBatch",
+    "Plugin",
+    "Recipe",
+    "Sequence",
+    "Session",
+    "Slice",
+    "StepPlan",
+    "__version__",
+    "disable",
+    "enable",
+    "enabled",
+    "load_recipe",
+    "plan",
+    "register",
+    "unregister",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,7 +1,7 @@
 """The machines: ranks per node, compute rate, memory, and links with latency and bandwidth.
 
-Collective times follow the alpha-beta model of ring algorithms (Thakur et al., IJHPCA 2005, section 4): n ranks, m bytes
-per rank, latency a, bandwidth b,
+Collective times follow the alpha-beta model of ring algorithms (Thakur et al., IJHPCA 2005, section 4): n ranks, m
+bytes per rank, latency a, bandwidth b,
 
     all-gather, reduce-scatter   (n - 1) * (a + m / b)          m = bytes each rank contributes
     all-reduce                   2 (n - 1) * (a + m / (n b))    m = bytes each rank holds
@@ -71,4 +71,6 @@ def load(name: str, folder: Path) -> Cluster:
     try:
         return Cluster.model_validate(yaml.safe_load(path.read_text()))
     except (ValidationError, yaml.YAMLError) as error:
-        raise EvenloadError(f"{path} is not a cluster description", str(error), "compare it with recipes/clusters") from error
+        raise EvenloadError(
+            f"{path} is not a cluster description", str(error), "compare it with recipes/clusters"
+        ) from error

@@ -52,9 +52,7 @@ class PassCost(_Frozen):
         return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
 
     def scaled(self, compute: float, launch: float) -> PassCost:
-        return PassCost(
-            launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute
-        )
+        return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
 
 
 class MemoryCost(_Frozen):

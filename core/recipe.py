@@ -123,7 +123,10 @@ class Checkpoint(Section):
 
 class Log(Section):
     tensorboard: Path | None = None
+    """Folder for TensorBoard scalars under ``evenload/``."""
     every: PositiveInt = 1
+    jsonl: Path | None = None
+    """File that gets one JSON object a step, with the numbers of the step's samples."""
 
 
 class Planner(Section):
@@ -215,7 +218,9 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     try:
         data = yaml.safe_load(file.read_text())
     except OSError as error:
-        raise EvenloadError(f"the recipe {file} cannot be read", str(error.strerror), "give the path of a YAML file") from error
+        raise EvenloadError(
+            f"the recipe {file} cannot be read", str(error.strerror), "give the path of a YAML file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise EvenloadError(f"the recipe {file} is not YAML", str(error), "mend the file") from error
     if not isinstance(data, dict):
@@ -265,7 +270,11 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> EvenloadError:
         for part in path[:-1]:
             parent = parent.model_fields[part].annotation
         where = ".".join(path[:-1]) or "the recipe"
-        return EvenloadError(f"{where} has no key '{path[-1]}'{rest}", f"{name} = {fault['input']!r}", nearest(path[-1], parent.model_fields))
+        return EvenloadError(
+            f"{where} has no key '{path[-1]}'{rest}",
+            f"{name} = {fault['input']!r}",
+            nearest(path[-1], parent.model_fields),
+        )
     return EvenloadError(f"{name} is not valid{rest}", f"{fault['input']!r}", fault["msg"])
 
 

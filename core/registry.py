@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -40,7 +40,7 @@ class Situation:
 class Plugin:
     """One plugin: its schema and its planner.
 
-    ``plan(plan, situation, config)`` maps a lawful plan to a lawful plan; plugins run in ascending ``stage``.
+    ``plan(plan, situation, config)`` maps a plan to a lawful plan; plugins run in ascending ``stage``.
     """
 
     name: str
@@ -49,6 +49,12 @@ class Plugin:
     stage: int
     config: type[PluginConfig]
     plan: Callable[[StepPlan, Situation, Any], StepPlan]
+    places: bool = False
+    """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
+    baselines: Mapping[str, Callable[[StepPlan, Situation, Any], StepPlan]] = field(default_factory=dict)
+    """Other people's answers to the same question, for comparison."""
+    simpler: str = ""
+    """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
 

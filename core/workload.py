@@ -3,8 +3,8 @@
 A `StepPlan` is computed from lengths alone and is the same on every rank. It is the one object that the planner makes,
 `check` judges, the command line prints, the simulator times and the runtime executes.
 
-Ranks in this module are *plane* ranks: positions 0 .. num_ranks-1 in the data-parallel x context-parallel plane. Tensor-
-and pipeline-parallel peers of a plane rank run the same micro-batches.
+Ranks in this module are *plane* ranks: positions 0 .. num_ranks-1 in the data-parallel x context-parallel plane. Peers
+of a plane rank in tensor or pipeline parallelism run the same micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 class Sequence(NamedTuple):
     """One training sample, known by its length alone."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a sample's index, not tuple.index
     """Position of the sample in the global batch, 0 .. len(batch)-1."""
     length: int
     """Tokens."""

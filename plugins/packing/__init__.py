@@ -1,2 +1,23 @@
+"""Packing: which sequences form each micro-batch of each rank (SlimPack, Hydraulis)."""
+
 if __name__ != "evenload.plugins.packing":
-    raise ImportError(f"{__name__}: import this package as evenload.plugins.packing; a second copy would mean a second registry")
+    raise ImportError(
+        f"{__name__}: import this package as evenload.plugins.packing; a second copy would mean a second registry"
+    )
+
+from ...core.registry import Plugin, register
+from . import baselines, config, plan
+
+register(
+    Plugin(
+        name="packing",
+        summary="whole sequences into micro-batches under a token cap, balanced by cost",
+        papers=("SlimPack, arXiv 2509.26246", "Hydraulis, arXiv 2412.07894"),
+        stage=20,
+        config=config.PackingConfig,
+        places=True,
+        plan=plan.plan,
+        baselines=baselines.BASELINES,
+        simpler="in_order",
+    )
+)

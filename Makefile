@@ -1,0 +1,44 @@
+# make train   a small GPT on this machine, stock and evenly, in one run     make check   quick feedback
+# make test    every test that needs no GPU                                  make docs    generated pages
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+export OMP_NUM_THREADS ?= 1
+export GLOO_SOCKET_IFNAME ?= lo
+
+.PHONY: train test check lint types contracts docs clean
+
+train: $(READY)
+	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
+
+test: $(READY)
+	$(BIN)/pytest -m "not gpu"
+
+check: lint types contracts
+	$(BIN)/pytest -m "not gpu and not slow" -q
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy __init__.py __main__.py cli.py face.py core data runtime plugins integrations patches commands
+
+contracts: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+docs: $(READY)
+	$(BIN)/evenload schema > docs/recipe.schema.json
+	$(BIN)/python -m evenload.patches.support > docs/support.md
+
+# torch first and by name: other packages would bring another build of it.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --group dev
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,187 @@
+"""The ``evenload`` command: a thin shell over `commands`. Exit codes: 0 fine, 1 the work failed, 2 a wrong request."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .core.errors import EvenloadError, RankError
+from .core.recipe import Recipe
+from .face import load_plugins, load_recipe
+
+app = typer.Typer(
+    name="evenload",
+    help="Evens the load of LLM training inside Megatron-Core and DeepSpeed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see recipes/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=100")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+NumRanks = Annotated[int | None, typer.Option("--nproc", help="Local ranks; default: what parallel.* needs.")]
+Against = Annotated[str, typer.Option("--against", help="Baselines, comma-separated: stock, padded, in_order, ...")]
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    nproc: NumRanks = None,
+    against: Against = "",
+    as_json: AsJson = False,
+) -> None:
+    """Train on the recipe's trainer; with --against, baselines train first on the same batches."""
+    from .commands import tables
+    from .commands.train import train as work
+
+    names = _names(against)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, names, lambda r: work(r, names), tables.train)
+
+
+@app.command()
+def verify(recipe: RecipePath, overrides: Overrides = None, nproc: NumRanks = None, as_json: AsJson = False) -> None:
+    """Compare loss and gradients of one batch with plain training of whole sequences. Exit code 1 if they differ."""
+    from .commands import tables
+    from .commands.verify import verify as work
+
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, (), work, tables.verify)
+
+
+@app.command()
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    nproc: NumRanks = None,
+    against: Against = "stock,in_order",
+    as_json: AsJson = False,
+) -> None:
+    """Tokens per second beside baselines, alternating on the same batches in one run."""
+    from .commands import tables
+    from .commands.bench import bench as work
+
+    names = _names(against)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, names, lambda r: work(r, names), tables.bench)
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    lengths: Annotated[Path, typer.Option("--lengths", help=".npy, .txt, .jsonl or Megatron .idx")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Global batches to plan.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plans as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
+    from .commands import tables
+    from .commands.plan import plan as work
+    from .commands.show import emit
+
+    emit(work(load_recipe(recipe, overrides or ()), lengths, steps, out), as_json, tables.plan)
+
+
+@app.command()
+def profile(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model to measure.")] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option("--out", help="Where to write the cost model.")] = Path("costs.yaml"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's layers and fit the cost model."""
+    from .commands import tables
+    from .commands.profile import one_rank
+    from .commands.profile import profile as work
+    from .core.setting import RECIPES
+
+    chosen = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
+    _run_ranks(one_rank(chosen), 1, as_json, (), lambda r: work(r, out), tables.profile)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")]) -> None:
+    """Run an unmodified training script with the recipe's plugins switched on."""
+    from .commands.run import run as work
+
+    load_recipe(recipe)
+    raise SystemExit(work(recipe, command))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What is installed, what is supported, which patches would apply, and why not."""
+    from .commands import tables
+    from .commands.doctor import doctor as work
+    from .commands.show import emit
+
+    emit(work(), as_json, tables.doctor)
+
+
+@app.command()
+def plugins(as_json: AsJson = False) -> None:
+    """The registered plugins."""
+    from .commands import tables
+    from .commands.show import emit
+    from .core.registry import registered
+
+    load_plugins()
+    rows = [
+        {
+            "name": p.name,
+            "summary": p.summary,
+            "papers": list(p.papers),
+            "origin": p.origin,
+            "baselines": list(p.baselines),
+        }
+        for p in registered()
+    ]
+    emit({"plugins": rows}, as_json, tables.plugins)
+
+
+@app.command()
+def schema() -> None:
+    """The JSON Schema of a recipe, for editors."""
+    from .core.recipe import json_schema
+
+    load_plugins()
+    print(json.dumps(json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point: every EvenloadError becomes a message on stderr and an exit code."""
+    try:
+        app()
+    except EvenloadError as error:
+        print(f"evenload: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, RankError) else 2) from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def _run_ranks(
+    recipe: Recipe, nproc: int | None, as_json: bool, against: tuple[str, ...], work: Any, table: Any
+) -> None:
+    """Do the work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
+    from .commands.launch import is_rank, launch
+    from .commands.show import emit
+
+    if is_rank():
+        result = work(recipe)
+    else:
+        from .commands.preflight import preflight
+
+        ready = preflight(recipe, nproc)
+        for name in against:
+            ready.chain.refuse_unknown_baseline(name)
+        result = launch(sys.argv[1:], ready.layout.world_size)
+    if result is not None:
+        emit(result, as_json, table)
+        if result.get("exact") is False:
+            raise SystemExit(1)

@@ -1,0 +1,48 @@
+"""What is installed, what is supported, which attention kernels and patches are at hand. Works without torch."""
+
+from __future__ import annotations
+
+import platform
+from importlib.util import find_spec
+from typing import Any
+
+from .hosts import TRAINERS
+
+
+def doctor() -> dict[str, Any]:
+    """Versions of all hosts, attention kernels (where torch is), and the state of every patch row."""
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "hosts": _hosts(),
+        "attention": _attention(),
+        "patches": _patches(),
+        "trainers": {name: all(need.satisfied() for need in needs) for name, needs in TRAINERS.items()},
+    }
+
+
+def _hosts() -> list[dict[str, Any]]:
+    needs = {need.distribution: need for group in TRAINERS.values() for need in group}
+    return [
+        {
+            "name": need.distribution,
+            "found": need.found(),
+            "supports": str(need.supports),
+            "status": "supported" if need.satisfied() else ("not supported" if need.found() else "missing"),
+        }
+        for need in needs.values()
+    ]
+
+
+def _attention() -> list[dict[str, Any]]:
+    if find_spec("torch") is None:
+        return []
+    from ..runtime.kernels import KERNELS
+
+    return [{"name": k.name, "status": "available" if k.available() else "not here"} for k in KERNELS]
+
+
+def _patches() -> list[dict[str, Any]]:
+    from ..patches.support import statuses
+
+    return statuses()

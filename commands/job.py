@@ -1,0 +1,120 @@
+"""One rank of a job: join the world, bridge the CPU, watch over the work, open the trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.chain import PlanChain
+from ..core.planner import Draw, Planner
+from ..core.recipe import Recipe
+from ..data.order import SampleOrder
+from ..data.sources import Source
+from ..integrations.host import Host, TokensOf
+from ..patches import bridge_cpu
+from ..runtime.agreement import gather_bytes
+from ..runtime.watchdog import Watchdog
+from ..runtime.world import World, close_world, init_world
+from .hosts import integration
+from .launch import RESULT
+from .preflight import preflight
+
+logger = logging.getLogger("evenload")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the verbs train, verify, bench and profile work with, on each rank."""
+
+    recipe: Recipe
+    world: World
+    host: Host
+    chain: PlanChain
+    source: Source
+    watchdog: Watchdog
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that reports."""
+        return self.world.rank == 0
+
+    def gather(self, *values: float) -> npt.NDArray[np.float64]:
+        """Every rank's values, float64 [world, len(values)]. Collective."""
+        rows = gather_bytes(struct.pack(f"{len(values)}d", *values))
+        return np.array([struct.unpack(f"{len(values)}d", row) for row in rows])
+
+    def of_plane(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums over the tensor- and pipeline-parallel peers of each plane rank. [world, ...] -> [plane, ...]."""
+        places = self.gather(self.host.plane_rank)[:, 0].astype(int)
+        out = np.zeros((self.host.layout.plane_size, *per_rank.shape[1:]))
+        np.add.at(out, places, per_rank)
+        return out
+
+    def planner(self, order: SampleOrder, chain: PlanChain | None = None) -> Planner:
+        """A planner over the batches of an order."""
+        config = self.recipe.planner
+        return Planner(
+            chain or self.chain,
+            Drawing(order, self.source, self.recipe.train.global_batch_size),
+            budget_s=config.budget_ms / 1e3,
+            background=config.background,
+            exchange=gather_bytes,
+        )
+
+    def tokens_of(self, draw: Draw) -> TokensOf:
+        """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
+        return lambda index: self.source.tokens(int(draw.samples[index]))
+
+
+class Drawing:
+    """Draws global batches in the order of the samples: a function of seed, epoch and samples consumed alone."""
+
+    def __init__(self, order: SampleOrder, source: Source, size: int) -> None:
+        self._order, self._lengths, self._size = order, source.lengths, size
+
+    def __call__(self) -> Draw:
+        samples, self._order = self._order.take(self._size)
+        return Draw(samples, self._lengths[samples], self._order.state())
+
+
+@contextmanager
+def open_job(recipe: Recipe) -> Iterator[Job]:
+    """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    bridge = bridge_cpu() if recipe.trainer == "megatron" else None
+    world = init_world(recipe.safety.collective_timeout_s)
+    logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+    with Watchdog(gone_s=recipe.safety.gone_s, stuck_s=recipe.safety.stuck_s) as watchdog:
+        watchdog.at("start-up")
+        ready = preflight(recipe, world.size)
+        host = integration(recipe.trainer).open_host(ready.recipe, world)
+        logger.info("%s", json.dumps(host.describe()))
+        yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
+        watchdog.at("end", waits=True)
+        host.close()
+    close_world(world)
+    if bridge is not None:
+        bridge.undo()
+
+
+def run_rank(recipe: Recipe, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any] | None:
+    """Do a verb's work on this rank. Rank 0 hands the result to the launcher, or returns it under torchrun."""
+    with open_job(recipe) as job:
+        result = work(job)
+        leads = job.leads
+    if not leads:
+        return None
+    if path := os.environ.get(RESULT):
+        Path(path).write_text(json.dumps(result))
+        return None
+    return result

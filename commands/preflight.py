@@ -1,0 +1,87 @@
+"""Everything that can be found wrong before any rank starts or anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.chain import PlanChain
+from ..core.errors import EvenloadError
+from ..core.layout import Layout
+from ..core.recipe import Recipe
+from ..core.workload import sequences
+from ..data.sources import Source, open_source
+from .hosts import require
+
+_VOCABULARY_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A recipe that can run: its layout, its data, its chain of planners."""
+
+    recipe: Recipe
+    """With the vocabulary size filled in."""
+    layout: Layout
+    source: Source
+    chain: PlanChain
+
+
+def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
+    """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
+    require(recipe.trainer)
+    layout = recipe.layout(world_size)
+    if layout.cp > 1:
+        raise EvenloadError(
+            "context parallelism needs the mesh plugin", f"parallel.cp {layout.cp}", "set parallel.cp=1"
+        )
+    if layout.ep > 1:
+        raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
+    source = source_of(recipe)
+    if len(source.lengths) < recipe.train.global_batch_size:
+        raise EvenloadError(
+            "the data holds fewer samples than one global batch",
+            f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}",
+            "lower train.global_batch_size, or data.max_length so that long samples are split",
+        )
+    recipe = with_vocabulary(recipe, source)
+    chain = PlanChain.of_recipe(recipe, layout)
+    # The longest samples of all: if these can be planned, no later batch has one that cannot.
+    longest = np.sort(source.lengths)[-layout.plane_size :]
+    chain.plan(sequences(longest))
+    return Preflight(recipe, layout, source, chain)
+
+
+def source_of(recipe: Recipe) -> Source:
+    """The recipe's data. Raises EvenloadError."""
+    data = recipe.data
+    return open_source(
+        data.source,
+        max_length=data.max_length,
+        long_samples=data.long_samples,
+        tokenizer=data.tokenizer,
+        text_key=data.text_key,
+        min_length=data.min_length,
+    )
+
+
+def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
+    """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
+    given = recipe.model.vocab_size
+    if given is None:
+        multiple = _VOCABULARY_MULTIPLE * recipe.parallel.tp
+        return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
+    if given < source.vocab_size:
+        raise EvenloadError(
+            "the model's vocabulary is smaller than the data's",
+            f"model.vocab_size {given}, token ids up to {source.vocab_size - 1}",
+            "raise model.vocab_size or leave it null",
+        )
+    if given % recipe.parallel.tp:
+        raise EvenloadError(
+            "parallel.tp does not divide model.vocab_size",
+            f"tp {recipe.parallel.tp}, vocabulary {given}",
+            "leave model.vocab_size null: it is then rounded up",
+        )
+    return recipe

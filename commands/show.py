@@ -1,0 +1,114 @@
+"""What a person sees: progress on stderr while ranks work, one table at the end on stdout, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+_QUIET_EVERY_S = 15.0
+"""Without a terminal, a line this often takes the bar's place."""
+
+_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+Tick = Callable[[str], None]
+
+
+class Progress:
+    """One bar per task on a terminal, a line now and then elsewhere, nothing on ranks that do not report."""
+
+    def __init__(self, bar: RichProgress | None, console: Console | None) -> None:
+        self._bar, self._console = bar, console
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Tick]:
+        """Yields ``tick(text)``, to be called once per step."""
+        bar, console = self._bar, self._console
+        if console is None:
+            yield lambda text: None
+            return
+        if bar is not None:
+            task = bar.add_task(name, total=total, text="")
+            yield lambda text: bar.update(task, advance=1, text=text)
+            return
+        said, done = time.monotonic(), 0
+
+        def tick(text: str) -> None:
+            nonlocal said, done
+            done += 1
+            if time.monotonic() - said > _QUIET_EVERY_S or done == total:
+                said = time.monotonic()
+                console.print(f"{name}: {done}/{total}  {text}", highlight=False)
+
+        yield tick
+
+
+@contextmanager
+def progress(leads: bool) -> Iterator[Progress]:
+    """Progress for this rank."""
+    if not leads:
+        yield Progress(None, None)
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Progress(None, console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with RichProgress(*columns, console=console) as bar:
+        yield Progress(bar, console)
+
+
+def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], Table]) -> None:
+    """Print the result: one JSON object and nothing else, or the table."""
+    if as_json:
+        json.dump(data, sys.stdout)
+        print()
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)
+        console.print(table(data))
+
+
+def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
+    """A plain table: the first column left, numbers right, floats to four digits."""
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place == 0 else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def seconds(value: float) -> str:
+    """Seconds with a unit that fits."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"

@@ -1,0 +1,122 @@
+"""The result of each verb as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from .show import grid, percent, seconds
+
+Result = dict[str, Any]
+
+
+def train(result: Result) -> Table:
+    rows = [
+        (
+            name,
+            v["tokens_per_s"],
+            v["imbalance"],
+            percent(v["padding_frac"]),
+            v["loss"],
+            f"{result['ratio'][name]:.2f}x" if name in result["ratio"] else "",
+        )
+        for name, v in result["variants"].items()
+    ]
+    head = ("", "tokens/s", "imbalance", "padding", "last loss", "evenload is faster by")
+    share = result["plan_share"]
+    caption = f"imbalance: busiest rank over mean, measured; planning took {percent(share)} of the step"
+    return grid(f"training on {_machine(result)}", head, rows, caption)
+
+
+def bench(result: Result) -> Table:
+    rows = []
+    for name, rate in result["tokens_per_s"].items():
+        ratio = result["ratio"].get(name)
+        rows.append(
+            (
+                name,
+                rate,
+                result["imbalance"][name],
+                percent(result["padding_frac"][name]),
+                f"{ratio['of_totals']:.3f}x" if ratio else "",
+                "{:.3f} .. {:.3f}".format(*ratio["quartiles"]) if ratio else "",
+                percent(ratio["of_ceiling"]) if ratio else "",
+            )
+        )
+    head = ("", "tokens/s", "imbalance", "padding", "evenload is faster by", "quartiles of steps", "of its ceiling")
+    caption = (
+        f"{result['steps']} steps, alternating; ceiling: the baseline's own imbalance, measured; "
+        f"planning took {percent(result['plan_share'])} of a step"
+    )
+    return grid(f"bench on {_machine(result)}", head, rows, caption)
+
+
+def verify(result: Result) -> Table:
+    rows = [
+        ("loss, relative error", f"{result['loss_rel_err']:.2e}"),
+        ("gradients, relative error of the worst parameter", f"{result['grad_rel_err']:.2e}"),
+        ("worst parameter", result["worst_parameter"]),
+        ("tolerance", f"{result['tolerance']:.0e}"),
+        ("tokens missing", result["tokens_missing"]),
+        ("tokens repeated", result["tokens_repeated"]),
+        ("verdict", "exact" if result["exact"] else "NOT exact"),
+    ]
+    caption = f"{result['sequences']} sequences, {result['tokens']:,} tokens, planned by {result['planner']}"
+    return grid(f"evenload against plain training on {_machine(result)}", ("", ""), rows, caption)
+
+
+def plan(result: Result) -> Table:
+    names = list(result["steps"][0]["baselines"])
+    head = (
+        "step",
+        "planning",
+        "step time",
+        "over bound",
+        "imbalance",
+        "padding",
+        "bubble",
+        *(f"{n} is slower by" for n in names),
+    )
+    rows = [
+        (
+            s["step"],
+            seconds(s["plan_s"]),
+            seconds(s["step_s"]),
+            percent(s["step_s"] / s["bound_s"] - 1),
+            s["imbalance"],
+            percent(s["padding_frac"]),
+            percent(s["bubble_frac"]),
+            *(f"{s['baselines'][n]['step_s'] / s['step_s']:.2f}x" if n in s["baselines"] else "-" for n in names),
+        )
+        for s in result["steps"]
+    ]
+    notes = sorted({note for s in result["steps"] for note in s["notes"]})
+    caption = "\n".join([f"all times predicted; costs: {result['costs']}", *notes[:3]])
+    return grid("plan", head, rows, caption)
+
+
+def profile(result: Result) -> Table:
+    rows = [
+        (name, f"{c['launch_s']:.3g}", f"{c['token_s']:.3g}", f"{c['pair_s']:.3g}", percent(result["fit_error"][name]))
+        for name, c in result["passes"].items()
+    ]
+    head = ("", "s a launch", "s a token", "s a (query, key) pair", "error of the fit")
+    return grid(f"costs of {_machine(result)}", head, rows, f"written to {result['out']}")
+
+
+def doctor(result: Result) -> Table:
+    rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
+    rows += [(f"attention: {r['name']}", "", "", r["status"]) for r in result["attention"]]
+    rows += [(f"patch: {r['name']}", r.get("found") or "", r["supports"], r["status"]) for r in result["patches"]]
+    return grid("doctor", ("", "found", "supported", "status"), rows)
+
+
+def plugins(result: Result) -> Table:
+    rows = [(p["name"], p["summary"], "; ".join(p["papers"]), p["origin"]) for p in result["plugins"]]
+    return grid("plugins", ("name", "what it does", "papers", "from"), rows)
+
+
+def _machine(result: Result) -> str:
+    host = result["host"]
+    return ", ".join(str(host[key]) for key in ("trainer", "layout", "dtype", "attention", "device") if key in host)

@@ -1,0 +1,83 @@
+"""The chain of planners: every enabled plugin in order, each handing its plan to the next; none enabled is stock.
+
+When a link of the chain fails, `simpler` offers what takes over: the chain with the plugins' simpler planners, and at
+the end the stock plan, which cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .errors import EvenloadError, nearest
+from .layout import Layout
+from .recipe import Recipe
+from .registry import Plugin, PluginConfig, Situation
+from .setting import limits_of, situation_of
+from .stock import stock_plan
+from .workload import Limits, Sequence, StepPlan
+
+STOCK = "stock"
+ALIASES = {"padded": STOCK}
+
+
+@dataclass(frozen=True)
+class PlanChain:
+    """Everything but the batch. Pure: the same batch gives the same plan on every rank."""
+
+    links: tuple[tuple[Plugin, PluginConfig], ...]
+    situation: Situation
+    limits: Limits
+    micro_batch_size: int = 1
+    instead: str = ""
+    """A baseline that plans instead of the plugins, for comparison."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
+        """The chain a recipe asks for. Raises EvenloadError."""
+        situation = situation_of(recipe, layout)
+        links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled())
+        return cls(links, situation, limits_of(recipe, situation), recipe.train.micro_batch_size)
+
+    def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """What the trainer would do by itself."""
+        return stock_plan(batch, self.limits, self.micro_batch_size)
+
+    def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
+        if self.instead:
+            return self.baseline(self.instead, batch)
+        placing = bool(self.links) and self.links[0][0].places
+        plan = StepPlan(batch, (), self.limits) if placing else self.stock(batch)
+        for plugin, config in self.links:
+            plan = plugin.plan(plan, self.situation, config)
+        return plan.check()
+
+    def simpler(self, batch: tuple[Sequence, ...]) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
+        """(name, planner) of what takes over when `plan` fails or is late, from better to safer."""
+        for plugin, _ in self.links:
+            if plugin.simpler:
+                name = plugin.simpler
+                yield name, lambda name=name: self.baseline(name, batch)  # type: ignore[misc]
+        yield STOCK, lambda: self.stock(batch).check()
+
+    def baseline(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
+        """The checked plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers."""
+        if ALIASES.get(name, name) == STOCK:
+            return self.stock(batch).check()
+        for plugin, config in self.links:
+            if name in plugin.baselines:
+                bare = StepPlan(batch, (), self.limits)
+                return plugin.baselines[name](bare, self.situation, config).check()
+        self.refuse_unknown_baseline(name)
+        raise AssertionError(name)
+
+    def refuse_unknown_baseline(self, name: str) -> None:
+        """Raise EvenloadError unless `baseline` knows the name."""
+        if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
+            raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
+
+    @property
+    def baseline_names(self) -> tuple[str, ...]:
+        """All baselines, the stock plan first."""
+        return ("padded", *(name for plugin, _ in self.links for name in plugin.baselines))

@@ -1,0 +1,150 @@
+"""The planner: one step ahead in a background thread, under a time budget, agreed on by all ranks.
+
+Each step every rank tells the others whether its plan is ready, and its digest (17 bytes). If all are ready and equal,
+the plan runs. If one is late, failed or broke a law, all ranks take the next simpler planner together, with a warning;
+so a slow host never makes ranks diverge. If digests differ although all were ready, every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .chain import PlanChain
+from .errors import EvenloadError, RankError
+from .workload import StepPlan, sequences
+
+logger = logging.getLogger("evenload")
+
+READY, LATE, FAILED = 0, 1, 2
+
+
+class Draw(NamedTuple):
+    """A global batch, by its samples' numbers and lengths, and the data order's state after it."""
+
+    samples: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    state: dict[str, Any]
+
+
+class Exchange(Protocol):
+    """Sends the same number of bytes to every rank and returns what each one sent, by rank. Collective."""
+
+    def __call__(self, payload: bytes) -> list[bytes]: ...
+
+
+def alone(payload: bytes) -> list[bytes]:
+    """The exchange of a single process."""
+    return [payload]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that all ranks agreed on."""
+
+    plan: StepPlan
+    draw: Draw
+    plan_s: float
+    """Seconds the planning took, wherever it ran."""
+    waited_s: float
+    """Seconds the step waited for it, agreement included: what planning really cost."""
+
+
+class Planner:
+    """Hands out one agreed plan per step. ``draw`` gives the next global batch; its order is the caller's."""
+
+    def __init__(
+        self,
+        chain: PlanChain,
+        draw: Callable[[], Draw],
+        *,
+        budget_s: float = 2.0,
+        background: bool = True,
+        exchange: Exchange = alone,
+    ) -> None:
+        self._chain, self._draw, self._exchange = chain, draw, exchange
+        self._budget_s, self._background = budget_s, background
+        self._ahead: tuple[Draw, Future[tuple[StepPlan, float]]] | None = None
+        self.step = 0
+
+    def next(self) -> Planned:
+        """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
+        start = time.perf_counter()
+        draw, future = self._ahead or self._begin()
+        status, plan, plan_s, why = self._wait(future)
+        told = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
+        if plan is None or any(message[0] != READY for message in told):
+            plan = self._fall_back(draw, told, why)
+        else:
+            _refuse_divergence([message[1:] for message in told], self.step)
+        waited_s = time.perf_counter() - start
+        self.step += 1
+        self._ahead = self._begin() if self._background else None
+        return Planned(plan, draw, plan_s, waited_s)
+
+    def _begin(self) -> tuple[Draw, Future[tuple[StepPlan, float]]]:
+        """Draw the next batch and start to plan it: in a thread of its own, since a late one cannot be stopped."""
+        draw, future = self._draw(), Future[tuple[StepPlan, float]]()
+
+        def work() -> None:
+            start = time.perf_counter()
+            try:
+                future.set_result((self._chain.plan(sequences(draw.lengths)), time.perf_counter() - start))
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._background:
+            threading.Thread(target=work, name=f"evenload-plan-{self.step}", daemon=True).start()
+        else:
+            work()
+        return draw, future
+
+    def _wait(self, future: Future[tuple[StepPlan, float]]) -> tuple[int, StepPlan | None, float, str]:
+        try:
+            plan, plan_s = future.result(timeout=self._budget_s)
+        except TimeoutError:
+            return LATE, None, self._budget_s, f"no plan within {1e3 * self._budget_s:.0f} ms (planner.budget_ms)"
+        except Exception as error:
+            return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
+        return READY, plan, plan_s, ""
+
+    def _fall_back(self, draw: Draw, told: list[bytes], why: str) -> StepPlan:
+        ranks = {kind: [r for r, message in enumerate(told) if message[0] == kind] for kind in (LATE, FAILED)}
+        cause = "; ".join(
+            f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
+        )
+        batch = sequences(draw.lengths)
+        for name, make in self._chain.simpler(batch):
+            try:
+                plan = make()
+            except EvenloadError as error:
+                logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
+                continue
+            logger.warning(
+                "step %d: planning %s (%s); the simpler plan '%s' runs", self.step, cause, why or "other ranks", name
+            )
+            _refuse_divergence(self._exchange(bytes([READY]) + plan.digest), self.step)
+            return replace(plan, notes=(*plan.notes, f"fallback: {cause}"))
+        raise EvenloadError(
+            "no planner could plan this step", f"step {self.step}: {cause}; {why}", "see the warnings above"
+        )
+
+
+def _refuse_divergence(digests: list[bytes], step: int) -> None:
+    """Raise the same RankError on every rank if the digests differ, naming those that disagree with the majority."""
+    common = max(sorted(set(digests)), key=digests.count)
+    odd = [rank for rank, digest in enumerate(digests) if digest != common]
+    if odd:
+        raise RankError(
+            f"step {step}: ranks planned different steps",
+            f"ranks {odd} differ from the other {len(digests) - len(odd)}",
+            "check that all ranks run the same recipe, data, and versions of evenload and numpy",
+        )

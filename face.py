@@ -1,0 +1,44 @@
+"""The pure half of the public face: recipes and plans, without torch or a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .core import recipe as recipes
+from .core import registry
+from .core.chain import PlanChain
+from .core.recipe import Recipe
+from .core.workload import StepPlan, sequences
+
+
+@cache
+def load_plugins() -> None:
+    """Register evenload's own plugins and those of other packages (entry-point group ``evenload.plugins``)."""
+    from . import plugins  # noqa: F401
+
+    registry.load_entry_points()
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file, with ``a.b=value`` overrides. Raises EvenloadError."""
+    load_plugins()
+    return recipes.load(path, overrides)
+
+
+def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = None) -> StepPlan:
+    """The checked plan of one global batch.
+
+    Args:
+        recipe: a recipe or the path of one.
+        lengths: tokens of each sample of the batch, integers [S].
+        world_size: number of ranks; null takes the recipe's parallel.*.
+
+    Raises:
+        EvenloadError: the recipe cannot be honoured, a length is not positive or over every cap.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    return PlanChain.of_recipe(recipe, recipe.layout(world_size)).plan(sequences(lengths))

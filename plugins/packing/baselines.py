@@ -1,0 +1,87 @@
+"""What others do with the same batch, as plans: the yardsticks of `evenload plan` and `evenload bench`.
+
+in_order        pack in the order of the batch up to the cap, deal the packs out in turn (Megatron-Core's
+                DpBalancedScheduler, core/datasets/data_schedule.py on main, does this in spite of its name)
+best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
+karmarkar_karp  sequences to ranks, then to micro-batches, by largest differencing on predicted cost (verl's
+                seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
+
+None of them changes the batch or cuts a sequence, and all are run by the same code as evenload's own plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.partition import best_fit_decreasing, karmarkar_karp
+from ...core.registry import Situation
+from ...core.workload import StepPlan
+from .config import PackingConfig
+from .plan import interleave, lengths_of
+
+Packs = list[list[list[int]]]
+
+
+def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+    lengths = lengths_of(bare, config)
+    packs: list[list[int]] = []
+    room = 0
+    for item, tokens in enumerate(lengths.tolist()):
+        if tokens > room:
+            packs.append([])
+            room = config.max_tokens
+        packs[-1].append(item)
+        room -= tokens
+    return _planned(bare, config, "in_order", _deal(packs, bare.limits.num_ranks))
+
+
+def best_fit(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+    packs = best_fit_decreasing(lengths_of(bare, config).tolist(), config.max_tokens)
+    return _planned(bare, config, "best_fit", _deal(packs, bare.limits.num_ranks))
+
+
+def differencing(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+    lengths = lengths_of(bare, config)
+    seconds = situation.costs.sequence_s(lengths)
+    packs: Packs = []
+    for items in karmarkar_karp(seconds.tolist(), bare.limits.num_ranks):
+        tokens = [int(lengths[i]) for i in items]
+        for count in range(max(1, -(-sum(tokens) // config.max_tokens)), len(items) + 1):
+            bins = karmarkar_karp([float(seconds[i]) for i in items], count)
+            if all(sum(tokens[i] for i in b) <= config.max_tokens for b in bins):
+                packs.append([[items[i] for i in b] for b in bins])
+                break
+        else:
+            packs.append([])
+    return _planned(bare, config, "karmarkar_karp", packs)
+
+
+BASELINES: dict[str, Callable[[StepPlan, Situation, PackingConfig], StepPlan]] = {
+    "in_order": in_order,
+    "best_fit": best_fit,
+    "karmarkar_karp": differencing,
+}
+
+
+def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
+    """Packs to ranks in turn. The largest that can be halved are, until every rank has the same number."""
+    packs = [list(p) for p in packs]
+    while len(packs) % num_ranks:
+        widest = max(range(len(packs)), key=lambda i: len(packs[i]))
+        if len(packs[widest]) < 2:
+            break
+        middle = len(packs[widest]) // 2
+        packs[widest : widest + 1] = [packs[widest][:middle], packs[widest][middle:]]
+    return [packs[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _planned(bare: StepPlan, config: PackingConfig, name: str, packs: Packs) -> StepPlan:
+    lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    if bare.limits.equal_counts:
+        count = max(len(mine) for mine in packs)
+        packs = [mine + [[]] * (count - len(mine)) for mine in packs]
+    limits = replace(bare.limits, max_tokens=config.max_tokens)
+    return replace(bare, micro_batches=interleave(packs, lengths), limits=limits, order=(), recompute=(), made_by=name)
