@@ -83,7 +83,7 @@ _TORCH_ROWS = (
     _cuda(
         "current_device",
         "current_device",
-        "Megatron passes it as device= in some 60 places; answers the CPU. Raises otherwise.",
+        "Megatron passes it as device= in over 100 places; answers the CPU. Raises otherwise.",
     ),
     _cuda("synchronize", "synchronize", "Pipeline communication waits with it; nothing to wait for."),
     *(

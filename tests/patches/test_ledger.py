@@ -15,6 +15,7 @@ import sys
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.patches import Ledger, Patch
+from evenload.patches.import_hook import ImportHook
 
 SUPPORTS = "stubhost >=1,<2"
 
@@ -186,7 +187,7 @@ def test_a_gap_that_upstream_has_closed_is_left_alone(core, ledger):
 
 
 def test_undo_beneath_a_strangers_wrapper_is_refused_and_names_it(core, ledger):
-    ledger.apply([row(), row("core:Engine.run", name="method")])
+    ledger.apply([row(), row("core:Engine.run", name="method"), row("late:f", name="late")], lazy=True)
     ours = core.step
 
     @functools.wraps(ours)
@@ -199,7 +200,7 @@ def test_undo_beneath_a_strangers_wrapper_is_refused_and_names_it(core, ledger):
     assert "strangers_step" in refused.value.found
     assert __file__ in refused.value.found
     assert core.Engine().run(1) == 20, "a refused undo must change nothing"
-    assert states(ledger) == [("r", "applied"), ("method", "applied")]
+    assert states(ledger) == [("r", "applied"), ("method", "applied"), ("late", "pending")]
     core.step = ours
     ledger.undo()
     assert core.step is core.ORIGINALS["step"]
@@ -291,6 +292,18 @@ def test_a_spec_found_while_waiting_runs_plainly_after_undo(host, ledger):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.f is module.ORIGINALS["f"]
+
+
+def test_a_cancelled_hook_never_calls_back(host):
+    called = []
+    hook = ImportHook(called.append)
+    for _ in range(2):
+        hook.watch("stubhost.late")
+        spec = importlib.util.find_spec("stubhost.late")
+        hook.cancel("stubhost.late")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    importlib.import_module("stubhost.late")
+    assert called == []
 
 
 def test_an_awaited_module_keeps_its_own_loader_and_source(host, ledger):

@@ -1,0 +1,100 @@
+"""evenload in DeepSpeed scripts that nobody edits, as rows; what they do is in `integrations.deepspeed.unmodified`.
+
+The rows act on an engine whose ds_config has an ``evenload`` section, or on every engine where a recipe is given.
+Methods of the class are wrapped and not `deepspeed.initialize`: scripts copy that name before anybody could.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.recipe import Recipe
+from .row import Patch, Wrapper
+
+DEEPSPEED = "deepspeed >=0.19,<0.20"
+TRANSFORMERS = "transformers >=5,<6"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+
+
+def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
+    """The rows; `recipe` is used by scripts whose ds_config has no ``evenload`` section."""
+    return (
+        Patch(
+            name="deepspeed.attention",
+            target="transformers.modeling_utils:AttentionInterface._global_mapping[evenload]",
+            supports=TRANSFORMERS,
+            why="A model can only be set to an attention that Transformers knows. Adds a name; no model uses it unless "
+            "it is set to it.",
+            replace=_attention,
+            fills_gap=True,
+        ),
+        Patch(
+            name="deepspeed.loader",
+            target=f"{_ENGINE}.deepspeed_io",
+            supports=DEEPSPEED,
+            why="Reaches training_data= of deepspeed.initialize and direct calls, of all engines by inheritance. "
+            "Evaluation loaders and engines without the section get the stock loader.",
+            wrapper=_deepspeed_io(recipe),
+            expects=("dataset", "route", "data_sampler", "collate_fn"),
+        ),
+        Patch(
+            name="deepspeed.forward",
+            target=f"{_ENGINE}.forward",
+            supports=DEEPSPEED,
+            why="The pack must travel with its batch, whatever the script does with the batch in between. Engines "
+            "without a planned loader, and passes without gradients, run as they are.",
+            wrapper=_method("forward"),
+        ),
+        Patch(
+            name="deepspeed.backward",
+            target=f"{_ENGINE}.backward",
+            supports=DEEPSPEED,
+            why="The script's loss is a mean over its own micro-batch; only here can it be weighted without changing "
+            "what the script prints.",
+            wrapper=_method("backward"),
+        ),
+        Patch(
+            name="deepspeed.step",
+            target=f"{_ENGINE}.step",
+            supports=DEEPSPEED,
+            why="loss.backward() would go past the weighting unseen; the step then raises instead of training wrongly.",
+            wrapper=_method("step"),
+            expects=("lr_kwargs",),
+        ),
+    )
+
+
+def release() -> None:
+    """Give live engines back what they came with; call it after the rows are off.
+
+    Imports nothing that is not loaded.
+    """
+    import sys
+
+    unmodified = sys.modules.get("evenload.integrations.deepspeed.unmodified")
+    if unmodified is not None:
+        unmodified.release()
+
+
+def _attention(_: Any) -> Any:
+    from ..integrations.deepspeed import attention
+
+    return attention.attention
+
+
+def _deepspeed_io(recipe: Recipe | None) -> Wrapper:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from ..integrations.deepspeed import unmodified
+
+        return unmodified.deepspeed_io(wrapped, instance, args, kwargs, recipe)
+
+    return call
+
+
+def _method(name: str) -> Wrapper:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from ..integrations.deepspeed import unmodified
+
+        return getattr(unmodified, name)(wrapped, instance, args, kwargs)
+
+    return call
