@@ -29,8 +29,8 @@ class Beat(NamedTuple):
     """Counts the heartbeats: one that stands still means that the process is gone."""
     idle: int
     """Heartbeats since the last mark."""
-    state: Literal["works", "sequel", "done"]
-    """`sequel`: it met an error that only says that a peer went away. `done`: it left the watched part."""
+    state: Literal["works", "echo", "done"]
+    """`echo`: it met an error that only says that a peer went away. `done`: it left the watched part."""
     mark: Mark
 
     def encode(self) -> str:

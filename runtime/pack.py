@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def build_pack(micro_batch: MicroBatch, tokens_of: TokensOf, device: torch.devic
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
     positions_T = np.zeros(segments[-1], dtype=np.int64)
-    for piece, first, end in zip(micro_batch.slices, segments, segments[1:], strict=False):
+    for piece, (first, end) in zip(micro_batch.slices, pairwise(segments), strict=False):
         sample = tokens_of(piece.sequence)
         if len(sample) < piece.stop:
             raise EvenloadError(

@@ -64,7 +64,7 @@ class Watchdog:
     def __init__(self, gone_s: float = 30.0, stuck_s: float = 300.0, every_s: float | None = None) -> None:
         self._gone_s, self._stuck_s, self._every_s = gone_s, stuck_s, every_s
         self._host = socket.gethostname()
-        self._mark = Mark()
+        self._mark = self._told = Mark()
         self._tick = self._idle = self._looks = 0
         self._seen: dict[int, int] = {}
         self._missed: dict[int, int] = {}
@@ -132,8 +132,8 @@ class Watchdog:
             self._lost_store(error)
 
     def _beat(self) -> None:
-        before = self._mark
-        self._send("sequel" if self._echo else "works")
+        self._idle = self._idle + 1 if self._mark is self._told else 0
+        self._send("echo" if self._echo else "works")
         if self._store.check(["failure"]):
             self._end(Failure.decode(self._store.get("failure")))
         if self._echo:
@@ -141,11 +141,11 @@ class Watchdog:
         else:
             self._watch_neighbour()
             self._watch_progress()
-        self._idle = self._idle + 1 if self._mark is before else 0
 
-    def _send(self, state: Literal["works", "sequel", "done"]) -> None:
+    def _send(self, state: Literal["works", "echo", "done"]) -> None:
         self._tick += 1
-        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, self._mark).encode())
+        self._told = self._mark
+        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, self._told).encode())
 
     def _read(self, rank: int) -> Beat | None:
         """The newest heartbeat of a rank, if it ever beat."""

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# A busy machine is no failure: nothing here is timed.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 _CHILD = Path(__file__).with_name("world_child.py")
 
@@ -41,7 +46,7 @@ class TestWorld:
             for rank, log in enumerate(self._logs)
         ]
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 100.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
         """What `function(*arguments)` returned on each rank.
 
         Args:

@@ -45,7 +45,7 @@ def main() -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=100),
+        timeout=datetime.timedelta(seconds=150),
     )
     for line in sys.stdin:
         number, file, function, arguments = json.loads(line)

@@ -34,13 +34,21 @@ def misbehave(how: str, rank: int) -> None:
         sys.exit(0)
 
 
+def work_long(culprit: bool, dog: Watchdog) -> None:
+    """Twice the limit: the culprit in one go, the others in small pieces."""
+    long_s = 2 * json.loads(os.environ["LIMITS"])["stuck_s"]
+    for _ in range(1 if culprit else 20):
+        time.sleep(long_s / (1 if culprit else 20))
+        dog.at("step 3: forward", 3)
+
+
 def work(how: str, culprit: int, rank: int, dog: Watchdog) -> None:
     for step in range(6):
         dog.at(f"step {step}: forward", step)
         if step == 3 and rank == culprit:
             misbehave(how, rank)
         if step == 3 and how == "long":
-            time.sleep(float(os.environ["LONG_S"]) if rank == culprit else 0)
+            work_long(rank == culprit, dog)
         if step == 3 and how == "diverge":
             agree(bytes([rank == culprit] * 16), "plans", step)
         dog.at(f"step {step}: gradients", step, waits=True)

@@ -1,0 +1,167 @@
+"""Packed attention against dense attention with an explicit mask, in float64, loss and gradients."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+from evenload.runtime.attention import packed_causal_attention
+from evenload.runtime.kernels import KERNELS, Kernel, choose_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+SDPA = KERNELS[-1]
+LENGTHS = [1, 7, 1, 1, 30, 2, 64, 7]
+HEADS = [(4, 4), (4, 2), (4, 1)]
+DIM = 8
+
+
+def inputs(heads, groups, lengths, dtype=torch.float64, device="cpu", dim=DIM):
+    generator = torch.Generator().manual_seed(1)
+    total = sum(lengths)
+    tensors = [
+        torch.randn(total, h, dim, generator=generator, dtype=torch.float64) for h in (heads, groups, groups, heads)
+    ]
+    q, k, v, weight = (t.to(device, dtype) for t in tensors)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), weight
+
+
+def borders(lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def dense(q_THD, k_TGD, v_TGD, lengths, scale):
+    """softmax over an explicit [T, T] mask: same segment, not later."""
+    repeat = q_THD.shape[1] // k_TGD.shape[1]
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q_THD.device)
+    place = torch.arange(len(owner), device=q_THD.device)
+    seen = (owner[:, None] == owner[None, :]) & (place[:, None] >= place[None, :])
+    out = []
+    for head in range(q_THD.shape[1]):
+        k, v = k_TGD[:, head // repeat], v_TGD[:, head // repeat]
+        scores = (q_THD[:, head] @ k.T * scale).masked_fill(~seen, -torch.inf)
+        out.append(scores.softmax(-1) @ v)
+    return torch.stack(out, dim=1)
+
+
+def error(heads, groups, lengths, run, dtype=torch.float64, device="cpu", dim=DIM):
+    """Largest relative error of output and gradients of `run(q, k, v)` against `dense` in float64.
+
+    Absolute below a norm of 1: the gradient of a score that is alone in its row is zero.
+    """
+    q, k, v, weight = inputs(heads, groups, lengths, dtype, device, dim)
+    out = run(q, k, v)
+    got = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = dense(*exact, lengths, dim**-0.5)
+    want = [out, *torch.autograd.grad((out * weight.double()).sum(), exact)]
+    return max(((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want, strict=True))
+
+
+def packed(lengths, kernel=None, device="cpu", dim=DIM, moved=0, scale=None, with_segments=True):
+    cu = borders(lengths, device)
+    if moved:
+        cu[2] += moved
+    segments = tuple(cu.tolist()) if with_segments else None
+    longest = int(cu.diff().max())
+
+    def run(q, k, v):
+        return packed_causal_attention(q, k, v, cu, longest, scale or dim**-0.5, kernel, segments)
+
+    return run
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+@pytest.mark.parametrize("lengths", [LENGTHS, [1], [5], [16] * 6])
+@pytest.mark.parametrize("with_segments", [True, False])
+def test_exact_in_float64(heads, groups, lengths, with_segments):
+    assert error(heads, groups, lengths, packed(lengths, with_segments=with_segments)) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_rounding_in_lower_precision(heads, groups, dtype, limit):
+    assert error(heads, groups, LENGTHS, packed(LENGTHS), dtype) < limit
+
+
+def test_strided_views_of_one_projection_are_taken_as_they_are():
+    def run(q, k, v):
+        joined = torch.cat([q, k, v], dim=1)
+        return packed(LENGTHS)(*joined.split([4, 2, 2], dim=1))
+
+    assert error(4, 2, LENGTHS, run) < 1e-13
+
+
+def uncausal(call):
+    cuts = call.cu_seqlens.tolist()
+    parts = [
+        scaled_dot_product_attention(*(x[a:b].transpose(0, 1) for x in call[:3]), scale=call.scale, enable_gqa=True)
+        for a, b in pairwise(cuts)
+    ]
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def unpacked(call):
+    whole = torch.tensor([0, len(call.q_THD)], dtype=torch.int32)
+    return SDPA.run(call._replace(cu_seqlens=whole, segments=None))
+
+
+def tiled_groups(call):
+    """Head h reads group h % G."""
+    repeat = call.q_THD.shape[1] // call.k_TGD.shape[1]
+    return SDPA.run(call._replace(k_TGD=call.k_TGD.repeat(1, repeat, 1), v_TGD=call.v_TGD.repeat(1, repeat, 1)))
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        packed(LENGTHS, moved=1),
+        packed(LENGTHS, moved=-1),
+        packed(LENGTHS, scale=0.3),
+        packed(LENGTHS, Kernel("uncausal", bool, SDPA.supports, uncausal)),
+        packed(LENGTHS, Kernel("unpacked", bool, SDPA.supports, unpacked)),
+        packed(LENGTHS, Kernel("tiled", bool, SDPA.supports, tiled_groups)),
+    ],
+    ids=["border later", "border earlier", "scale", "no causal mask", "no borders", "wrong head group"],
+)
+def test_mutants_are_caught(mutant):
+    assert error(4, 2, LENGTHS, mutant) > 1e-3
+
+
+def test_padding_at_the_end_of_a_segment_changes_no_real_token():
+    lengths, pad_to = [3, 8, 1, 6], 9
+    q, k, v, _ = inputs(4, 2, [pad_to] * 4)
+    real = torch.cat([torch.arange(n) + i * pad_to for i, n in enumerate(lengths)])
+    padded = packed([pad_to] * 4)(q, k, v)[real]
+    assert torch.allclose(padded, packed(lengths)(q[real], k[real], v[real]), rtol=0, atol=1e-14)
+
+
+def test_the_cpu_always_takes_the_exact_kernel():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert choose_kernel(torch.device("cpu"), dtype, 64) is SDPA
+        assert [k.name for k in KERNELS if k.supports(dtype, torch.device("cpu"), 64)] == ["sdpa"]
+
+
+def test_the_choice_is_logged_once(caplog):
+    choose_kernel.cache_clear()
+    with caplog.at_level(logging.INFO, logger="evenload"):
+        for _ in range(3):
+            choose_kernel(torch.device("cpu"), torch.float32, 48)
+    assert [r.message for r in caplog.records] == ["packed attention on cpu, torch.float32, head dimension 48: sdpa"]
+
+
+def test_a_kernel_that_cannot_be_imported_is_passed_over_with_a_warning(caplog, tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").write_text("raise OSError('undefined symbol')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not KERNELS[0].available()
+    assert "flash_attn is installed but cannot be imported" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kernel", KERNELS, ids=[k.name for k in KERNELS])
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_kernels_of_the_gpu(kernel, heads, groups):
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    if not (kernel.supports(dtype, device, 64) and kernel.available()):
+        pytest.skip(f"{kernel.name} is not there")
+    assert error(heads, groups, LENGTHS, packed(LENGTHS, kernel, device, 64), dtype, device, 64) < 1e-2

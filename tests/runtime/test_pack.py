@@ -1,0 +1,106 @@
+"""Laws of a pack: whatever the plan, every token and every target is there once, in its place."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import MicroBatch, Slice, sequences
+from evenload.runtime.pack import IGNORE, build_pack, count_targets
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def tokens_of(lengths):
+    """Token p of sample i is 1000 i + p + 1: the next token of a token t is t + 1, and 0 is none."""
+    return lambda index: np.arange(lengths[index], dtype=np.uint16) + 1000 * index + 1
+
+
+@st.composite
+def cut_batches(draw):
+    """Lengths, and micro-batches that hold every token of every sequence once: cut anywhere, dealt in any order."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    slices = []
+    for index, length in enumerate(lengths):
+        cuts = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=3)) - {length}
+        borders = [0, *sorted(cuts), length]
+        slices += [Slice(index, a, b) for a, b in pairwise(borders)]
+    slices = draw(st.permutations(slices))
+    size = draw(st.integers(1, len(slices)))
+    longest = max(s.length for s in slices)
+    pad_to = draw(st.sampled_from([0, longest, longest + 5]))
+    return lengths, [MicroBatch(tuple(slices[i : i + size]), (0,), pad_to) for i in range(0, len(slices), size)]
+
+
+@given(cut_batches())
+def test_every_token_and_every_target_once(batch):
+    lengths, micro_batches = batch
+    packs = [build_pack(m, tokens_of(lengths)) for m in micro_batches]
+    tokens = torch.cat([p.tokens_T for p in packs])
+    labels = torch.cat([p.labels_T for p in packs])
+    everything = np.concatenate([tokens_of(lengths)(i) for i in range(len(lengths))])
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(everything.tolist())
+    trained = labels != IGNORE
+    assert torch.equal(labels[trained], tokens[trained] + 1)
+    assert len(set(labels[trained].tolist())) == int(trained.sum())
+    assert sum(p.num_targets for p in packs) == int(trained.sum()) == count_targets(sequences(lengths))
+
+
+@given(cut_batches())
+def test_segments_and_positions(batch):
+    lengths, micro_batches = batch
+    for micro_batch in micro_batches:
+        pack = build_pack(micro_batch, tokens_of(lengths))
+        assert pack.cu_seqlens.dtype == torch.int32
+        assert tuple(pack.cu_seqlens.tolist()) == pack.segments
+        assert pack.num_slots == micro_batch.num_slots == len(pack.tokens_T) == len(pack.labels_T)
+        assert pack.max_seqlen == int(pack.cu_seqlens.diff().max())
+        assert pack.slices == micro_batch.slices
+        for piece, (first, end) in zip(pack.slices, pairwise(pack.segments), strict=False):
+            real = first + piece.length
+            assert pack.positions_T[first:real].tolist() == list(range(piece.start, piece.stop))
+            assert pack.positions_T[real:end].tolist() == [piece.stop - 1] * (end - real)
+            assert (pack.tokens_T[first:real] // 1000).unique().tolist() == [piece.sequence]
+            assert (pack.labels_T[real:end] == IGNORE).all()
+            assert (pack.tokens_T[real:end] == 0).all()
+
+
+def test_the_label_of_a_cut_is_the_next_token_of_the_same_sequence():
+    pack = build_pack(MicroBatch((Slice(1, 2, 4), Slice(0, 0, 3)), (0,)), tokens_of([3, 6]))
+    assert pack.tokens_T.tolist() == [1003, 1004, 1, 2, 3]
+    assert pack.labels_T.tolist() == [1004, 1005, 2, 3, IGNORE]
+    assert pack.positions_T.tolist() == [2, 3, 0, 1, 2]
+    assert pack.num_targets == 4
+
+
+def test_a_dummy_is_one_token_of_no_weight():
+    pack = build_pack(MicroBatch((), (0,)), tokens_of([]))
+    assert pack.tokens_T.tolist() == [0]
+    assert pack.labels_T.tolist() == [IGNORE]
+    assert pack.positions_T.tolist() == [0]
+    assert pack.segments == (0, 1)
+    assert (pack.max_seqlen, pack.num_targets, pack.num_slots) == (1, 0, 1)
+
+
+def test_a_sample_shorter_than_planned_is_refused():
+    with pytest.raises(EvenloadError, match="sample 0 of the batch is shorter than planned"):
+        build_pack(MicroBatch((Slice(0, 0, 5),), (0,)), tokens_of([4]))
+
+
+def test_only_the_slice_is_read():
+    class Disk:
+        def __init__(self):
+            self.read = []
+
+        def __len__(self):
+            return 1_000_000
+
+        def __getitem__(self, key):
+            self.read.append((key.start, key.stop))
+            return np.zeros(key.stop - key.start, dtype=np.int32)
+
+    disk = Disk()
+    build_pack(MicroBatch((Slice(0, 500, 600),), (0,)), lambda index: disk)
+    assert min(a for a, _ in disk.read) == 500
+    assert max(b for _, b in disk.read) == 601

@@ -1,0 +1,171 @@
+"""However one rank fails, the job ends by itself and one message names that rank."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).with_name("watchdog_job.py")
+LIMITS = {"gone_s": 10, "stuck_s": 2, "every_s": 0.2}
+ENDS_WITHIN_S = 240
+"""Only so that a failing test ends: what the job would wait for by itself is longer."""
+
+
+def environment(limits, pg_timeout_s):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env |= {"OMP_NUM_THREADS": "1", "LIMITS": json.dumps(LIMITS | limits), "PG_TIMEOUT_S": str(pg_timeout_s)}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+def finish(commands, environments):
+    """Run the ranks; their exit codes and outputs."""
+    ranks = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command, env in zip(commands, environments, strict=True)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [rank.returncode for rank in ranks], outputs
+
+
+def over_a_file(folder, how, culprit, size, pg_timeout_s=1000, **limits):
+    commands = [[sys.executable, JOB, how, str(culprit), folder / "store", str(r), str(size)] for r in range(size)]
+    return finish(commands, [environment(limits, pg_timeout_s)] * size)
+
+
+def over_tcp(how, culprit, size):
+    """Rank 0 holds the store itself, as when ranks are started by hand."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    commands = [[sys.executable, JOB, how, str(culprit)]] * size
+    return finish(commands, [environment({}, 1000) | job | {"RANK": str(r)} for r in range(size)])
+
+
+def the_message(outputs):
+    """(rank that printed, output) of the one message of a job that did not survive."""
+    assert not any("survived" in text for text in outputs)
+    printers = [rank for rank, text in enumerate(outputs) if "evenload: " in text]
+    assert len(printers) == 1, outputs
+    text = outputs[printers[0]]
+    assert text.count("evenload: ") == 1
+    return printers[0], text
+
+
+@pytest.mark.parametrize(("culprit", "size"), [(0, 2), (2, 3)])
+def test_a_rank_that_raises_tells_it_with_its_traceback(tmp_path, culprit, size):
+    codes, outputs = over_a_file(tmp_path, "raise", culprit, size)
+    printer, text = the_message(outputs)
+    assert printer == culprit
+    assert re.search(rf"rank {culprit} of {size} \(.*\) failed in 'step 3: forward': ValueError: bad sample 1234", text)
+    assert "in misbehave" in text
+    assert codes == [1] * size
+
+
+@pytest.mark.parametrize(("culprit", "size"), [(0, 2), (2, 3)])
+def test_a_killed_rank_is_named_by_a_survivor(tmp_path, culprit, size):
+    codes, outputs = over_a_file(tmp_path, "kill", culprit, size)
+    printer, text = the_message(outputs)
+    assert printer != culprit
+    assert re.search(rf"rank {culprit} of {size} \(.*\) is gone", text)
+    assert [code for rank, code in enumerate(codes) if rank != culprit] == [1] * (size - 1)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_hanging_rank_shows_where_it_stands(tmp_path, culprit):
+    codes, outputs = over_a_file(tmp_path, "hang", culprit, 3)
+    printer, text = the_message(outputs)
+    assert printer == culprit
+    assert re.search(rf"rank {culprit} of 3 \(.*\) is stuck in 'step 3: forward'", text)
+    assert "time.sleep(1000)" in text
+    assert codes == [1, 1, 1]
+
+
+def test_a_hang_is_also_found_by_the_timeout_of_the_collectives(tmp_path):
+    _, outputs = over_a_file(tmp_path, "hang", 1, 3, pg_timeout_s=2, stuck_s=1000)
+    printer, text = the_message(outputs)
+    assert printer == 1
+    assert re.search(r"rank 1 of 3 \(.*\) is stuck in 'step 3: forward'", text)
+
+
+def test_a_rank_that_leaves_early_is_named(tmp_path):
+    codes, outputs = over_a_file(tmp_path, "leave", 1, 2)
+    _, text = the_message(outputs)
+    assert re.search(r"rank 1 of 2 \(.*\) ended early", text)
+    assert codes == [1, 0]
+
+
+def test_a_diverging_plan_is_told_once_and_no_rank_that_only_noticed_is_blamed(tmp_path):
+    codes, outputs = over_a_file(tmp_path, "diverge", 2, 3)
+    _, text = the_message(outputs)
+    assert "step 3: the ranks hold different plans: rank 2 differs from the other 2" in text
+    assert "failed in" not in text
+    assert codes == [1, 1, 1]
+
+
+def test_a_refused_request_exits_with_2_and_without_a_traceback(tmp_path):
+    codes, outputs = over_a_file(tmp_path, "refuse", 0, 2)
+    _, text = the_message(outputs)
+    assert "Traceback" not in text
+    assert "failed in 'step 3: forward': the data ran out\n  found: 3 samples\n  do: shorten the run" in text
+    assert codes == [2, 2]
+
+
+def test_a_rank_that_works_long_while_another_gets_ahead_is_left_alone(tmp_path):
+    codes, outputs = over_a_file(tmp_path, "long", 1, 2)
+    assert codes == [0, 0]
+    assert [text.count("survived") for text in outputs] == [1, 1]
+
+
+def test_the_rank_that_holds_the_store_stays_until_all_have_read_its_failure():
+    codes, outputs = over_tcp("raise", 0, 3)
+    printer, text = the_message(outputs)
+    assert printer == 0
+    assert re.search(r"rank 0 of 3 \(.*\) failed in 'step 3: forward': ValueError: bad sample 1234", text)
+    assert codes == [1, 1, 1]
+
+
+def test_a_store_that_dies_with_its_rank_names_that_rank():
+    codes, outputs = over_tcp("kill", 0, 3)
+    printer, text = the_message(outputs)
+    assert printer == 1
+    assert "rank 0 of 3 is gone, and with it the store of the job" in text
+    assert codes[1:] == [1, 1]
+
+
+def torchrun(how, culprit, size):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    codes, outputs = finish([[*command, JOB, how, str(culprit)]], [environment({}, 1000)])
+    assert "survived" not in outputs[0]
+    assert codes != [0]
+    root = outputs[0].partition("Root Cause (first observed failure):")[2]
+    return outputs[0], root
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_torchrun_reports_the_same_culprit(how):
+    text, root = torchrun(how, 1, 3)
+    assert text.count("evenload: rank") - root.count("evenload: rank") >= 1
+    assert re.search(r"evenload: rank 1 of 3 \(.*\) (failed|is stuck) in 'step 3: forward'", text)
+    assert re.search(r"rank +: 1 ", root)
+
+
+def test_torchrun_reports_a_killed_rank():
+    text, root = torchrun("kill", 1, 3)
+    assert re.search(r"rank +: 1 ", root)
+    assert "SIGKILL" in root
+    assert not re.search(r"evenload: rank [02] ", text)
