@@ -62,3 +62,23 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
             found,
             "plan whole sequences for the ranks there are (plugins.packing alone)",
         )
+
+
+def into_exactly(plan: StepPlan, count: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """`count` micro-batches for every rank, dummies where the plan has fewer: ``result[rank][k]``.
+
+    For trainers whose number of micro-batches a step is fixed (``gradient_accumulation_steps``).
+
+    Raises:
+        EvenloadError: a rank has more.
+    """
+    mine = [[plan.micro_batches[i] for i in plan.of_rank(rank)] for rank in range(plan.limits.num_ranks)]
+    most = max(map(len, mine))
+    if most > count:
+        raise EvenloadError(
+            "the batch does not fit into the micro-batches of a step",
+            f"{plan.num_tokens} tokens on {plan.limits.num_ranks} ranks need {most} micro-batches of "
+            f"{plan.limits.max_tokens} tokens, gradient_accumulation_steps is {count}",
+            f"raise gradient_accumulation_steps to {most}, or packing.max_tokens",
+        )
+    return tuple(tuple(m) + (DUMMY,) * (count - len(m)) for m in mine)
