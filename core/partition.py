@@ -23,6 +23,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.integer[Any]]
 
 
+_PAIRS_PER_MOVE = 16384
+"""Swaps weighed at each polishing move: the fullest bin against as many of the emptiest as this allows."""
+
+
 @dataclass(frozen=True)
 class Load:
     """The load of a bin as a function of its summed costs [s] and tokens."""
@@ -52,7 +56,8 @@ def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: floa
     bins = longest_first(costs, num_bins)
     cost = np.bincount(bins, costs, num_bins).astype(np.float64)
     token = np.bincount(bins, tokens, num_bins).astype(np.int64)
-    reach = max(2, min(num_bins, 16384 * num_bins // max(1, len(costs) * max(1, len(costs) // num_bins))))
+    per_bin = max(1, len(costs) // num_bins)
+    reach = max(2, min(num_bins, _PAIRS_PER_MOVE // per_bin**2))
     for _ in range(max_moves):
         loads = load(cost, token)
         full = int(loads.argmax())
@@ -67,6 +72,8 @@ def _improve(
     """Apply the best move or swap between the fullest bin and the ``reach`` emptiest; False if none helps."""
     others = np.argsort(loads, kind="stable")[:reach]
     others = others[others != full]
+    if not len(others):
+        return False
     out = np.flatnonzero(bins == full)
     member = np.zeros(len(loads), dtype=bool)
     member[others] = True

@@ -1,0 +1,179 @@
+"""Every law of a plan has a plan that breaks it and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evenload.core.errors import PlanError
+from evenload.core.laws import peak_activation_bytes
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+
+LIMITS = Limits(num_ranks=2, max_tokens=8, num_stages=2, layers_per_stage=4)
+
+
+def ops(text: str) -> tuple[Op, ...]:
+    """``F0 F1 B1 B0`` as an order."""
+    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
+
+
+LAWFUL = StepPlan(
+    sequences([12, 5, 3]),
+    (
+        MicroBatch((Slice(0, 0, 7),), (0,)),
+        MicroBatch((Slice(0, 7, 12), Slice(2, 0, 3)), (0,)),
+        MicroBatch((Slice(1, 0, 5),), (1,)),
+    ),
+    LIMITS,
+    order=(ops("F0 F1 F2 B1 B0 B2"), ops("F0 F1 B1 F2 B0 B2")),
+    recompute=((0, 4, 2), (1, 0, 0)),
+)
+WHOLE = StepPlan(
+    sequences([4, 4]),
+    (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(1, 0, 4),), (1,))),
+    replace(LIMITS, num_stages=1),
+)
+
+
+def with_batches(*batches: MicroBatch) -> StepPlan:
+    return replace(WHOLE, micro_batches=batches)
+
+
+def test_lawful_plans_pass() -> None:
+    assert LAWFUL.check() is LAWFUL
+    assert WHOLE.check() is WHOLE
+
+
+BROKEN = {
+    "token missing at the end": (with_batches(MicroBatch((Slice(0, 0, 3), Slice(1, 0, 4)), (0,))), "missing"),
+    "token missing in between": (
+        replace(
+            LAWFUL,
+            micro_batches=(
+                LAWFUL.micro_batches[0],
+                MicroBatch((Slice(0, 8, 12), Slice(2, 0, 3)), (0,)),
+                LAWFUL.micro_batches[2],
+            ),
+        ),
+        "missing",
+    ),
+    "sequence missing": (with_batches(MicroBatch((Slice(0, 0, 4),), (0,))), "missing"),
+    "token repeated": (
+        replace(
+            LAWFUL,
+            micro_batches=(LAWFUL.micro_batches[0], MicroBatch((Slice(0, 6, 12),), (0,)), LAWFUL.micro_batches[2]),
+        ),
+        "twice",
+    ),
+    "sequence repeated": (with_batches(*WHOLE.micro_batches, WHOLE.micro_batches[0]), "twice"),
+    "outside": (with_batches(MicroBatch((Slice(0, 0, 5),), (0,)), WHOLE.micro_batches[1]), "outside"),
+    "unknown sequence": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(7, 0, 1),), (0,))), "not in the batch"),
+    "empty slice": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(1, 2, 2),), (0,))), "outside"),
+    "sequences misnumbered": (replace(WHOLE, sequences=tuple(reversed(WHOLE.sequences))), "numbered"),
+    "no such rank": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (2,))), "ranks"),
+    "rank twice": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (1, 1))), "ranks"),
+    "no rank": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), ())), "ranks"),
+    "dummy on two ranks": (with_batches(*WHOLE.micro_batches, MicroBatch((), (0, 1))), "no token"),
+    "over the cap": (replace(WHOLE, limits=replace(WHOLE.limits, max_tokens=3)), "token cap"),
+    "padding over the cap": (
+        with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (1,), pad_to=9)),
+        "token cap",
+    ),
+    "padding too short": (
+        with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (1,), pad_to=3)),
+        "padding",
+    ),
+    "out of order": (
+        replace(
+            LAWFUL, micro_batches=(LAWFUL.micro_batches[1], LAWFUL.micro_batches[0], LAWFUL.micro_batches[2]), order=()
+        ),
+        "out of order",
+    ),
+    "two slices in one micro-batch": (
+        replace(
+            LAWFUL,
+            micro_batches=(
+                MicroBatch((Slice(0, 0, 4), Slice(0, 4, 8)), (0,)),
+                MicroBatch((Slice(0, 8, 12), Slice(2, 0, 3)), (0,)),
+                LAWFUL.micro_batches[2],
+            ),
+        ),
+        "two slices",
+    ),
+    "away from its prefix": (
+        replace(
+            LAWFUL,
+            micro_batches=(
+                LAWFUL.micro_batches[0],
+                LAWFUL.micro_batches[1]._replace(ranks=(1,)),
+                LAWFUL.micro_batches[2],
+            ),
+        ),
+        "prefix KV",
+    ),
+    "unequal counts": (
+        with_batches(*WHOLE.micro_batches, MicroBatch((), (0,))).__class__(
+            WHOLE.sequences, (*WHOLE.micro_batches, MicroBatch((), (0,))), replace(WHOLE.limits, equal_counts=True)
+        ),
+        "equal micro-batch counts",
+    ),
+    "cut without an order": (replace(LAWFUL, order=()), "freed before"),
+    "stage missing": (replace(LAWFUL, order=LAWFUL.order[:1]), "number of stages"),
+    "pass missing": (replace(LAWFUL, order=(LAWFUL.order[0], ops("F0 F1 B1 F2 B0"))), "exactly once"),
+    "pass twice": (replace(LAWFUL, order=(LAWFUL.order[0], ops("F0 F1 B1 F2 B0 B2 B2"))), "exactly once"),
+    "backward first": (replace(LAWFUL, order=(LAWFUL.order[0], ops("F0 F1 B1 B2 F2 B0"))), "before forward"),
+    "slice before its prefix": (
+        replace(LAWFUL, order=(LAWFUL.order[0], ops("F1 F0 B1 F2 B0 B2"))),
+        "before its prefix",
+    ),
+    "KV freed too early": (replace(LAWFUL, order=(LAWFUL.order[0], ops("F0 F1 B0 F2 B1 B2"))), "still needs"),
+    "stages wait for each other": (
+        replace(LAWFUL, order=(ops("F0 F1 B1 F2 B0 B2"), ops("F0 F1 F2 B1 B0 B2"))),
+        "deadlocks",
+    ),
+    "recompute of one stage": (replace(LAWFUL, recompute=((0, 0, 0),)), "every"),
+    "recompute of too many layers": (replace(LAWFUL, recompute=((0, 5, 0), (0, 0, 0))), "do not exist"),
+    "memory": (
+        replace(LAWFUL, limits=replace(LIMITS, max_activation_bytes=40.0, activation_bytes_per_token=1.0)),
+        "memory cap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_law_refuses(name: str) -> None:
+    plan, message = BROKEN[name]
+    with pytest.raises(PlanError, match=message):
+        plan.check()
+
+
+def test_memory_counts_what_is_alive() -> None:
+    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and 7 tokens of KV; F1 recomputes all and has no later slice."""
+    limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
+    plan = replace(LAWFUL, limits=limits)
+    assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 7 * 4 * 1, Op("F", 0))
+    # Stage 1 recomputes one layer of micro-batch 0 and none of 1: 7 * 3 * 10 + 28 before 8 * 4 * 10 more.
+    assert peak_activation_bytes(plan, 1, 0) == (7 * 3 * 10 + 28 + 8 * 4 * 10, Op("F", 1))
+
+
+def test_memory_of_the_stock_schedule_grows_towards_the_first_stage() -> None:
+    limits = Limits(1, 100, num_stages=3, activation_bytes_per_token=1.0)
+    plan = StepPlan(sequences([10] * 5), tuple(MicroBatch((Slice(i, 0, 10),), (0,)) for i in range(5)), limits)
+    assert [peak_activation_bytes(plan, stage, 0)[0] for stage in range(3)] == [30.0, 20.0, 10.0]
+
+
+def test_digest_tells_plans_apart() -> None:
+    same = StepPlan.from_json(LAWFUL.to_json(), LIMITS)
+    assert same.digest == LAWFUL.digest
+    others = [
+        replace(LAWFUL, order=(LAWFUL.order[1], LAWFUL.order[1])),
+        replace(LAWFUL, recompute=()),
+        replace(WHOLE, micro_batches=WHOLE.micro_batches[::-1]),
+        with_batches(WHOLE.micro_batches[0], WHOLE.micro_batches[1]._replace(ranks=(0,))),
+        with_batches(WHOLE.micro_batches[0], WHOLE.micro_batches[1]._replace(pad_to=5)),
+        with_batches(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0,))),
+        WHOLE,
+        LAWFUL,
+    ]
+    assert len({plan.digest for plan in others}) == len(others)

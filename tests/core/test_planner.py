@@ -1,0 +1,155 @@
+"""The planner: one agreed plan a step, and what happens when a planner is late, fails or breaks a law."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError, RankError
+from evenload.core.planner import Draw, Planner
+from evenload.core.recipe import parse
+from evenload.core.registry import Plugin, get
+from evenload.core.workload import StepPlan
+from evenload.face import load_plugins
+
+load_plugins()
+LENGTHS = np.array([50, 40, 30, 30, 20, 10, 10, 5])
+
+
+def chain(plan: Callable[..., StepPlan] | None = None) -> PlanChain:
+    """The packing chain on 2 ranks, its planner replaced if one is given."""
+    recipe = parse({"parallel": {"dp": 2}, "plugins": {"packing": {"enabled": True, "max_tokens": 64}}})
+    made = PlanChain.of_recipe(recipe, recipe.layout())
+    if plan is None:
+        return made
+    plugin: Plugin = replace(get("packing"), plan=plan)
+    return replace(made, links=((plugin, made.links[0][1]),))
+
+
+class Draws:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> Draw:
+        self.count += 1
+        return Draw(np.arange(8), LENGTHS, {"consumed": 8 * self.count})
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None:
+    draws = Draws()
+    planner = Planner(chain(), draws, background=background)
+    first, second = planner.next(), planner.next()
+    assert first.plan.made_by == "packing"
+    assert (first.draw.state, second.draw.state) == ({"consumed": 8}, {"consumed": 16})
+    assert draws.count == (3 if background else 2), (
+        "the state of a prefetched batch must not leak into the one that runs"
+    )
+    assert first.plan.digest == second.plan.digest
+
+
+def late(*_: object) -> StepPlan:
+    time.sleep(30)
+    raise AssertionError("nobody waits for this")
+
+
+def fails(*_: object) -> StepPlan:
+    raise ZeroDivisionError("inside a planner")
+
+
+def unlawful(bare: StepPlan, *_: object) -> StepPlan:
+    return replace(bare, micro_batches=(), made_by="unlawful")
+
+
+@pytest.mark.parametrize(("plan", "word"), [(late, "late"), (fails, "failed"), (unlawful, "failed")])
+def test_a_bad_planner_hands_over_loudly(
+    plan: Callable[..., StepPlan], word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = Planner(chain(plan), Draws(), budget_s=0.05)
+    with caplog.at_level(logging.WARNING, "evenload"):
+        planned = planner.next()
+    assert planned.plan.made_by == "in_order"
+    assert planned.plan.check()
+    assert word in planned.plan.notes[-1]
+    assert "'in_order' runs" in caplog.text
+
+
+def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    made = chain(fails)
+    ((plugin, config),) = made.links
+    broken = replace(plugin, baselines={"in_order": lambda *_: unlawful(_[0])})
+    with caplog.at_level(logging.WARNING, "evenload"):
+        planned = Planner(replace(made, links=((broken, config),)), Draws()).next()
+    assert planned.plan.made_by == "stock"
+    assert "'in_order' failed too" in caplog.text
+
+
+class Ranks:
+    """Two ranks in two threads, whose exchange is a pair of barriers."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=20)
+        self.slots: list[bytes] = [b"", b""]
+
+    def exchange(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def swap(payload: bytes) -> list[bytes]:
+            self.slots[rank] = payload
+            self.barrier.wait()
+            told = list(self.slots)
+            self.barrier.wait()
+            return told
+
+        return swap
+
+    def run(self, chains: list[PlanChain]) -> list[StepPlan | Exception]:
+        out: list[StepPlan | Exception] = [AssertionError(), AssertionError()]
+
+        def work(rank: int) -> None:
+            try:
+                out[rank] = Planner(chains[rank], Draws(), budget_s=0.2, exchange=self.exchange(rank)).next().plan
+            except Exception as error:
+                out[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return out
+
+
+def test_one_late_rank_takes_all_ranks_to_the_simpler_plan() -> None:
+    first, second = Ranks().run([chain(), chain(late)])
+    assert isinstance(first, StepPlan)
+    assert isinstance(second, StepPlan)
+    assert first.made_by == second.made_by == "in_order"
+    assert first.digest == second.digest
+
+
+def test_ranks_that_plan_differently_stop_with_one_message() -> None:
+    def other(bare: StepPlan, *rest: object) -> StepPlan:
+        plan = get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+        return replace(plan, micro_batches=plan.micro_batches[::-1])
+
+    first, second = Ranks().run([chain(), chain(other)])
+    assert isinstance(first, RankError)
+    assert str(first) == str(second)
+
+
+def test_a_batch_nobody_can_plan_is_an_error() -> None:
+    made = chain()
+    with pytest.raises(EvenloadError, match="longer than plugins.packing.max_tokens"):
+        made.plan((*replace_length(65),))
+
+
+def replace_length(length: int) -> tuple[object, ...]:
+    from evenload.core.workload import sequences
+
+    return sequences([length])

@@ -1,0 +1,57 @@
+"""Predicted times against schedules small enough to draw by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evenload.core.costs import Costs, PassCost
+from evenload.core.predict import predict
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+
+ONE = Costs(
+    source="one second forward, two backward, per token", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0)
+)
+
+
+def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> StepPlan:
+    batches = tuple(MicroBatch((Slice(i, 0, n),), r) for i, (n, r) in enumerate(zip(lengths, ranks, strict=True)))
+    return StepPlan(sequences(lengths), batches, limits).check()
+
+
+def test_ranks_work_side_by_side() -> None:
+    result = predict(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), ONE)
+    assert result.step_s == 12
+    assert result.busy_s == (12, 6)
+    assert result.imbalance == pytest.approx(12 / 9)
+    assert result.bubble_frac == pytest.approx(6 / 24)
+
+
+def test_a_group_waits_for_its_last_member() -> None:
+    result = predict(plan([2, 4, 1], [(0,), (0, 1), (1,)], Limits(2, 10)), ONE)
+    assert result.step_s == 6 + 6 + 3
+    assert result.busy_s == (12, 9)
+
+
+def test_equal_counts_synchronise_every_round() -> None:
+    lengths, ranks = [4, 1, 1, 4], [(0,), (1,), (0,), (1,)]
+    free = predict(plan(lengths, ranks, Limits(2, 10)), ONE)
+    rounds = predict(plan(lengths, ranks, Limits(2, 10, equal_counts=True)), ONE)
+    assert (free.step_s, rounds.step_s) == (15, 24)
+
+
+def test_one_forward_one_backward_has_its_textbook_bubble() -> None:
+    """m equal micro-batches on P stages: (m + P - 1) rounds of forward and backward."""
+    made = plan([1] * 8, [(0,)] * 8, Limits(1, 10, num_stages=4))
+    result = predict(made, ONE)
+    assert result.step_s == (8 + 3) * 3
+    assert result.bubble_frac == pytest.approx(3 / 11)
+
+
+def test_an_order_of_its_own_is_followed() -> None:
+    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
+    all_forward = tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))  # type: ignore[arg-type]
+    result = predict(replace(made, order=(all_forward, all_forward)).check(), ONE)
+    # Stage 1: F0 at 1..2, F1 2..3, B0 3..5, B1 5..7; stage 0: B0 5..7, B1 7..9.
+    assert result.step_s == 9

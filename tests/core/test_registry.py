@@ -1,0 +1,65 @@
+"""The registry: every verb has its inverse, a clash shows both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import evenload
+from evenload.core import recipe as recipes
+from evenload.core import registry
+from evenload.core.errors import EvenloadError
+from evenload.core.registry import Plugin, PluginConfig, Situation
+from evenload.core.workload import StepPlan
+from evenload.face import load_plugins
+
+load_plugins()
+
+
+def leave_alone(plan: StepPlan, situation: Situation, config: PluginConfig) -> StepPlan:
+    return plan
+
+
+OTHER = Plugin("other", "does nothing", (), 99, PluginConfig, leave_alone, clashes=("packing",))
+
+
+@pytest.fixture
+def other() -> Iterator[Plugin]:
+    yield evenload.register(OTHER)
+    evenload.unregister("other")
+
+
+def test_registered_plugins_are_part_of_the_schema(other: Plugin) -> None:
+    recipe = recipes.parse({"plugins": {"other": {"enabled": True}}})
+    assert [p.name for p in recipe.enabled()] == ["other"]
+    assert "other" in str(recipes.json_schema()["$defs"]["Plugins"])
+
+
+def test_unregistered_plugins_are_unknown() -> None:
+    with pytest.raises(EvenloadError, match="no key 'other'"):
+        recipes.parse({"plugins": {"other": {}}})
+    with pytest.raises(EvenloadError, match="no such plugin"):
+        evenload.unregister("other")
+
+
+def test_two_plugins_of_one_name_show_both_sides(other: Plugin) -> None:
+    assert evenload.register(other) is other
+    with pytest.raises(EvenloadError, match="two plugins are called 'other'") as caught:
+        evenload.register(replace(other, summary="another"))
+    assert caught.value.found.count(__name__) == 2
+
+
+def test_plugins_that_exclude_each_other(other: Plugin) -> None:
+    with pytest.raises(EvenloadError, match="cannot be enabled together"):
+        recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
+
+
+def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    broken = EntryPoint("theirs", "no_such_module_of_theirs", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken] if group == registry.ENTRY_POINT_GROUP else [])
+    with pytest.raises(EvenloadError, match="'theirs' cannot be imported"):
+        registry.load_entry_points()
