@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Drawing:
 @contextmanager
 def open_job(recipe: Recipe) -> Iterator[Job]:
     """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
+    # Trainers warn at import about options nobody chose here; what concerns a run is said by the integrations.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     bridge = bridge_cpu() if recipe.trainer == "megatron" else None
     world = init_world(recipe.safety.collective_timeout_s)

@@ -193,7 +193,10 @@ def fit(samples: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float
 
 
 def load(name: str, folder: Path) -> Costs:
-    """Read costs from a YAML file, or a preset of that name in ``folder``. Raises EvenloadError."""
+    """Read costs from a YAML file, or a preset of that name in ``folder``. Raises EvenloadError.
+
+    The file holds the fields of `Costs`, or ``totals`` with the arguments of `from_totals`.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         presets = sorted(p.stem for p in folder.glob("*.yaml"))
@@ -201,6 +204,10 @@ def load(name: str, folder: Path) -> Costs:
             "there is no such cost model", repr(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
         )
     try:
-        return Costs.model_validate(yaml.safe_load(path.read_text()))
-    except (ValidationError, yaml.YAMLError) as error:
+        data = yaml.safe_load(path.read_text())
+        if isinstance(data, dict) and "totals" in data:
+            totals = data.pop("totals")
+            return from_totals(**data, **totals)
+        return Costs.model_validate(data)
+    except (ValidationError, TypeError, yaml.YAMLError) as error:
         raise EvenloadError(f"{path} is not a cost model", str(error), "write one with `evenload profile`") from error

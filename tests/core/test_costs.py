@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from evenload.core import cluster, costs
 from evenload.core.costs import Costs, PassCost, fit, from_totals
 from evenload.core.errors import EvenloadError
 from evenload.core.layout import Layout
 from evenload.core.setting import RECIPES
 from evenload.core.workload import MicroBatch, Slice
+from hypothesis import given
+from hypothesis import strategies as st
 
 SOME = Costs(
     source="test",

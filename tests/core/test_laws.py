@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from evenload.core.errors import PlanError
 from evenload.core.laws import peak_activation_bytes
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
@@ -149,7 +148,7 @@ def test_each_law_refuses(name: str) -> None:
 
 
 def test_memory_counts_what_is_alive() -> None:
-    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and 7 tokens of KV; F1 recomputes all and has no later slice."""
+    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and their KV; F1 recomputes all and nothing follows it."""
     limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
     plan = replace(LAWFUL, limits=limits)
     assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 7 * 4 * 1, Op("F", 0))

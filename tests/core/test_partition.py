@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pulp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from evenload.core.partition import (
     Load,
     balance,
@@ -16,6 +13,8 @@ from evenload.core.partition import (
     karmarkar_karp,
     longest_first,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 ITEMS = st.lists(st.integers(1, 500), min_size=1, max_size=40)
 

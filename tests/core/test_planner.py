@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.planner import Draw, Planner
 from evenload.core.recipe import parse
 from evenload.core.registry import Plugin, get
-from evenload.core.workload import StepPlan
+from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
 
 load_plugins()
@@ -144,12 +143,5 @@ def test_ranks_that_plan_differently_stop_with_one_message() -> None:
 
 
 def test_a_batch_nobody_can_plan_is_an_error() -> None:
-    made = chain()
-    with pytest.raises(EvenloadError, match="longer than plugins.packing.max_tokens"):
-        made.plan((*replace_length(65),))
-
-
-def replace_length(length: int) -> tuple[object, ...]:
-    from evenload.core.workload import sequences
-
-    return sequences([length])
+    with pytest.raises(EvenloadError, match=r"longer than plugins\.packing\.max_tokens"):
+        chain().plan(sequences([65]))

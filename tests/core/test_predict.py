@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from evenload.core.costs import Costs, PassCost
 from evenload.core.predict import predict
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences

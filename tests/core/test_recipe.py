@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import evenload
 import jsonschema
 import pytest
 import yaml
-
-import evenload
 from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
 from evenload.core.setting import RECIPES

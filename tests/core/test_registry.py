@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
-
 import evenload
+import pytest
 from evenload.core import recipe as recipes
 from evenload.core import registry
 from evenload.core.errors import EvenloadError

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.predict import predict
 from evenload.core.recipe import parse
 from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 load_plugins()
 CAP = 256
@@ -127,7 +126,7 @@ def test_plan_and_config_import_nothing_but_core() -> None:
 
     import evenload
 
-    code = "import sys, evenload.plugins.packing; print([m for m in ('torch', 'megatron', 'deepspeed') if m in sys.modules])"
+    code = "import sys, evenload.plugins; print([m for m in ('torch', 'megatron', 'deepspeed') if m in sys.modules])"
     root = Path(evenload.__file__).parent.parent
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
