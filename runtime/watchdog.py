@@ -74,14 +74,14 @@ class Watchdog:
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def at(self, where: str, step: int = 0, waits: bool = False) -> None:
+    def at(self, where: str, step: int | None = None, waits: bool = False) -> None:
         """Mark progress: this rank is now at `where` (any words; the message shows them).
 
         Args:
-            step: the optimizer step; a rank in an earlier step is behind one in a later.
+            step: the optimizer step; a rank in an earlier step is behind one in a later. None: the step it was in.
             waits: from here the rank only waits for others (a collective), so it is not blamed before one that works.
         """
-        self._mark = self._mark.next(where, step, waits)
+        self._mark = self._mark.next(where, self._mark.step if step is None else step, waits)
 
     def __enter__(self) -> Watchdog:
         if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -75,3 +75,17 @@ def test_a_process_group_of_the_user_is_taken_and_left_alone(world):
 @pytest.mark.slow
 def test_watchdogs_one_after_the_other(world):
     assert world(2).run(watches_twice) == [1, 1]
+
+
+def fails_on(bad: int) -> int:
+    if dist.get_rank() == bad:
+        raise ValueError("planted")
+    dist.barrier()
+    return bad
+
+
+@pytest.mark.slow
+def test_the_test_world_itself_tells_which_rank_failed_and_recovers(world):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 ---.*fails_on.*ValueError: planted.*rank 0 did not answer"):
+        world(2).run(fails_on, 1)
+    assert world(2).run(fails_on, 5) == [5, 5]
