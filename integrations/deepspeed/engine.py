@@ -97,10 +97,11 @@ def discard_gradients(engine: Any) -> None:
     optimizer.zero_grad(set_to_none=True)
     if stage < 3:
         optimizer._release_preflattened_grad_buffers()
-        optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+        # In place: every parameter's gradient is read through this very dictionary.
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
     else:
-        optimizer.averaged_gradients = {}
+        optimizer.averaged_gradients.clear()
         optimizer._pre_step()
 
 

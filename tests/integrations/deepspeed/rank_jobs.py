@@ -1,0 +1,221 @@
+"""What the ranks of a test world run: every function here is a case of test_engine.py or test_resume.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.core import recipe as recipes
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.integrations.deepspeed import engine as engine_module
+from evenload.integrations.deepspeed import host as host_module
+from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed.verify import reference, relative_error
+from evenload.runtime.world import init_world
+
+LENGTHS = (40, 9, 13, 22, 5, 17)
+TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 97}
+
+
+def tokens_of(index: int) -> Any:
+    return TOKENS[index]
+
+
+def recipe(stage: int, **more: Any) -> Any:
+    train = {"dtype": more.pop("dtype", "fp32"), "clip_grad": more.pop("clip_grad", 0.0), "weight_decay": 0.1}
+    model = {**MODEL, **more.pop("model", {})}
+    return recipes.parse(
+        {"trainer": "deepspeed", "model": model, "train": train, "deepspeed": {"zero_stage": stage, **more}}
+    )
+
+
+def plan_of(packs: list[tuple[int, ...]], ranks: list[int], size: int, pad: bool = False, order: str = "") -> StepPlan:
+    """Sequences ``packs[k]`` on rank ``ranks[k]``; `order` "FB" runs all forwards first."""
+    micro_batches = tuple(
+        MicroBatch(tuple(Slice(i, 0, LENGTHS[i]) for i in ids), (rank,), max(LENGTHS[i] for i in ids) if pad else 0)
+        for ids, rank in zip(packs, ranks, strict=True)
+    )
+    passes = tuple(Op(kind, i) for kind in order for i in range(len(packs)))  # type: ignore[arg-type]
+    batch = sequences(LENGTHS)
+    return StepPlan(batch, micro_batches, Limits(size, 64), order=(passes,) if passes else ()).check()
+
+
+PLANS = {
+    "unequal counts": lambda: plan_of([(0, 1), (2,), (3,), (4, 5)], [0, 1, 1, 1], 2),
+    "padded": lambda: plan_of([(1, 5), (2, 3), (0,), (4,)], [0, 1, 0, 1], 2, pad=True),
+    "idle rank": lambda: plan_of([(0, 1), (2, 3), (4, 5)], [0, 0, 0], 2),
+    "forwards first": lambda: plan_of([(0,), (1, 2), (3,), (4, 5)], [0, 1, 0, 1], 2, order="FB"),
+}
+
+
+def exactness(stage: int, dtype: str = "fp32", family: str = "llama") -> dict[str, Any]:
+    """Errors of every plan against the plain reference, and whether anything moved the weights."""
+    groups = {"num_query_groups": 4} if family == "gpt" else {}
+    made = recipe(stage, dtype=dtype, model={"family": family, **groups})
+    host = open_host(made, init_world())
+    before = host.weights()
+    loss, wanted = reference(made, host, tokens_of, sequences(LENGTHS))
+    results = {}
+    for name, make in PLANS.items():
+        result, found = host.gradients(make(), tokens_of)
+        norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
+        results[name] = {
+            "loss": abs(result.loss - loss) / loss,
+            "grad": relative_error(found, wanted),
+            "norm": abs(result.grad_norm - norm) / norm,
+            "targets": result.num_targets,
+            "executed": result.executed,
+            "busy": result.busy_s,
+        }
+    after = host.weights()
+    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+    describe = host.describe()
+    host.close()
+    return {"plans": results, "moved": moved, "describe": describe}
+
+
+def mutants(stage: int) -> dict[str, float]:
+    """relative_error of deliberately broken runs; all must be far above rounding."""
+    made = recipe(stage)
+    host = open_host(made, init_world())
+    _, wanted = reference(made, host, tokens_of, sequences(LENGTHS))
+    good, build, run = PLANS["unequal counts"](), host_module.build_pack, engine_module.one_reduction
+
+    def error(plan: StepPlan = good) -> float:
+        return relative_error(host.gradients(plan, tokens_of)[1], wanted)
+
+    def broken_pack(**changes: Any) -> Any:
+        def build_broken(*args: Any) -> Any:
+            pack = build(*args)
+            for key, change in changes.items():
+                object.__setattr__(pack, key, change(getattr(pack, key)))
+            return pack
+
+        return build_broken
+
+    def moved(borders: Any) -> Any:
+        return (borders[0], *(b - 2 for b in borders[1:-1]), borders[-1]) if len(borders) > 2 else borders
+
+    def dropped(labels_T: torch.Tensor) -> torch.Tensor:
+        return torch.cat([labels_T.new_full((1,), -100), labels_T[1:]])
+
+    errors = {"none": error()}
+    for name, changes in {
+        "moved border": {"segments": moved},
+        "dropped token": {"labels_T": dropped},
+        "restarted position": {"positions_T": lambda p: torch.arange(len(p)) // 2},
+    }.items():
+        host_module.build_pack = broken_pack(**changes)
+        errors[name] = error()
+    host_module.build_pack = build
+
+    count = host_module.count_targets
+    host_module.count_targets = lambda batch: count(batch) + 6
+    errors["wrong scale"] = error()
+    host_module.count_targets = count
+
+    if stage == 3:
+        clear = type(host.engine.optimizer).clear_backward_seen_flag
+        forwards_first = PLANS["forwards first"]()
+        errors["none, forwards first"] = error(forwards_first)
+
+        def without_clear(engine: Any, num: int) -> Any:
+            context = run(engine, num)
+
+            class Context:
+                def __enter__(self) -> Any:
+                    call = context.__enter__()
+
+                    def before() -> None:
+                        engine.optimizer.clear_backward_seen_flag = lambda: None
+                        call()
+                        del engine.optimizer.clear_backward_seen_flag
+
+                    return before
+
+                def __exit__(self, *args: Any) -> Any:
+                    return context.__exit__(*args)
+
+            return Context()
+
+        host_module.one_reduction = without_clear
+        errors["flag not cleared"] = error(forwards_first)
+        host_module.one_reduction = run
+        assert type(host.engine.optimizer).clear_backward_seen_flag is clear
+    host.close()
+    return errors
+
+
+def training(stage: int, dtype: str, clip_grad: float, plan: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of four steps under one plan, with a learning rate that changes."""
+    host = open_host(recipe(stage, dtype=dtype, clip_grad=clip_grad), init_world())
+    marks: list[str] = []
+    results = [host.train_step(PLANS[plan](), tokens_of, lr=lr, mark=marks.append) for lr in (1e-2, 2e-2, 5e-3, 1e-2)]
+    host.close()
+    assert marks[0].startswith("forward") and marks[-1] == "update", marks  # noqa: PT018
+    return [(r.loss, r.grad_norm) for r in results]
+
+
+def save_and_go_on(stage: int, dtype: str, folder: str) -> list[str]:
+    world = init_world()
+    host = open_host(recipe(stage, dtype=dtype, clip_grad=1.0), world)
+    _steps(host, world.size, 2)
+    host.save(Path(folder))
+    losses = _steps(host, world.size, 3)
+    host.close()
+    return losses
+
+
+def resume(stage: int, dtype: str, folder: str) -> list[str]:
+    world = init_world()
+    host = open_host(recipe(stage, dtype=dtype, clip_grad=1.0), world)
+    host.load(Path(folder))
+    losses = _steps(host, world.size, 3)
+    host.close()
+    return losses
+
+
+def refused_loads(folder: str) -> list[str]:
+    """Messages of loading nothing, and of loading another stage's checkpoint."""
+    host = open_host(recipe(2), init_world())
+    told = []
+    for path in (Path(folder), Path(folder) / "missing"):
+        try:
+            host.load(path)
+        except EvenloadError as error:
+            told.append(str(error))
+    host.close()
+    return told
+
+
+def refused_plans() -> list[str]:
+    host = open_host(recipe(3), init_world())
+    batch = sequences(LENGTHS)
+    whole = tuple(MicroBatch((Slice(i, 0, n),), (i % 2,)) for i, n in enumerate(LENGTHS))
+    halves = (MicroBatch((Slice(0, 0, 20),), (0,)), MicroBatch((Slice(0, 20, 40),), (0,)))
+    uneven = tuple(Op(kind, i) for kind, i in [("F", 0), ("F", 2), ("F", 1), ("B", 1), ("B", 2), ("B", 0)])  # type: ignore[arg-type]
+    plans = [
+        StepPlan(batch, whole, Limits(4, 64)),
+        StepPlan(batch, (*halves, *whole[1:]), Limits(2, 64)),
+        StepPlan(batch, (whole[0]._replace(ranks=(0, 1)), *whole[1:]), Limits(2, 64)),
+        StepPlan(batch, whole, Limits(2, 64), recompute=((1,) * len(whole),)),
+        StepPlan(sequences(LENGTHS[:3]), whole[:3], Limits(2, 64), order=(uneven,)),
+    ]
+    told = []
+    for plan in plans:
+        try:
+            host.train_step(plan, tokens_of, lr=1e-3)
+        except EvenloadError as error:
+            told.append(str(error))
+    host.close()
+    return told
+
+
+def _steps(host: Any, size: int, count: int) -> list[str]:
+    packs = [(0, 1), (2, 3), (4,), (5,)]
+    plan = plan_of(packs, [k % size for k in range(4)], size)
+    return [host.train_step(plan, tokens_of, lr=1e-2).loss.hex() for _ in range(count)]

@@ -1,0 +1,114 @@
+"""What users write: the evenload section of a ds_config, and the ds_config keys of a recipe."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from evenload.core import recipe as recipes
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
+from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
+from evenload.integrations.deepspeed.jobs import into_exactly, jobs_of_rank
+
+
+def test_the_section_is_the_plugins_schema_plus_a_recipe():
+    section = parse_section({"packing": {"enabled": True, "max_tokens": 4096}})
+    recipe = recipe_of(section, None)
+    assert [plugin.name for plugin in recipe.enabled()] == ["packing"]
+    assert recipe.plugins.packing.max_tokens == 4096
+
+
+def test_the_section_wins_over_its_file_and_the_file_over_the_session(tmp_path):
+    (tmp_path / "r.yaml").write_text("plugins: {packing: {enabled: true, max_tokens: 100}}\ntrain: {seed: 3}\n")
+    base = recipes.parse({"plugins": {"packing": {"max_tokens": 7}}, "train": {"seed": 9}})
+    from_file = recipe_of(parse_section({"recipe": str(tmp_path / "r.yaml")}), base)
+    assert (from_file.plugins.packing.max_tokens, from_file.train.seed) == (100, 3)
+    changed = recipe_of(parse_section({"recipe": str(tmp_path / "r.yaml"), "packing": {"max_tokens": 50}}), base)
+    assert (changed.plugins.packing.enabled, changed.plugins.packing.max_tokens) == (True, 50)
+    assert recipe_of(parse_section({"packing": {"enabled": True}}), base).plugins.packing.max_tokens == 7
+    assert recipe_of(None, base) is base
+    assert recipe_of(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"pakcing": {}}, "evenload has no key 'pakcing'.*did you mean 'packing'"),
+        ({"packing": {"max_token": 5}}, "evenload.packing has no key 'max_token'.*did you mean 'max_tokens'"),
+        ({"packing": {"max_tokens": "auto"}}, "evenload.packing.max_tokens is not valid.*auto"),
+        ({"packing": {"max_tokens": 0}}, "max_tokens is not valid"),
+        (True, "is not an object"),
+    ],
+)
+def test_a_wrong_section_names_the_key_and_the_nearest(section, told):
+    with pytest.raises(EvenloadError) as caught:
+        parse_section(section)
+    assert re.search(f"(?s){told}", str(caught.value)), str(caught.value)
+
+
+def test_costs_are_counted_from_the_live_model():
+    config = SimpleNamespace(
+        num_hidden_layers=3, hidden_size=60, num_attention_heads=7, intermediate_size=99, vocab_size=11, model_type="x"
+    )
+    recipe = for_engine(recipes.parse({"parallel": {"dp": 8}}), config, zero_stage=3, dtype="bf16")
+    assert (recipe.trainer, recipe.deepspeed.zero_stage, recipe.train.dtype) == ("deepspeed", 3, "bf16")
+    assert (recipe.model.num_layers, recipe.model.ffn_size, recipe.model.vocab_size) == (3, 99, 11)
+    assert recipe.parallel.dp is None
+
+
+def test_clipping_is_always_written():
+    recipe = recipes.parse({"trainer": "deepspeed", "train": {"clip_grad": 0.0}})
+    assert ds_config(recipe, 2)["gradient_clipping"] == 0.0
+    assert ds_config(recipe.changed({"train.clip_grad": 0.7}), 2)["gradient_clipping"] == 0.7
+
+
+def test_gradients_are_summed_where_deepspeed_can():
+    recipe = recipes.parse({"trainer": "deepspeed"})
+    for stage in (0, 1, 2):
+        assert ds_config(recipe.changed({"deepspeed.zero_stage": stage}), 2)["gradient_allreduce_op"] == "sum"
+    assert "gradient_allreduce_op" not in ds_config(recipe.changed({"deepspeed.zero_stage": 3}), 2)
+
+
+def test_further_keys_are_merged_and_owned_ones_refused():
+    def of(config):
+        return ds_config(recipes.parse({"trainer": "deepspeed", "deepspeed": {"config": config}}), 2)
+
+    merged = of({"zero_optimization": {"reduce_bucket_size": 77}, "wall_clock_breakdown": True})
+    assert merged["zero_optimization"] == {"reduce_bucket_size": 77, "stage": 1}
+    assert merged["wall_clock_breakdown"] is True
+    for key, do in OWNED.items():
+        with pytest.raises(EvenloadError) as caught:
+            of({key: 1})
+        assert f"'{key}'" in str(caught.value)
+        assert do in str(caught.value)
+    for zero in ({"stage": 2}, {"offload_optimizer": {"device": "cpu"}}, {"zenflow": {}}, "three"):
+        with pytest.raises(EvenloadError, match="zero_optimization"):
+            of({"zero_optimization": zero})
+
+
+def _plan(counts):
+    lengths = [4] * sum(counts)
+    ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    micro_batches = tuple(MicroBatch((Slice(i, 0, 4),), (rank,)) for i, rank in enumerate(ranks))
+    return StepPlan(sequences(lengths), micro_batches, Limits(len(counts), 4))
+
+
+def test_equal_counts_only_where_the_stage_needs_them():
+    plan = _plan((3, 1, 0))
+    assert [len(jobs_of_rank(plan, r, 3, equal=False)[0]) for r in range(3)] == [3, 1, 1]
+    for rank in range(3):
+        micro_batches, order = jobs_of_rank(plan, rank, 3, equal=True)
+        assert len(micro_batches) == 3
+        assert "".join(op.kind for op in order) == "FBFBFB"
+    assert sum(bool(m.slices) for r in range(3) for m in jobs_of_rank(plan, r, 3, equal=True)[0]) == 4
+
+
+def test_into_exactly_pads_and_refuses():
+    plan = _plan((3, 1))
+    mine = into_exactly(plan, 4)
+    assert [[len(m.slices) for m in rank] for rank in mine] == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    with pytest.raises(EvenloadError, match=r"gradient_accumulation_steps to 3, or packing\.max_tokens"):
+        into_exactly(plan, 2)
