@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import cpu_bridge, megatron_fixes
+from . import cpu_bridge, deepspeed, megatron_fixes
 from .row import Patch
 
-_SECTIONS = (("The CPU bridge", cpu_bridge), ("Megatron-Core's faults", megatron_fixes))
+_SECTIONS = (
+    ("The CPU bridge", cpu_bridge),
+    ("Megatron-Core's faults", megatron_fixes),
+    ("DeepSpeed scripts", deepspeed),
+)
 """Modules that offer ``rows()``; their docstrings open the sections."""
 
 _HEAD = """# What evenload patches
