@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,19 +39,17 @@ def train(
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train first on the same batches."""
     from .commands import tables
-    from .commands.train import train as work
 
     names = _names(against)
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, names, lambda r: work(r, names), tables.train)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.train, "train", names)
 
 
 @app.command()
 def verify(recipe: RecipePath, overrides: Overrides = None, nproc: NumRanks = None, as_json: AsJson = False) -> None:
     """Compare loss and gradients of one batch with plain training of whole sequences. Exit code 1 if they differ."""
     from .commands import tables
-    from .commands.verify import verify as work
 
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, (), work, tables.verify)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify")
 
 
 @app.command()
@@ -63,10 +62,9 @@ def bench(
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
     from .commands import tables
-    from .commands.bench import bench as work
 
     names = _names(against)
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, names, lambda r: work(r, names), tables.bench)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.bench, "bench", names)
 
 
 @app.command()
@@ -95,12 +93,11 @@ def profile(
 ) -> None:
     """Measure this machine's layers and fit the cost model."""
     from .commands import tables
-    from .commands.profile import one_rank
-    from .commands.profile import profile as work
     from .core.setting import RECIPES
 
-    chosen = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
-    _run_ranks(one_rank(chosen), 1, as_json, (), lambda r: work(r, out), tables.profile)
+    alone = {"parallel.tp": 1, "parallel.pp": 1, "parallel.dp": 1}
+    chosen = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ()).changed(alone)
+    _run_ranks(chosen, 1, as_json, tables.profile, "profile", out=out.absolute())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -166,14 +163,15 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _run_ranks(
-    recipe: Recipe, nproc: int | None, as_json: bool, against: tuple[str, ...], work: Any, table: Any
+    recipe: Recipe, nproc: int | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
 ) -> None:
-    """Do the work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
+    """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands.launch import is_rank, launch
     from .commands.show import emit
 
     if is_rank():
-        result = work(recipe)
+        work = getattr(import_module(f".commands.{verb}", __package__), verb)
+        result = work(recipe, *([against] if against else []), **more)
     else:
         from .commands.preflight import preflight
 

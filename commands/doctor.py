@@ -6,6 +6,7 @@ import platform
 from importlib.util import find_spec
 from typing import Any
 
+from ..core.errors import EvenloadError
 from .hosts import TRAINERS
 
 
@@ -43,6 +44,17 @@ def _attention() -> list[dict[str, Any]]:
 
 
 def _patches() -> list[dict[str, Any]]:
-    from ..patches.support import statuses
+    """Every patch row: whether it would be applied here, and why not. Imports no trainer."""
+    from ..patches.row import check_version
+    from ..patches.support import all_rows
 
-    return statuses()
+    rows = []
+    for row in all_rows():
+        try:
+            check_version(row)
+            needed = row.when is None or (find_spec("torch") is not None and row.when())
+            status = "applies" if needed else "not needed here"
+        except EvenloadError as error:
+            status = f"not applicable: {error.found}"
+        rows.append({"name": row.name, "target": row.target, "supports": row.supports, "status": status})
+    return rows

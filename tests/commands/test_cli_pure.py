@@ -1,0 +1,198 @@
+"""The verbs that need no trainer, as a user runs them: each in a process, also where torch cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+WITHOUT_TRAINERS = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "megatron", "deepspeed", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Refuse())
+import importlib.metadata as metadata
+found = metadata.version
+def version(name):
+    if name in ("torch", "megatron-core", "deepspeed", "transformers"):
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+import importlib.util as util
+spec_of = util.find_spec
+hidden = ("torch", "megatron", "deepspeed")
+util.find_spec = lambda name, package=None: None if name in hidden else spec_of(name, package)
+sys.argv[0] = "evenload"
+from evenload.cli import main
+main()
+"""
+
+
+def evenload(*arguments: str, cwd: Path, bare: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command; ``bare`` hides torch and the trainers from it."""
+    start = ["-c", WITHOUT_TRAINERS] if bare else ["-m", "evenload"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200, env=clean
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "recipe.yaml").write_text(
+        "parallel: {dp: 8}\ntrain: {global_batch_size: 64}\ndata: {max_length: 2048}\n"
+        "plugins: {packing: {enabled: true, max_tokens: 4096}}\n"
+    )
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.2, 4000).astype(int) + 1
+    (folder / "lengths.txt").write_text("\n".join(map(str, lengths)) + "\n")
+    return folder
+
+
+def test_plan_and_doctor_work_without_torch(place: Path) -> None:
+    done = evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", "--json", cwd=place, bare=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"][0]["imbalance"] >= 1
+    done = evenload("doctor", "--json", cwd=place, bare=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["trainers"] == {"megatron": False, "deepspeed": False}
+    assert {row["status"] for row in report["hosts"]} == {"missing"}
+
+
+def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
+    done = evenload("train", "recipe.yaml", cwd=place, bare=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'evenload[megatron]'" in done.stderr
+
+
+def test_plan_reports_what_the_readme_promises(place: Path) -> None:
+    done = evenload(
+        "plan", "recipe.yaml", "--lengths", "lengths.txt", "--steps", "3", "--json", "--out", "plan.json", cwd=place
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert len(result["steps"]) == 3
+    for step in result["steps"]:
+        assert {"plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "baselines"} <= set(step)
+        assert set(step["baselines"]) == {"padded", "in_order", "best_fit", "karmarkar_karp"}
+        assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
+
+
+def test_the_written_plan_can_be_checked_by_anyone(place: Path) -> None:
+    """Coverage and caps, from plan.json alone and without our code."""
+    if not (place / "plan.json").exists():
+        evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", "--out", "plan.json", cwd=place)
+    for step in json.loads((place / "plan.json").read_text())["steps"]:
+        covered = [[0] * length for length in step["lengths"]]
+        for micro_batch in step["micro_batches"]:
+            assert sum(stop - start for _, start, stop in micro_batch["slices"]) <= step["max_tokens"]
+            assert all(0 <= rank < step["num_ranks"] for rank in micro_batch["ranks"])
+            for sequence, start, stop in micro_batch["slices"]:
+                for token in range(start, stop):
+                    covered[sequence][token] += 1
+        assert all(set(tokens) == {1} for tokens in covered)
+
+
+WRONG = {
+    "no such recipe": ("plan", "nothing.yaml", "--lengths", "lengths.txt"),
+    "no such lengths": ("plan", "recipe.yaml", "--lengths", "nothing.txt"),
+    "unknown key": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "train.stepz=3"),
+    "zero length": ("plan", "recipe.yaml", "--lengths", "zero.txt"),
+    "too few samples": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "train.global_batch_size=100000"),
+    "cap below the longest": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "plugins.packing.max_tokens=1000"),
+    "unwritable out": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--out", "no/such/folder/plan.json"),
+    "unknown cluster": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "cluster=moon"),
+    "unknown costs": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "costs=moon"),
+    "unknown command": ("plane",),
+    "unknown option": ("plan", "recipe.yaml", "--lenghts", "lengths.txt"),
+    "unknown baseline": ("bench", "recipe.yaml", "--against", "inorder"),
+    "data not there": ("train", "recipe.yaml", "data.source=nothing.jsonl"),
+    "wrong number of ranks": ("train", "recipe.yaml", "--nproc", "3"),
+    "context parallel": ("train", "recipe.yaml", "parallel.cp=2"),
+    "longer than every cap": ("train", "recipe.yaml", "plugins.packing.max_tokens=64"),
+    "empty data": ("train", "recipe.yaml", "data.source=empty.jsonl"),
+    "corrupt data": ("verify", "recipe.yaml", "data.source=corrupt.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_exit_with_2_and_write_nothing(name: str, place: Path) -> None:
+    (place / "zero.txt").write_text("5\n0\n7\n")
+    (place / "empty.jsonl").write_text("")
+    (place / "corrupt.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    before = sorted(p.name for p in place.iterdir())
+    done = evenload(*WRONG[name], cwd=place)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr) > 20
+    assert sorted(p.name for p in place.iterdir()) == before
+
+
+def test_an_unsupported_version_is_named(place: Path) -> None:
+    code = (
+        "import sys, importlib.metadata as m; found = m.version\n"
+        "m.version = lambda n: '0.13.0' if n == 'megatron-core' else found(n)\n"
+        "sys.argv = ['evenload', 'train', 'recipe.yaml']\n"
+        "from evenload.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert "megatron-core 0.13.0; supported:" in done.stderr
+
+
+def test_importing_the_package_loads_nothing_heavy(place: Path) -> None:
+    code = "import sys, evenload; print([m for m in ('torch', 'numpy', 'pydantic', 'yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_face_is_what_it_says() -> None:
+    import evenload
+
+    assert sorted(evenload.__all__) == evenload.__all__
+    assert all(getattr(evenload, name) is not None for name in evenload.__all__)
+    assert set(evenload._HOMES) | {"__version__"} == set(evenload.__all__)
+
+
+def test_the_package_refuses_a_second_name(place: Path) -> None:
+    """Imported as a top-level package, a folder would bring a second registry."""
+    import evenload
+
+    root = Path(evenload.__file__).parent
+    for folder in ("core", "plugins", "runtime", "data", "integrations", "patches", "commands"):
+        done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=root, capture_output=True, text=True)
+        assert f"import this package as evenload.{folder}" in done.stderr
+
+
+def test_the_packages_listed_are_the_packages_there_are() -> None:
+    import tomllib
+
+    import evenload
+
+    root = Path(evenload.__file__).parent
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    hidden = (".", "tests", "build", "docs", "benchmarks")
+    found = {
+        ".".join(("evenload", *path.parent.relative_to(root).parts))
+        for path in root.rglob("__init__.py")
+        if not any(part.startswith(hidden) for part in path.relative_to(root).parts)
+    }
+    assert set(listed) == found
+
+
+def test_third_parties_register_through_entry_points() -> None:
+    from evenload.core.registry import ENTRY_POINT_GROUP, registered
+    from evenload.face import load_plugins
+
+    load_plugins()
+    assert ENTRY_POINT_GROUP == "evenload.plugins"
+    assert "packing" in {p.name for p in registered()}
