@@ -1,7 +1,9 @@
 """Micro-batches of a plan in the form that Megatron's schedules want.
 
     batches = PlannedBatches.of_rank(plan, plane_rank, tokens_of, device)
-    get_forward_backward_func()(forward_step_func=forward_step, data_iterator=batches, num_microbatches=len(batches), ...)
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=batches, num_microbatches=len(batches), model=[ddp], ...
+    )
 
 with ``config.calculate_per_token_loss=True``: `token_loss` returns the *sum* of the token losses and their number, and
 Megatron divides the summed gradients by the global number once. That is exact for any numbers of micro-batches and
@@ -47,7 +49,7 @@ class PlannedBatches(Iterator[Batch]):
     def of_rank(
         cls, plan: StepPlan, plane_rank: int, tokens_of: TokensOf, device: torch.device | str = "cpu"
     ) -> PlannedBatches:
-        """The micro-batches of a plane rank in launch order. Raises EvenloadError for what stock schedules cannot run."""
+        """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run."""
         _refuse_unsupported(plan, plane_rank)
         return cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device)
 

@@ -4,9 +4,9 @@ Model and optimizer go through ``megatron.core.dist_checkpointing`` in its torch
 optimizer as ``fully_reshardable``: stored by parameter, not by rank. On the layout that wrote it a job resumes bit for
 bit; on another number of ranks, or another TP x PP, the numbers are the same and sums run in another order.
 
-megatron-core 0.16 has two faults with torch's Adam, both kept out here without touching its classes: a load of the
-distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError), and every parameter is given
-the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second is not.
+megatron-core 0.16 has two faults with torch's Adam, both kept out here without touching its classes. A load of the
+distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError). And every parameter is given
+the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second wrong.
 
 The caller makes the directory, and commits it (manifest, rename) when every rank is done.
 """
@@ -69,7 +69,7 @@ def load(host: MegatronHost, directory: Path) -> None:
 
 @torch.no_grad()
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)`` of a Megatron optimizer (not chained by experts), right with torch's Adam."""
+    """``optimizer.load_state_dict(state)`` of a Megatron optimizer without experts, right with torch's Adam."""
     (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
     tensors = state.pop("param_state", None)
     part.load_state_dict(state)
@@ -138,7 +138,9 @@ def _about(host: MegatronHost) -> dict[str, Any]:
 def _read_about(host: MegatronHost, directory: Path) -> dict[str, Any]:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise EvenloadError(
-            f"{directory} holds no complete Megatron checkpoint", "no metadata.json", "choose one that was written to the end"
+            f"{directory} holds no complete Megatron checkpoint",
+            "no metadata.json",
+            "choose one that was written to the end",
         )
     about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
     if about is None:

@@ -24,7 +24,7 @@ from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_con
 from .reduction import Reduction, gradient_norm
 from .setup import check_host, check_recipe, join_groups
 from .timing import BusyClock
-from .weights import global_parameters, initialise
+from .weights import global_gradients, initialise
 
 
 class MegatronHost:
@@ -40,13 +40,21 @@ class MegatronHost:
         self.layout: Layout = recipe.layout(world.size)
         self._device = world.device
         self._made_groups = join_groups(self.layout, recipe.train.seed)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        recipe, device = self.recipe, self._device
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self._last = parallel_state.is_pipeline_last_stage()
 
         config = transformer_config(recipe, self.layout)
         first = parallel_state.is_pipeline_first_stage()
-        self.model: Any = build_model(recipe, config, first=first, last=self._last).to(world.device)
+        self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
         initialise(
             self.model,
             recipe.train.seed,
@@ -75,7 +83,7 @@ class MegatronHost:
         """
         totals, clock, executed = self._run(plan, tokens_of, no_mark, whole=True)
         norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
-        named: dict[str, Tensor] = {n: p.main_grad.detach().cpu().clone() for n, p in global_parameters(self.model)}
+        named: dict[str, Tensor] = {n: g.cpu().clone() for n, g in global_gradients(self.model)}
         return _result(totals, norm, clock, executed), named
 
     def save(self, directory: Path) -> None:
@@ -114,7 +122,7 @@ class MegatronHost:
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, *, whole: bool
     ) -> tuple[tuple[float, int], BusyClock, tuple[Slice, ...]]:
-        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), busy time, slices run)."""
+        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), clock, slices run)."""
         if plan.limits.num_ranks != self.layout.plane_size:
             raise EvenloadError(
                 "the plan was made for another number of data-parallel ranks",

@@ -15,11 +15,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
 from .attention import packed_layer_spec
 from .rope import use_token_positions
+from .setup import check_recipe
 
 log = logging.getLogger("evenload")
 
@@ -63,7 +63,13 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
 
 
 def build_model(
-    recipe: Recipe, config: TransformerConfig, *, first: bool, last: bool, packed: bool = True, pg_collection: Any = None
+    recipe: Recipe,
+    config: TransformerConfig,
+    *,
+    first: bool,
+    last: bool,
+    packed: bool = True,
+    pg_collection: Any = None,
 ) -> GPTModel:
     """A bare GPTModel of one pipeline stage, weights not yet set.
 
@@ -72,15 +78,9 @@ def build_model(
         packed: with packed attention and rotary embeddings by token; False gives Megatron's stock local model.
 
     Raises:
-        EvenloadError: the recipe describes a model that Megatron-Core cannot build here.
+        EvenloadError: the recipe describes a model that cannot be built here.
     """
-    vocabulary = recipe.model.vocab_size
-    if vocabulary is None or vocabulary % config.tensor_model_parallel_size:
-        raise EvenloadError(
-            "model.vocab_size is not known" if vocabulary is None else "parallel.tp does not divide model.vocab_size",
-            f"model.vocab_size {vocabulary}, tp {config.tensor_model_parallel_size}",
-            "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
-        )
+    check_recipe(recipe)
     if packed:
         spec = packed_layer_spec(config)
     else:
@@ -88,7 +88,7 @@ def build_model(
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=vocabulary,
+        vocab_size=recipe.model.vocab_size,
         max_sequence_length=recipe.data.max_length,
         pre_process=first,
         post_process=last,

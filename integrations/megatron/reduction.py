@@ -7,8 +7,8 @@ are safe:
 
     quiet   every backward under ``ddp.no_sync()``; then ``ddp.start_grad_sync()`` on every rank; then finish. Right for
             any plan, also for a rank without work. Buckets overlap with each other, not with backward.
-    last    ``no_sync`` for all but a rank's last micro-batch (Megatron's schedules do this with ``config.no_sync_func``).
-            Overlaps with that last backward. Needs at least one micro-batch on every rank.
+    last    ``no_sync`` for all but a rank's last micro-batch, which Megatron's schedules do with
+            ``config.no_sync_func``. Overlaps with that last backward. Needs a micro-batch on every rank.
 
 `Reduction` takes ``last`` where the plan gives every rank work and ``quiet`` otherwise; the plan is the same on all
 ranks, so all take the same. Without overlap neither is needed: hooks only add.
@@ -44,7 +44,7 @@ class Reduction:
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)
         """(sum of token losses, target tokens) of the global batch, once finalized."""
-        self.local_loss = 0.0
+        self.local_loss: torch.Tensor | float = 0.0
         self.local_targets = 0
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -84,11 +84,10 @@ def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tu
 @torch.no_grad()
 def gradient_norm(model: torch.nn.Module, model_parallel_group: Any, tp_rank: int) -> float:
     """Norm of the whole model's gradient in float64, from ``main_grad`` that every data-parallel rank holds whole."""
-    mine = [
-        p.main_grad.double().square().sum()
-        for p in model.parameters()
-        if tp_rank == 0 or getattr(p, "tensor_model_parallel", False)
-    ]
-    total = torch.stack(mine).sum() if mine else next(model.parameters()).new_zeros((), dtype=torch.float64)
+    parameters: list[Any] = list(model.parameters())
+    total = parameters[0].new_zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
+            total += parameter.main_grad.double().square().sum()
     dist.all_reduce(total, group=model_parallel_group)
     return float(total.sqrt())

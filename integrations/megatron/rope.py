@@ -1,9 +1,9 @@
 """Rotary embeddings by the position of each token.
 
-Megatron's RoPE for packed input restarts at every border of ``cu_seqlens``, or, where ``max_seqlen`` happens to equal the
-number of tokens, runs on across all borders without a word. Here each slot of a pack brings its own position, so a slice
-that starts in the middle of its sequence, a part of a sequence on another rank, and any mixture of them in one pack
-need nothing else.
+Megatron's RoPE for packed input restarts at every border of ``cu_seqlens``, or, where ``max_seqlen`` happens to equal
+the number of tokens, runs on across all borders without a word. Here each slot of a pack brings its own position, so a
+slice that starts in the middle of its sequence, a part of a sequence on another rank, and any mixture of them in one
+pack need nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenRope(nn.Module):
 
 
 def use_token_positions(model: nn.Module) -> nn.Module:
-    """Give a GPTModel with ``position_embedding_type="rope"`` rotary embeddings by token position; returns the model."""
+    """Give a GPTModel that was built with rotary embeddings those by token position; returns the model."""
     gpt: Any = model
     if not isinstance(gpt.rotary_pos_emb, TokenRope):
         gpt.rotary_pos_emb = TokenRope(gpt.rotary_pos_emb)

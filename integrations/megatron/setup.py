@@ -20,7 +20,9 @@ def check_host() -> str:
         version = metadata.version(SUPPORTED.name)
     except metadata.PackageNotFoundError:
         raise EvenloadError(
-            "Megatron-Core is not installed", "no megatron-core", f"pip install '{SUPPORTED}', or use trainer: deepspeed"
+            "Megatron-Core is not installed",
+            "no megatron-core",
+            f"pip install '{SUPPORTED}', or use trainer: deepspeed",
         ) from None
     if not SUPPORTED.specifier.contains(version, prereleases=True):
         raise EvenloadError("this version of Megatron-Core is not supported", version, f"pip install '{SUPPORTED}'")
@@ -37,7 +39,7 @@ def check_host() -> str:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise EvenloadError for what this integration does not do."""
-    p = recipe.parallel
+    p, vocabulary = recipe.parallel, recipe.model.vocab_size
     rules = [
         (
             p.cp > 1,
@@ -51,6 +53,12 @@ def check_recipe(recipe: Recipe) -> None:
             "a Hugging Face config cannot be built with Megatron-Core",
             f"model.config {recipe.model.config}",
             "give the model's sizes in the recipe, or use trainer: deepspeed",
+        ),
+        (
+            vocabulary is None or vocabulary % p.tp != 0,
+            "model.vocab_size is not known" if vocabulary is None else "parallel.tp does not divide model.vocab_size",
+            f"model.vocab_size {vocabulary}, tp {p.tp}",
+            "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
         ),
     ]
     for broken, what, found, do in rules:
@@ -72,15 +80,16 @@ def join_groups(layout: Layout, seed: int) -> bool:
     made = not parallel_state.model_parallel_is_initialized()
     if made:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-    there = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    there = Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
     )
-    if there != (layout.tp, layout.pp, layout.dp):
+    if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
-            f"tp {there[0]}, pp {there[1]}, dp {there[2]}; the recipe asks for tp {layout.tp}, pp {layout.pp}, dp {layout.dp}",
+            f"{there}; the recipe asks for {layout}",
             "call megatron.core.parallel_state.destroy_model_parallel() first, or change parallel.*",
         )
     model_parallel_cuda_manual_seed(seed)

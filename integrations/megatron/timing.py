@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +35,23 @@ class BusyClock:
     def watch_backward(self, output: Tensor) -> None:
         """Count the backward pass that will start from ``output``."""
         if output.requires_grad:
-            output.register_hook(self._started)
+            output.register_hook(self._started)  # type: ignore[no-untyped-call]
 
     def read(self) -> float:
         """Seconds so far."""
         if self._spans:
             self._spans[-1][1].synchronize()
-        return self._seconds + sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
+        return self._seconds + sum(float(start.elapsed_time(end)) for start, end in self._spans) / 1e3
 
     def _started(self, _: Tensor) -> None:
         start = self._now()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._add(start))  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._add(start))
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -55,7 +55,9 @@ def reference(
     for sequence in mine:
         if sequence.length < 2:
             continue
-        loss_sum = _whole_sequence(model, torch.from_numpy(tokens_of(sequence.index)[: sequence.length]).to(totals.device))
+        loss_sum = _whole_sequence(
+            model, torch.from_numpy(tokens_of(sequence.index)[: sequence.length]).to(totals.device)
+        )
         totals += torch.stack([loss_sum, totals.new_tensor(sequence.length - 1)])
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -133,7 +135,7 @@ def _whole_sequence(model: Any, tokens_L: Tensor) -> Tensor:
     positions = torch.arange(length, device=tokens_L.device)[None]
     losses_1L: Tensor = model(tokens_L[None], positions, mask_LL, labels=tokens_L.roll(-1)[None])
     loss = losses_1L[0, :-1].double().sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 

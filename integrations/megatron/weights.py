@@ -30,6 +30,13 @@ def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, parameter
 
 
+def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, gradient in DDP's buffer) of this pipeline stage, named as `global_parameters`."""
+    for name, parameter in global_parameters(model):
+        wrapped: Any = parameter
+        yield name, wrapped.main_grad.detach()
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp_size: int, std: float = 0.02) -> None:
     """Fill every matrix of this stage: normal(0, std), and std / sqrt(2 layers) where a layer joins the residual.
@@ -42,7 +49,9 @@ def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp
             continue
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
         whole = torch.empty(whole_shape(parameter, tp_size))
-        whole.normal_(0.0, std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std, generator=generator)
+        whole.normal_(
+            0.0, std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std, generator=generator
+        )
         parameter.copy_(shard(whole, parameter, tp_rank, tp_size))
 
 

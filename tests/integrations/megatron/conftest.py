@@ -1,29 +1,36 @@
-"""Worlds of 1, 2 and 4 gloo ranks on the real Megatron-Core, started when first asked for and kept for the session."""
+"""Jobs on real gloo ranks with the real Megatron-Core, which wants the CPU bridge before it is imported."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("megatron_workers", Path(__file__).with_name("workers.py"))
-_workers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_workers)
+
+def call(job: str, arguments: dict[str, Any]) -> Any:
+    """Runs on a rank: ``jobs.<job>(world, **arguments)``."""
+    from evenload.patches import bridge_cpu
+
+    name = "megatron_jobs"
+    if name not in sys.modules:
+        bridge_cpu()
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("jobs.py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    from evenload.runtime.world import init_world
+
+    return getattr(sys.modules[name], job)(init_world(), **arguments)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Any]]:
-    """``ranks(n)`` is a pool of n ranks."""
-    pools: dict[int, Any] = {}
+@pytest.fixture
+def on_ranks(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
+    """``on_ranks(4, "job", ...)``: the results of jobs.job by rank."""
 
-    def pool(size: int) -> Any:
-        if size not in pools:
-            pools[size] = _workers.Pool(size, tmp_path_factory.mktemp(f"world{size}") / "store")
-        return pools[size]
+    def run(size: int, job: str, **arguments: Any) -> list[Any]:
+        return world(size).run(call, job, arguments)
 
-    yield pool
-    for started in pools.values():
-        started.close()
+    return run

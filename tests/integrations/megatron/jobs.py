@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +14,16 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import parse
 from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
-from evenload.integrations.megatron import open_host
+from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
 from evenload.integrations.megatron import batch as batch_module
+from evenload.integrations.megatron import checkpoint as checkpoint_module
 from evenload.integrations.megatron import reduction as reduction_module
+from evenload.integrations.megatron.model import torch_optimizers
 from evenload.integrations.megatron.verify import grad_rel_err, reference
+from evenload.integrations.megatron.weights import global_gradients, global_parameters
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 VOCABULARY = 96
 LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
@@ -51,7 +57,7 @@ def tokens(lengths: Any = LENGTHS, seed: int = 3) -> Callable[[int], np.ndarray]
 
 
 def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:
-    """Whole sequences; ``packs`` lists (rank, sequence indices), by default two micro-batches on rank 0, rest on others."""
+    """Whole sequences; ``packs`` lists (rank, sequence indices), by default unequal numbers on the ranks."""
     if packs is None:
         packs = {
             1: [(0, (2, 1)), (0, (0, 3, 6)), (0, (4, 5, 7))],
@@ -59,7 +65,9 @@ def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = 
         }[num_ranks]
     micro_batches = tuple(
         MicroBatch(
-            tuple(Slice(i, 0, lengths[i]) for i in indices), (rank,), max((lengths[i] for i in indices), default=0) * pad
+            tuple(Slice(i, 0, lengths[i]) for i in indices),
+            (rank,),
+            max((lengths[i] for i in indices), default=0) * pad,
         )
         for rank, indices in packs
     )
@@ -75,7 +83,9 @@ def hosted(world: Any, **changes: Any) -> Any:
         host.close()
 
 
-def exactness(world: Any, *, pad: bool = False, packs: Any = None, mutant: str = "", **changes: Any) -> dict[str, float]:
+def exactness(
+    world: Any, *, pad: bool = False, packs: Any = None, mutant: str = "", **changes: Any
+) -> dict[str, float]:
     """Errors of loss and gradients against plain training."""
     with hosted(world, **changes) as host:
         data = tokens()
@@ -101,10 +111,12 @@ def mutation(name: str) -> Any:
 
     def build_wrong(micro_batch: Any, *rest: Any) -> Any:
         pack = build(micro_batch, *rest)
-        if name == "restarted position" and len(pack.slices) > 1:
+        if name == "restarted position":
+            # In the middle of a sequence: a shift of all its positions would change nothing, since RoPE is relative.
+            middle, end = pack.segments[1] // 2, pack.segments[1]
             positions = pack.positions_T.clone()
-            positions[pack.segments[1] :] = torch.arange(pack.num_slots - pack.segments[1])
-            return replace(pack, positions_T=positions, slices=(Slice(0, 0, pack.num_slots),))
+            positions[middle:end] -= middle
+            return replace(pack, positions_T=positions)
         if name == "moved border" and len(pack.slices) > 1:
             cu = pack.cu_seqlens.clone()
             cu[1] += 1
@@ -119,6 +131,24 @@ def mutation(name: str) -> Any:
         loss, count = finalize(loss, count, device)
         return loss, count + 1
 
+    init = reduction_module.Reduction.__init__
+
+    def naive(self: Any, ddp: Any, plan: StepPlan, **kwargs: Any) -> None:
+        init(self, ddp, plan, **kwargs)
+        self.quiet, ddp.config.no_sync_func = False, None
+
+    if name == "naive overlap":
+        reduction_module.Reduction.__init__ = naive
+    load = checkpoint_module.load_optimizer
+
+    def load_as_upstream(optimizer: Any, state: Any) -> None:
+        load(optimizer, state)
+        states = [states for inner in torch_optimizers(optimizer) for states in inner.state.values()]
+        for one in states:
+            one["step"] = states[0]["step"]
+
+    if name == "shared step":
+        checkpoint_module.load_optimizer = load_as_upstream
     batch_module.build_pack = build_wrong
     if name == "wrong scale":
         reduction_module._sum_over_world = sum_wrong
@@ -126,3 +156,156 @@ def mutation(name: str) -> Any:
         yield
     finally:
         batch_module.build_pack, reduction_module._sum_over_world = build, finalize
+        reduction_module.Reduction.__init__, checkpoint_module.load_optimizer = init, load
+
+
+def train(
+    world: Any,
+    *,
+    steps: int = 3,
+    plans: Any = None,
+    read: str = "",
+    write: str = "",
+    first: int = 0,
+    mutant: str = "",
+    **changes: Any,
+) -> dict[str, Any]:
+    """Losses and norms of some steps, and a sum over the weights after them.
+
+    ``plans`` has the packs of each step; ``read`` and ``write`` name a checkpoint to start from and one to leave.
+    """
+    with hosted(world, **changes) as host, mutation(mutant):
+        if read:
+            host.load(Path(read))
+        results = []
+        for step in range(first, first + steps):
+            packs = plans[step % len(plans)] if plans else None
+            results.append(host.train_step(plan(host.layout.plane_size, packs=packs), tokens(seed=step), lr=1e-2))
+        if write:
+            if world.rank == 0:
+                Path(write).mkdir(parents=True)
+            torch.distributed.barrier()
+            host.save(Path(write))
+        weights = {name: p.detach().double().norm().item() for name, p in global_parameters(host.model)}
+        return {
+            "losses": [r.loss for r in results],
+            "norms": [r.grad_norm for r in results],
+            "targets": [r.num_targets for r in results],
+            "weights": weights,
+        }
+
+
+def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any) -> list[float]:
+    """Per step of some plans without updates: error of the reduced gradients against plain training.
+
+    This is `train_step` without the optimizer, so the protocol under test is the one that training uses. With the
+    non-distributed optimizer every rank holds the whole sum.
+    """
+    errors = []
+    with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
+        data = tokens()
+        _, expected = reference(host.recipe, host, data, plan(host.layout.plane_size).sequences)
+        with mutation(mutant):
+            for packs in plans:
+                host._run(plan(host.layout.plane_size, packs=packs), data, lambda _: None, whole=False)
+                errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
+    return errors
+
+
+def refusal(world: Any, **changes: Any) -> list[str]:
+    """The three parts of the error that opening a host raises."""
+    try:
+        with hosted(world, **changes):
+            return []
+    except EvenloadError as error:
+        return [error.what, error.found, error.do]
+
+
+def bad_plan(world: Any, *, kind: str) -> str:
+    """The error of a plan that the stock schedule cannot run."""
+    good = plan(1)
+    first, *rest = good.micro_batches
+    if kind == "cut":
+        cut = replace(
+            good, micro_batches=(first._replace(slices=(first.slices[0]._replace(stop=7), *first.slices[1:])), *rest)
+        )
+    elif kind == "ranks":
+        cut = replace(good, limits=replace(good.limits, num_ranks=2))
+    elif kind == "shared":
+        cut = replace(good, micro_batches=(first._replace(ranks=(0, 0)), *rest))
+    else:
+        cut = replace(good, recompute=((1,) * len(good.micro_batches),))
+    with hosted(world) as host:
+        before = [p.detach().clone() for p in host.model.parameters()]
+        try:
+            host.train_step(cut, tokens(), lr=1.0)
+        except EvenloadError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+            return error.what
+    return ""
+
+
+def initial_weights(world: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    """Weights by global name, made whole again over the tensor-parallel ranks."""
+    with hosted(world, **changes) as host:
+        whole = {}
+        for name, parameter in global_parameters(host.model):
+            parts = [torch.empty_like(parameter) for _ in range(host.layout.tp)]
+            torch.distributed.all_gather(
+                parts, parameter.detach().contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+            )
+            if getattr(parameter, "tensor_model_parallel", False):
+                stride, dim = parameter.partition_stride, parameter.partition_dim
+                pieces = [part.chunk(stride, dim) for part in parts]
+                whole[name] = torch.cat([pieces[r][s] for s in range(stride) for r in range(host.layout.tp)], dim)
+            else:
+                whole[name] = parts[0]
+        return whole
+
+
+def own_loop(world: Any) -> float:
+    """A loop of one's own, from the public pieces and stock Megatron only; its error against plain training."""
+    with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
+        data, the_plan = tokens(), plan(host.layout.plane_size)
+        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        ddp = host.ddp
+        ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
+        batches = PlannedBatches.of_rank(the_plan, host.plane_rank, data)
+        ddp.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return grad_rel_err(dict(global_gradients(host.model)), expected)
+
+
+def measured_parts(world: Any) -> dict[str, float]:
+    """What the busy clock counts, against a clock around the whole step, with a pause that it must leave out."""
+    with hosted(world, train__dtype="fp32") as host:
+        the_plan, data = plan(host.layout.plane_size), tokens()
+        pauses = []
+
+        def slow(index: int) -> np.ndarray:
+            time.sleep(0.05)
+            pauses.append(0.05)
+            return data(index)
+
+        start = time.perf_counter()
+        result = host.train_step(the_plan, slow, lr=1e-3)
+        return {"busy": result.busy_s, "paused": sum(pauses), "all": time.perf_counter() - start}
+
+
+def recomputed(world: Any) -> float:
+    """Error with every layer recomputed in backward: the replay must see its own micro-batch's plan."""
+    with hosted(world, parallel__pp=world.size) as host:
+        data, the_plan = tokens(), plan(host.layout.plane_size)
+        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        config = host.model.config
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 4
+        _, gradients = host.gradients(the_plan, data)
+        return grad_rel_err(gradients, expected)

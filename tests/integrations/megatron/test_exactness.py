@@ -6,6 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {}, id="dp2"),
@@ -15,11 +16,73 @@ LAYOUTS = [
     pytest.param(4, {"parallel__pp": 2}, id="dp2pp2"),
     pytest.param(4, {"parallel__tp": 2}, id="dp2tp2"),
 ]
+IDLE = [[0, [2, 1]], [0, [0, 3, 6]], [0, [4, 5, 7]]]
+DUMMY = [*IDLE, [1, []], [1, []]]
 
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_float64_gradients_are_those_of_plain_training(ranks, size, layout):
-    for result in ranks(size).run("exactness", **layout):
+def test_float64_gradients_are_those_of_plain_training(on_ranks, size, layout):
+    results = on_ranks(size, "exactness", **layout)
+    for result in results:
         assert result["loss"] < 1e-12
         assert result["grad"] < 1e-9
-        assert result["targets"] == 37 + 5 + 64 + 2 + 18 + 41 + 9 + 23 - 8
+        assert result["targets"] == sum(LENGTHS) - len(LENGTHS)
+    model_ranks = layout.get("parallel__tp", 1) * layout.get("parallel__pp", 1)
+    ran = [piece for result in results for piece in result["executed"]]
+    assert sorted(ran) == sorted((i, 0, n) for i, n in enumerate(LENGTHS) for _ in range(model_ranks))
+    names = {name for result in results for name in result["names"]}
+    assert {f"decoder.layers.{i}.mlp.linear_fc1.weight" for i in range(4)} < names
+    assert {"embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"} < names
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", [{"parallel__tp": 2}, {"parallel__pp": 2}], ids=["tp2", "pp2"])
+def test_every_family(on_ranks, family, layout):
+    for result in on_ranks(2, "exactness", model__family=family, **layout):
+        assert result["grad"] < 1e-9
+
+
+@pytest.mark.parametrize("packs", [IDLE, DUMMY], ids=["idle rank", "rank of dummies"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_rank_without_data(on_ranks, packs, overlap):
+    for result in on_ranks(2, "exactness", packs=packs, megatron__overlap_grad_reduce=overlap):
+        assert result["grad"] < 1e-9
+
+
+@pytest.mark.parametrize("packs", [IDLE, DUMMY], ids=["idle rank", "rank of dummies"])
+def test_a_pipeline_without_data(on_ranks, packs):
+    for result in on_ranks(4, "exactness", packs=packs, parallel__pp=2):
+        assert result["grad"] < 1e-9
+
+
+def test_padded_plans_take_the_same_path(on_ranks):
+    for result in on_ranks(2, "exactness", pad=True):
+        assert result["grad"] < 1e-9
+        assert result["targets"] == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 2e-6), ("bf16", 0.03)])
+@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2}, {"parallel__pp": 2}], ids=["dp2", "tp2", "pp2"])
+def test_training_dtypes_are_right_to_their_rounding(on_ranks, dtype, bound, layout):
+    for result in on_ranks(2, "exactness", train__dtype=dtype, **layout):
+        assert result["grad"] < bound
+
+
+@pytest.mark.parametrize("mutant", ["restarted position", "moved border", "dropped token", "wrong scale"])
+def test_the_proof_catches_planted_faults(on_ranks, mutant):
+    for result in on_ranks(2, "exactness", mutant=mutant):
+        assert result["grad"] > 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recomputation_replays_under_its_own_plan(on_ranks, size):
+    assert max(on_ranks(size, "recomputed")) < 1e-9
+
+
+def test_the_pieces_work_in_a_loop_of_ones_own(on_ranks):
+    assert max(on_ranks(2, "own_loop")) < 2e-6
+
+
+def test_busy_time_leaves_loading_out(on_ranks):
+    for parts in on_ranks(2, "measured_parts"):
+        assert 0 < parts["busy"] <= parts["all"] - parts["paused"]
