@@ -40,7 +40,10 @@ class StepResult:
     num_targets: int
     """Target tokens of the global batch."""
     busy_s: float
-    """Seconds this rank spent in forward and backward of its micro-batches, gradient reduction left out."""
+    """Seconds this rank spent in forward and backward of its micro-batches, gradient reduction left out; which seconds
+    these are on which device is said in `runtime.busy`."""
+    forward_s: float
+    """The forward part of ``busy_s``."""
     executed: tuple[Slice, ...]
     """Slices this rank ran, for the count of tokens missing or repeated."""
 

@@ -23,12 +23,13 @@ from torch.nn.functional import cross_entropy
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from ...core.workload import StepPlan
+from ...runtime.busy import BusyClock
 from ...runtime.kernels import choose_kernel
 from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
 from ...runtime.world import World
 from ..host import Mark, StepResult, no_mark
 from . import attention, checkpoint
-from .engine import BusyClock, discard_gradients, full_gradients, full_weights, make_engine, one_reduction
+from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
 from .jobs import jobs_of_rank
 from .model import build_model
 
@@ -37,7 +38,7 @@ class DeepSpeedHost:
     """Runs plans on DeepSpeed. Making one is collective.
 
     ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
-    inside every pass, so there it holds the waiting for other ranks as well.
+    inside every pass, so there, by wall time or on a GPU, it holds the waiting for other ranks as well.
 
     Args:
         recipe: with ``model.vocab_size`` resolved, or ``model.config``.
@@ -126,7 +127,7 @@ class DeepSpeedHost:
         with one_reduction(self.engine, len(packs)) as before_backward:
             for number, (kind, index) in enumerate(order):
                 mark(f"{'forward' if kind == 'F' else 'backward'}, pass {number + 1} of {len(order)}")
-                with clock:
+                with clock.running(kind):
                     if kind == "F":
                         losses[index] = loss_sum(self.engine, packs[index])
                         total += losses[index].detach().double()
@@ -135,10 +136,12 @@ class DeepSpeedHost:
                         self.engine.backward(losses.pop(index) * (share / num_targets), scale_wrt_gas=False)
             mark("gradient reduction")
         dist.all_reduce(total)
+        busy = clock.read()
         return {
             "loss": float(total) / num_targets,
             "num_targets": num_targets,
-            "busy_s": clock.seconds,
+            "busy_s": busy.total_s,
+            "forward_s": busy.forward_s,
             "executed": tuple(piece for pack in packs for piece in pack.slices),
         }
 

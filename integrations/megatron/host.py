@@ -15,6 +15,7 @@ from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
 from ...core.workload import Slice, StepPlan
+from ...runtime.busy import Busy, BusyClock
 from ...runtime.kernels import choose_kernel
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
@@ -23,7 +24,6 @@ from .batch import LossFunc, PlannedBatches, run_batch
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .reduction import Reduction, gradient_norm
 from .setup import check_host, check_recipe, join_groups
-from .timing import BusyClock
 from .weights import global_gradients, initialise
 
 
@@ -68,23 +68,23 @@ class MegatronHost:
 
     def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step. Collective."""
-        totals, clock, executed = self._run(plan, tokens_of, mark, whole=False)
+        totals, busy, executed = self._run(plan, tokens_of, mark, whole=False)
         mark("update")
         set_lr(self.optimizer, lr)
         norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
         _, megatron_norm, _ = self.optimizer.step()
         norm = float(megatron_norm) if norm is None else norm
-        return _result(totals, norm, clock, executed)
+        return _result(totals, norm, busy, executed)
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
         """Run the plan without an update; gradients by global parameter name, on the CPU. Collective.
 
         Tensor-parallel shards as this rank holds them, the layers of this pipeline stage only.
         """
-        totals, clock, executed = self._run(plan, tokens_of, no_mark, whole=True)
+        totals, busy, executed = self._run(plan, tokens_of, no_mark, whole=True)
         norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
         named: dict[str, Tensor] = {n: g.cpu().clone() for n, g in global_gradients(self.model)}
-        return _result(totals, norm, clock, executed), named
+        return _result(totals, norm, busy, executed), named
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer and random states into an existing empty directory. Collective."""
@@ -121,8 +121,8 @@ class MegatronHost:
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, *, whole: bool
-    ) -> tuple[tuple[float, int], BusyClock, tuple[Slice, ...]]:
-        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), clock, slices run)."""
+    ) -> tuple[tuple[float, int], Busy, tuple[Slice, ...]]:
+        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), seconds, slices run)."""
         if plan.limits.num_ranks != self.layout.plane_size:
             raise EvenloadError(
                 "the plan was made for another number of data-parallel ranks",
@@ -137,7 +137,7 @@ class MegatronHost:
         def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
             batch = next(data)
             mark("forward and backward")
-            with clock.running():
+            with clock.running("F"):
                 output, loss_func = run_batch(batch, model)
             clock.watch_backward(output)
 
@@ -166,7 +166,7 @@ class MegatronHost:
                 )
         else:
             reduction.finalize([self.ddp])  # the stock schedule always runs one micro-batch
-        return reduction.totals, clock, tuple(batches.executed)
+        return reduction.totals, clock.read(), tuple(batches.executed)
 
     def _clip_in_float64(self) -> float:
         """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""
@@ -177,6 +177,13 @@ class MegatronHost:
         return norm
 
 
-def _result(totals: tuple[float, int], norm: float, clock: BusyClock, executed: tuple[Slice, ...]) -> StepResult:
+def _result(totals: tuple[float, int], norm: float, busy: Busy, executed: tuple[Slice, ...]) -> StepResult:
     loss_sum, num_targets = totals
-    return StepResult(loss_sum / max(1, num_targets), norm, num_targets, clock.read(), executed)
+    return StepResult(
+        loss=loss_sum / max(1, num_targets),
+        grad_norm=norm,
+        num_targets=num_targets,
+        busy_s=busy.total_s,
+        forward_s=busy.forward_s,
+        executed=executed,
+    )
