@@ -9,7 +9,9 @@ in the log of "evenload". The last row, torch's scaled_dot_product_attention cal
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -102,21 +104,26 @@ def _transformer_engine(call: Call) -> torch.Tensor:
     return out
 
 
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """The parameters of torch's varlen_attn, which gained some with every release since torch 2.10; empty if absent."""
+    if not _has("torch.nn.attention.varlen", "varlen_attn"):
+        return frozenset()
+    return frozenset(inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn).parameters)
+
+
 def _torch_varlen(call: Call) -> torch.Tensor:
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    borders, longest = call.cu_seqlens, call.max_seqlen
-    out: torch.Tensor = function(
-        call.q_THD,
-        call.k_TGD,
-        call.v_TGD,
-        borders,
-        borders,
-        longest,
-        longest,
-        scale=call.scale,
-        window_size=(-1, 0),
-        enable_gqa=True,
-    )
+    known, borders, longest = _varlen_parameters(), call.cu_seqlens, call.max_seqlen
+    more: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:  # before it was asked for, grouped heads were simply taken
+        more["enable_gqa"] = call.q_THD.shape[1] != call.k_TGD.shape[1]
+    q_THD, default = call.q_THD, call.q_THD.shape[-1] ** -0.5
+    if "scale" in known:
+        more["scale"] = call.scale
+    elif not math.isclose(call.scale, default):
+        q_THD = q_THD * (call.scale / default)
+    out: torch.Tensor = function(q_THD, call.k_TGD, call.v_TGD, borders, borders, longest, longest, **more)
     return out
 
 
@@ -142,7 +149,7 @@ KERNELS = (
         _on_gpu,
         _transformer_engine,
     ),
-    Kernel("torch_varlen", lambda: _has("torch.nn.attention.varlen", "varlen_attn"), _on_gpu, _torch_varlen),
+    Kernel("torch_varlen", lambda: bool(_varlen_parameters()), _on_gpu, _torch_varlen),
     Kernel("sdpa", lambda: True, lambda dtype, device, head_dim: True, _sdpa),
 )
 

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from evenload.runtime import kernels
 from evenload.runtime.attention import packed_causal_attention
-from evenload.runtime.kernels import KERNELS, Kernel, choose_kernel
+from evenload.runtime.kernels import KERNELS, Call, Kernel, choose_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 SDPA = KERNELS[-1]
@@ -165,3 +166,25 @@ def test_kernels_of_the_gpu(kernel, heads, groups):
     if not (kernel.supports(dtype, device, 64) and kernel.available()):
         pytest.skip(f"{kernel.name} is not there")
     assert error(heads, groups, LENGTHS, packed(LENGTHS, kernel, device, 64), dtype, device, 64) < 1e-2
+
+
+OLD_VARLEN = ("is_causal",)
+NEW_VARLEN = ("window_size", "scale", "enable_gqa")
+
+
+@pytest.mark.parametrize("known", [OLD_VARLEN, NEW_VARLEN], ids=["torch 2.10", "torch 2.13"])
+def test_torchs_varlen_kernel_is_asked_in_its_own_words(monkeypatch, known):
+    """Whatever parameters this torch has, the call means causal attention at the asked scale, heads grouped."""
+    monkeypatch.setattr(kernels, "_varlen_parameters", lambda: frozenset(known))
+
+    def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, **more):
+        assert set(more) == set(known)
+        assert more.get("is_causal", False) or more["window_size"] == (-1, 0)
+        return SDPA.run(Call(q, k, v, cu_q, None, max_q, more.get("scale", q.shape[-1] ** -0.5)))
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    row = next(k for k in KERNELS if k.name == "torch_varlen")
+    assert error(4, 2, LENGTHS, packed(LENGTHS, row)) < 1e-12
+    q, k, v, _ = inputs(4, 2, LENGTHS)
+    given, wanted = (packed(LENGTHS, kernel, scale=0.1)(q, k, v) for kernel in (row, SDPA))
+    assert torch.allclose(given, wanted, rtol=0, atol=1e-13)
