@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +34,7 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
 
     Biases and norms are not decayed, as in Megatron-Core.
     """
-    _quiet_and_without_jit()
+    prepare_deepspeed()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     # The bf16 engine of ZeRO 0 runs one update on zero gradients when it is made: at a rate of 0 it moves nothing.
@@ -113,41 +112,8 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
         return {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
 
 
-class BusyClock:
-    """Seconds spent inside ``with clock:`` blocks, on the device where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spent_s = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self._start: Any = None
-
-    def __enter__(self) -> None:
-        if self._cuda:
-            self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._start.record()
-        else:
-            self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end.record()
-            self._events.append((self._start, end))
-        else:
-            self._spent_s += time.perf_counter() - self._start
-
-    @property
-    def seconds(self) -> float:
-        """Waits for the device."""
-        for start, end in self._events:
-            end.synchronize()
-            self._spent_s += start.elapsed_time(end) / 1e3
-        self._events.clear()
-        return self._spent_s
-
-
-def _quiet_and_without_jit() -> None:
+def prepare_deepspeed() -> None:
+    """Logs to stderr from warnings up, and no C++ compiler; before `deepspeed.initialize`. Once is enough."""
     # stdout belongs to --json; DeepSpeed logs there.
     deepspeed_logger.setLevel(logging.WARNING)
     for handler in deepspeed_logger.handlers:

@@ -219,3 +219,67 @@ def _steps(host: Any, size: int, count: int) -> list[str]:
     packs = [(0, 1), (2, 3), (4,), (5,)]
     plan = plan_of(packs, [k % size for k in range(4)], size)
     return [host.train_step(plan, tokens_of, lr=1e-2).loss.hex() for _ in range(count)]
+
+
+def misuse() -> dict[str, Any]:
+    """A script's engine in one process, used as a script should not; messages of the errors, and what is left after."""
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from evenload.integrations.deepspeed.engine import prepare_deepspeed
+    from evenload.integrations.deepspeed.model import build_model
+    from evenload.patches import deepspeed as patch
+    from evenload.patches.ledger import Ledger
+
+    prepare_deepspeed()
+    init_world()
+    ledger, told = Ledger(), {}
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        (row,) = rows
+        return {"input_ids": row[None], "labels": row[None]}
+
+    def make(section: Any, collate_fn: Any = collate, **more: Any) -> Any:
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, **more, "evenload": section}
+        model = build_model(recipe(1), attn_implementation="sdpa")
+        data = [torch.from_numpy(tokens) for tokens in TOKENS[:5]]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, training_data=data, collate_fn=collate_fn
+        )
+        return engine, loader
+
+    def errs(name: str, call: Any) -> None:
+        try:
+            call()
+        except EvenloadError as error:
+            told[name] = str(error)
+
+    section = {"packing": {"enabled": True, "max_tokens": 64}}
+    with ledger:
+        ledger.apply(patch.rows())
+        errs("unknown key", lambda: make({"packin": {}}))
+        errs("unmanaged", lambda: make(section, managed_gradient_accumulation=False))
+        engine, loader = make(section, collate_fn=lambda rows: {"x": rows[0][None]})
+        errs("other keys", lambda: next(iter(loader)))
+        engine, loader = make({"packing": {"enabled": True, "max_tokens": 30}})
+        errs("too long", lambda: list(loader))
+
+        engine, loader = make(section)
+        told["micro-batches"] = [len(loader), len(list(loader))]
+        engine, loader = make(section)
+        batches = iter(loader)
+        first = next(batches)
+        errs("other tokens", lambda: engine(input_ids=first["input_ids"] + 1, labels=first["labels"]))
+        loss = engine(first["input_ids"], labels=first["labels"]).loss
+        errs("two forwards", lambda: engine(**next(batches)))
+        errs("step without backward", lambda: engine.step())
+        returned = engine.backward(loss)
+        told["returned"] = [float(loss.detach()), float(returned)]
+        engine.step()
+        told["attention"] = [engine.module.config._attn_implementation]
+    patch.release()
+    told["attention"].append(engine.module.config._attn_implementation)
+    errs("disabled inside an epoch", lambda: next(batches) and next(batches))
+    told["stock again"] = type(iter(loader)).__name__
+    told["methods"] = [type(vars(DeepSpeedEngine)[n]).__name__ for n in ("deepspeed_io", "forward", "backward", "step")]
+    return told
