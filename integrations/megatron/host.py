@@ -23,7 +23,7 @@ from . import checkpoint
 from .batch import LossFunc, PlannedBatches, run_batch
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .reduction import Reduction, gradient_norm
-from .setup import check_host, check_recipe, join_groups
+from .setup import check_host, check_recipe, join_groups, leave_groups
 from .weights import global_gradients, initialise
 
 
@@ -116,7 +116,7 @@ class MegatronHost:
         """Drop the model and Megatron's process groups if they were made here; the world stays."""
         self.ddp = self.model = self.optimizer = None
         if self._made_groups:
-            parallel_state.destroy_model_parallel()
+            leave_groups()
             self._made_groups = False
 
     def _run(
