@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.table import Table
@@ -108,7 +109,10 @@ def profile(result: Result) -> Table:
 def doctor(result: Result) -> Table:
     rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
     rows += [(f"attention: {r['name']}", "", "", r["status"]) for r in result["attention"]]
-    rows += [(f"patch: {r['name']}", r.get("found") or "", r["supports"], r["status"]) for r in result["patches"]]
+    groups = Counter((r["name"].partition(".")[0], r["supports"], r["status"]) for r in result["patches"])
+    rows += [
+        (f"patches: {name}", f"{count} rows", supports, status) for (name, supports, status), count in groups.items()
+    ]
     return grid("doctor", ("", "found", "supported", "status"), rows)
 
 

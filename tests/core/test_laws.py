@@ -148,7 +148,7 @@ def test_each_law_refuses(name: str) -> None:
 
 
 def test_memory_counts_what_is_alive() -> None:
-    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and their KV; F1 recomputes all and nothing follows it."""
+    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and their KV; F1 recomputes all, nothing follows it."""
     limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
     plan = replace(LAWFUL, limits=limits)
     assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 7 * 4 * 1, Op("F", 0))
