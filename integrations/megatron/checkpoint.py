@@ -14,9 +14,10 @@ The caller makes the directory, and commits it (manifest, rename) when every ran
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +28,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ...core.errors import EvenloadError
 from .model import torch_optimizers
+from .storage import InProcessWriter
 
 if TYPE_CHECKING:
     from .host import MegatronHost
+
+Result = TypeVar("Result")
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -48,7 +52,8 @@ def save(host: MegatronHost, directory: Path) -> None:
     agreed(lambda: _expect_empty(directory))
     state = _sharded_state(host, loading=False)
     state[ABOUT] = _about(host)
-    agreed(lambda: dist_checkpointing.save(state, str(directory)), "the checkpoint could not be written")
+    with _told(f"the checkpoint in {directory} could not be written"):
+        dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
 def load(host: MegatronHost, directory: Path) -> None:
@@ -60,7 +65,8 @@ def load(host: MegatronHost, directory: Path) -> None:
     about = agreed(lambda: _read_about(host, directory))
     same_layout = about["layout"] == _about(host)["layout"]
     state = _sharded_state(host, loading=True, with_random=same_layout)
-    loaded = agreed(lambda: dist_checkpointing.load(state, str(directory)), "the checkpoint could not be read")
+    with _told(f"the checkpoint in {directory} could not be read"):
+        loaded = dist_checkpointing.load(state, str(directory))
     host.model.load_state_dict(loaded["model"])
     load_optimizer(host.optimizer, loaded["optimizer"])
     if same_layout:
@@ -82,37 +88,46 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             states["step"] = step.clone()
 
 
-def agreed(do: Callable[[], Any], what: str = "") -> Any:
-    """Run ``do`` on every rank and return its result, or raise one EvenloadError on all of them if any rank failed."""
-    result, error, fault = None, None, None
+def agreed(check: Callable[[], Result]) -> Result:
+    """The result of ``check``, which must not communicate; EvenloadError on all ranks if it failed on any."""
+    result, fault = None, None
     try:
-        result = do()
-    except Exception as caught:  # whatever a file system, torch or Megatron raises must reach the other ranks
-        fault, error = caught, _parts(caught, what)
-    errors: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((e for e in errors if e is not None), None)
-    if first is not None:
-        raise EvenloadError(*first) from fault
+        result = check()
+    except EvenloadError as error:
+        fault = error
+    except OSError as error:
+        fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
+    parts = None if fault is None else (fault.what, fault.found, fault.do)
+    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    for first in everyone:
+        if first is not None:
+            raise EvenloadError(*first) from fault
+    assert result is not None
     return result
 
 
-def _parts(error: Exception, what: str) -> tuple[str, str, str]:
-    if isinstance(error, EvenloadError):
-        return error.what, error.found, error.do
-    text = f"{type(error).__name__}: {error}".strip()
-    return what, f"rank {dist.get_rank()}: {text[:2000]}", "check the directory and the disk, then try again"
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Megatron's faults as an EvenloadError. Its writer and reader tell all ranks when one of them fails."""
+    try:
+        yield
+    except Exception as error:  # a file system, torch and Megatron raise whatever they like
+        found = f"{type(error).__name__}: {error}".strip()
+        raise EvenloadError(what, found[:2000], "check the directory and its disk, then try again") from error
 
 
-def _expect_empty(directory: Path) -> None:
+def _expect_empty(directory: Path) -> bool:
     found = "no such directory" if not directory.is_dir() else "files in it" if any(directory.iterdir()) else ""
     if found:
         raise EvenloadError(f"{directory} cannot take a checkpoint", found, "give a new, empty directory")
+    return True
 
 
 def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
-    model = host.model.sharded_state_dict(metadata=METADATA)
-    optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA)
+    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = host.model.sharded_state_dict(metadata=metadata)
+    optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     state = {"model": model, "optimizer": optimizer}
     if with_random:
         state["random"] = ShardedObject(
