@@ -29,6 +29,6 @@ def on_ranks(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """``on_ranks(2, "job", ...)``: the results of rank_jobs.job by rank."""
 
     def run(size: int, job: str, **arguments: Any) -> list[Any]:
-        return world(size).run(call, job, arguments)
+        return world(size).run(call, job, arguments, timeout_s=240.0)
 
     return run
