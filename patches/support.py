@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import cpu_bridge, deepspeed, megatron_fixes
+from . import cpu_bridge, deepspeed, megatron, megatron_fixes
 from .row import Patch
 
 _SECTIONS = (
     ("The CPU bridge", cpu_bridge),
     ("Megatron-Core's faults", megatron_fixes),
+    ("Megatron-Core loops", megatron),
     ("DeepSpeed scripts", deepspeed),
 )
 """Modules that offer ``rows()``; their docstrings open the sections."""

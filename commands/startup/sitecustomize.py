@@ -1,0 +1,76 @@
+"""Found by every Python process that `evenload run` has started: switches evenload on when a trainer is imported.
+
+This folder is on PYTHONPATH for that command's processes alone. Nothing but the standard library runs here, so a
+process that never imports the trainer (torchrun's agent, a shell's helper) is left as it is. The user's own
+sitecustomize, which this one hides, is run first.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_hidden() -> None:
+    """Take this folder off the path and run the sitecustomize that would have been found without it."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+class _Starter(MetaPathFinder):
+    """Enables the recipe right before the trainer's first line; a mere look for its spec does nothing."""
+
+    def __init__(self, trainer: str, recipe: str) -> None:
+        self._trainer, self._recipe = trainer, recipe
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._trainer or self not in sys.meta_path:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._start_before(spec.loader)
+                return spec
+        return None
+
+    def _start_before(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._start()
+            run(module)
+
+        loader.exec_module = exec_module
+
+    def _start(self) -> None:
+        try:
+            evenload = import_module("evenload")
+        except ImportError as error:
+            raise ImportError(
+                f"evenload run: evenload is not installed for {sys.executable}, which imports {self._trainer}"
+            ) from error
+        evenload.enable(self._recipe)
+        told = os.environ.get("EVENLOAD_STARTED")
+        if told and os.path.isdir(told):
+            open(os.path.join(told, str(os.getpid())), "w").close()
+
+
+_run_hidden()
+if "EVENLOAD_RECIPE" in os.environ and "EVENLOAD_TRAINER" in os.environ:
+    sys.meta_path.insert(0, _Starter(os.environ["EVENLOAD_TRAINER"], os.environ["EVENLOAD_RECIPE"]))

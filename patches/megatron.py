@@ -1,0 +1,71 @@
+"""evenload in Megatron-Core training loops that nobody edits, as rows; what they do is in
+`integrations.megatron.unmodified`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.recipe import Recipe
+from .cpu_bridge import MEGATRON
+from .row import Patch, Wrapper
+
+_SCHEDULES = "megatron.core.pipeline_parallel"
+
+
+def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
+    """The rows; ``recipe`` says what to plan, and without one they only describe themselves."""
+    return (
+        Patch(
+            name="megatron.schedule",
+            target=f"{_SCHEDULES}.schedules:get_forward_backward_func",
+            supports=MEGATRON,
+            why="Every training loop asks it for the function that runs a step's micro-batches, so packs and their "
+            "number can be set there and nowhere deeper. Forward-only calls, and functions asked for earlier, are "
+            "left alone.",
+            wrapper=_planned(recipe),
+            expects=("pp_size", "vp_size"),
+            aliases=(f"{_SCHEDULES}:get_forward_backward_func",),
+        ),
+        Patch(
+            name="megatron.attention",
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            supports=MEGATRON,
+            why="The attention of the local layer spec refuses packed sequences. Reaches packs that evenload has made; "
+            "every other call, and Transformer Engine's attention, runs as it is.",
+            wrapper=_attention,
+            expects=("query", "key", "value", "attention_mask", "packed_seq_params"),
+        ),
+    )
+
+
+def release() -> None:
+    """Make functions that a loop still holds the stock ones; call it after the rows are off.
+
+    Imports nothing that is not loaded.
+    """
+    import sys
+
+    unmodified = sys.modules.get("evenload.integrations.megatron.unmodified")
+    if unmodified is not None:
+        unmodified.release()
+
+
+def _planned(recipe: Recipe | None) -> Wrapper:
+    made: list[Any] = []
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from ..integrations.megatron import unmodified
+
+        if not made:
+            assert recipe is not None, "rows(None) are for the support table"
+            made.append(unmodified.PlannedSteps(recipe))
+        return made[0].around(wrapped(*args, **kwargs))
+
+    return call
+
+
+def _attention(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from ..integrations.megatron import unmodified
+
+    return unmodified.attention(wrapped, instance, args, kwargs)

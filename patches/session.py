@@ -1,0 +1,121 @@
+"""Switching on, in code that we do not own: all that a recipe's trainer needs goes on together and comes off together.
+
+    session = evenload.enable("recipe.yaml")        with evenload.enabled("recipe.yaml"):
+    ...                                                 ...
+    session.disable()
+
+Rows of modules that are loaded go on at once, the others right after their import, so enabling may come first or last.
+For Megatron-Core these are the CPU bridge (where there is no CUDA), mends of its faults, and, if the recipe enables a
+plugin, the planned schedule; for DeepSpeed the rows of its engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from ..core.errors import EvenloadError
+from ..core.recipe import Recipe
+from ..face import load_plugins, load_recipe
+from . import deepspeed, megatron, megatron_fixes
+from .cpu_bridge import bridge_cpu
+from .ledger import Ledger, Status
+
+_TRAINERS: dict[str, ModuleType] = {"megatron": megatron, "deepspeed": deepspeed}
+"""Modules that offer ``rows(recipe)`` and ``release()``."""
+
+_lock = threading.Lock()
+_session: Session | None = None
+
+
+class Session:
+    """What `enable` has switched on. As a context manager it switches it off at the end."""
+
+    def __init__(self, recipe: Recipe, name: str, ledger: Ledger) -> None:
+        self.recipe, self.name = recipe, name
+        self._ledger = ledger
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is on."""
+        return _session is self
+
+    def table(self) -> tuple[Status, ...]:
+        """What became of every patch row."""
+        return self._ledger.table()
+
+    def disable(self) -> None:
+        """Put every symbol back, by identity; a second call does nothing.
+
+        Raises:
+            EvenloadError: somebody has changed a patched symbol since; nothing is switched off then.
+        """
+        global _session
+        with _lock:
+            if _session is self:
+                self._ledger.undo()
+                _TRAINERS[self.recipe.trainer].release()
+                _session = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+    def __repr__(self) -> str:
+        return f"<evenload session of {self.name}, {'on' if self.lives else 'off'}>"
+
+
+def enable(recipe: Recipe | str | Path) -> Session:
+    """Switch a recipe's plugins on in this process.
+
+    Raises:
+        EvenloadError: another session is on; the recipe is wrong; the trainer is missing, of an unsupported version or
+            changed. Nothing is switched on then.
+    """
+    global _session
+    load_plugins()
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    plugins = ", ".join(plugin.name for plugin in chosen.enabled()) or "no plugin"
+    source = "a recipe" if isinstance(recipe, Recipe) else str(recipe)
+    name = f"{source} ({chosen.trainer}: {plugins})"
+    with _lock:
+        if _session is not None:
+            raise EvenloadError(
+                "evenload is switched on already", _session.name, "disable that session first; there is one at a time"
+            )
+        ledger = Ledger()
+        try:
+            _apply(chosen, ledger)
+        except BaseException:
+            ledger.undo()
+            raise
+        _session = Session(chosen, name, ledger)
+        return _session
+
+
+def disable() -> None:
+    """Switch off what is on; nothing on is fine. Raises as `Session.disable`."""
+    if _session is not None:
+        _session.disable()
+
+
+@contextmanager
+def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
+    """A recipe's plugins for the length of a block. Raises as `enable` and `Session.disable`."""
+    with enable(recipe) as session:
+        yield session
+
+
+def _apply(recipe: Recipe, ledger: Ledger) -> None:
+    if recipe.trainer == "megatron":
+        bridge_cpu(ledger, lazy=True)
+        ledger.apply(megatron_fixes.rows(), lazy=True)
+    if recipe.trainer == "deepspeed" or recipe.enabled():  # a ds_config may enable plugins by itself
+        ledger.apply(_TRAINERS[recipe.trainer].rows(recipe), lazy=True)

@@ -1,0 +1,132 @@
+"""`evenload run`: exit codes, the startup folder, and who is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from evenload.commands.run import STARTUP
+from evenload.commands.run import run as run_command
+from evenload.core.errors import EvenloadError
+
+SCRIPTS = Path(__file__).parents[1] / "hosts"
+QUIET = (
+    "import sys, importlib.util as u; u.find_spec('megatron.core'); "
+    "assert not {'evenload', 'torch', 'megatron.core'} & set(sys.modules)"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("trainer: megatron\nplugins: {packing: {enabled: true}}\n")
+    return path
+
+
+def start(recipe: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "evenload", "run", str(recipe), "--", *command]
+    env = {**os.environ, **environment}
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_exit_code_is_the_commands(recipe, capfd, code, wanted):
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command(recipe, [sys.executable, "-c", code]) == wanted
+    assert "imported megatron.core; nothing was switched on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_wrong_request_is_refused(recipe):
+    with pytest.raises(EvenloadError, match="no such command"):
+        run_command(recipe, ["no-such-command"])
+    with pytest.raises(EvenloadError, match="no such command"):
+        run_command(recipe, [])
+    with pytest.raises(EvenloadError, match="cannot be read"):
+        run_command(recipe.with_name("absent.yaml"), [sys.executable])
+    assert start(recipe, "no-such-command").returncode == 2
+
+
+def test_a_process_that_does_not_import_the_trainer_is_left_alone(recipe):
+    done = start(recipe, sys.executable, "-c", QUIET)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_users_own_sitecustomize_runs_in_every_process(recipe, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.users_own = __file__\n")
+    look = f"import sys; print(sys.users_own, {str(STARTUP)!r} in sys.path)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {look!r}], check=True); {look}"
+    done = start(recipe, sys.executable, "-c", child, PYTHONPATH=str(tmp_path))
+    assert done.stdout.split() == [str(tmp_path / "sitecustomize.py"), "False"] * 2, done.stderr
+
+
+def test_the_trainers_import_switches_on_and_is_asked_once(recipe, tmp_path):
+    """With a stand-in for the session: what is tested here is the startup file."""
+    for package, text in {
+        "megatron/core/__init__.py": "import evenload\nSEEN = evenload.CALLS[:]\n",
+        "evenload/__init__.py": "CALLS = []\ndef enable(recipe): CALLS.append(recipe)\n",
+    }.items():
+        (tmp_path / package).parent.mkdir(parents=True)
+        (tmp_path / package).write_text(text)
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)]),
+        "EVENLOAD_RECIPE": str(recipe),
+        "EVENLOAD_TRAINER": "megatron.core",
+        "EVENLOAD_STARTED": str(tmp_path),
+    }
+    code = (
+        "import sys, importlib, importlib.util as u; u.find_spec('megatron.core'); before = len(sys.meta_path); "
+        "import megatron.core as m; first = m.SEEN; importlib.reload(m); "
+        "print(len(first), len(m.SEEN), before - len(sys.meta_path), m.SEEN[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "1", "1", str(recipe)], done.stderr
+    assert [path for path in tmp_path.iterdir() if path.name.isdigit()]
+
+
+@pytest.mark.slow
+def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
+    import torch
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 160}}\n")
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+            }
+        )
+    )
+    environment = {"OMP_NUM_THREADS": "1"}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = ("--ds-config", str(tmp_path / "ds.json"), "--out", str(tmp_path))
+    done = start(recipe, *torchrun, str(SCRIPTS / "deepspeed_script.py"), *words, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "nothing was switched on" not in done.stderr
+    for rank in range(2):
+        shapes = torch.load(tmp_path / f"stage1.rank{rank}.pt")["shapes"]
+        assert all(rows == 1 and tokens <= 160 for rows, tokens in shapes)
+
+
+@pytest.mark.slow
+def test_a_failing_script_under_torchrun_gives_1(recipe, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(7)\n")
+    done = start(recipe, sys.executable, "-m", "torch.distributed.run", "--standalone", str(script))
+    assert done.returncode == 1
