@@ -102,8 +102,8 @@ class DeepSpeedHost:
             "zero_stage": self.stage,
             "dtype": self.recipe.train.dtype,
             "model": config.model_type,
-            "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
-            "attention_kernel": choose_kernel(self.world.device, dtype, head_dim).name,
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
+            "attention": choose_kernel(self.world.device, dtype, head_dim).name,
             "device": str(self.world.device),
         }
 

@@ -32,7 +32,7 @@ def test_gradients_are_those_of_plain_training(on_ranks, stage):
     results = on_ranks(2, "exactness", stage=stage)
     _check(results, ROUNDING)
     assert results[0]["describe"]["zero_stage"] == stage
-    assert results[0]["describe"]["num_parameters"] == results[1]["describe"]["num_parameters"] > 10_000
+    assert results[0]["describe"]["parameters"] == results[1]["describe"]["parameters"] > 10_000
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
