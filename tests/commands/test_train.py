@@ -1,0 +1,181 @@
+"""Training by the command line on real trainers: results, resume, kills, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+trainer: {trainer}
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}}
+data: {{max_length: 256, long_samples: truncate}}
+parallel: {{dp: 2}}
+train: {{steps: 4, global_batch_size: 6, lr: 1.0e-2}}
+checkpoint: {{every: 2, keep: 2}}
+plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, "OMP_NUM_THREADS": "1"}
+
+
+def evenload(place: Path, *arguments: str, limit_s: float = 280) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenload", *arguments]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit_s, env=environment())
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Losses bit for bit."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [row["loss"].hex() for row in json.loads(done.stdout)["steps"]]
+
+
+def samples(log: Path) -> list[list[int]]:
+    return [json.loads(line)["samples"] for line in log.read_text().splitlines()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for trainer in ("megatron", "deepspeed"):
+        (tmp_path / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
+    return tmp_path
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, place: Path) -> None:
+    recipe = f"{trainer}.yaml"
+    whole = losses(evenload(place, "train", recipe, "log.jsonl=whole.jsonl", "--json"))
+    assert len(whole) == 4
+    common = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
+    first = losses(evenload(place, "train", recipe, "train.steps=2", *common))
+    second = losses(evenload(place, "train", recipe, *common))
+    assert first + second == whole
+    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+    assert (place / "kept" / "latest").read_text() == "step00000004"
+
+
+def test_a_run_goes_on_with_another_layout(place: Path) -> None:
+    """Same batches in the same order, losses equal to rounding: a plan never changes the mathematics."""
+    whole = json.loads(evenload(place, "train", "megatron.yaml", "log.jsonl=whole.jsonl", "--json").stdout)["steps"]
+    save = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
+    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", *save))
+    moved = evenload(place, "train", "megatron.yaml", "parallel.dp=1", "parallel.tp=2", *save)
+    assert moved.returncode == 0, moved.stderr[-3000:]
+    rest = json.loads(moved.stdout)["steps"]
+    assert [row["step"] for row in rest] == [2, 3]
+    for ours, theirs in zip(rest, whole[2:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+
+
+def test_against_trains_each_variant_on_equal_batches(place: Path) -> None:
+    done = evenload(place, "train", "megatron.yaml", "--against", "stock,in_order", "train.dtype=fp64", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert set(result["variants"]) == {"stock", "in_order", "evenload"}
+    ours = result["variants"]["evenload"]["loss"]
+    assert all(v["loss"] == pytest.approx(ours, rel=1e-6) for v in result["variants"].values())
+    assert result["variants"]["evenload"]["padding_frac"] == 0
+
+
+def test_metrics_reach_tensorboard(place: Path) -> None:
+    done = evenload(place, "train", "megatron.yaml", "train.steps=2", "log.tensorboard=board", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(place / "board"))
+    board.Reload()
+    assert {"evenload/loss", "evenload/imbalance", "evenload/tokens_per_s", "evenload/padding_frac"} <= set(
+        board.Tags()["scalars"]
+    )
+    recorded = [event.value for event in board.Scalars("evenload/loss")]
+    assert recorded == pytest.approx([row["loss"] for row in json.loads(done.stdout)["steps"]])
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(place: Path) -> None:
+    """A limit on file sizes stands in for the disk: the second save fails half-way on every rank."""
+    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+    before = sorted(p.name for p in (place / "kept" / "step00000002").rglob("*"))
+    limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    limited += "sys.argv[0] = 'evenload'; import os; "
+    limited += (
+        "os.execv(sys.executable, [sys.executable, '-m', 'evenload', 'train', 'megatron.yaml', 'checkpoint.dir=kept'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited], cwd=place, capture_output=True, text=True, timeout=280, env=environment()
+    )
+    assert done.returncode == 1, (done.stdout, done.stderr[-2000:])
+    assert "the checkpoint step00000004 was not written" in done.stderr
+    assert "the last good checkpoint is step00000002" in done.stderr
+    assert sorted(p.name for p in (place / "kept" / "step00000002").rglob("*")) == before
+    resumed = evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "--json")
+    assert [row["step"] for row in json.loads(resumed.stdout)["steps"]] == [2, 3]
+
+
+def wait_for(condition: Any, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the job never got there"
+        time.sleep(0.05)
+
+
+def rank_process(parent: int, rank: int) -> int | None:
+    """Process id of a rank below the launcher."""
+    for entry in Path("/proc").iterdir():
+        try:
+            child = entry.name.isdigit() and f"\nPPid:\t{parent}\n" in (entry / "status").read_text()
+            if child and f"\0RANK={rank}\0" in "\0" + (entry / "environ").read_text():
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.parametrize(("how", "word"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "is gone")])
+def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how: int, word: str, place: Path) -> None:
+    whole = losses(evenload(place, "train", "megatron.yaml", "train.steps=8", "--json"))
+    command = [sys.executable, "-m", "evenload", "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8"]
+    command += ["log.jsonl=log.jsonl", "safety.gone_s=4", "safety.stuck_s=60"]
+    job = subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        wait_for(lambda: (place / "kept" / "latest").exists())
+        victim = rank_process(job.pid, 1)
+        assert victim is not None
+        os.kill(victim, how)
+        _, errors = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 1, errors[-2000:]
+    assert errors.count("evenload: rank 1 of 2") == 1, errors[-2000:]
+    assert word in errors
+    resumed = losses(evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8", "--json"))
+    assert whole[-len(resumed) :] == resumed
+    assert 0 < len(resumed) < 8
+
+
+def test_torchrun_starts_the_same_job(place: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    done = subprocess.run(
+        [*torchrun, "evenload", "train", "megatron.yaml", "train.steps=2", "--json"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads(done.stdout)["steps"]) == 2

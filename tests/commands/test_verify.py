@@ -1,0 +1,96 @@
+"""`evenload verify` by the command line: exact where it should be, and not fooled by planted faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RECIPE = """
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}
+data: {max_length: 200, long_samples: truncate}
+train: {global_batch_size: 6, dtype: fp64}
+plugins: {packing: {enabled: true, max_tokens: 256}}
+"""
+
+LAYOUTS = {
+    "megatron dp 2": (("parallel.dp=2",), 1e-9),
+    "megatron tp 2": (("parallel.tp=2",), 1e-9),
+    "megatron pp 2": (("parallel.pp=2",), 1e-9),
+    "megatron bf16": (("parallel.dp=2", "train.dtype=bf16"), 5e-2),
+    "deepspeed zero 0": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=0"), 2e-6),
+    "deepspeed zero 1": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=1"), 2e-6),
+    "deepspeed zero 2": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=2"), 2e-6),
+    "deepspeed zero 3": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=3"), 2e-6),
+}
+
+FAULTS = {
+    "wrong loss scale": """
+import evenload.runtime.pack as pack
+real = pack.build_pack
+def build_pack(*a, **k):
+    from dataclasses import replace
+    made = real(*a, **k)
+    return replace(made, num_targets=made.num_targets + 3)
+pack.build_pack = build_pack
+""",
+    "dropped token": """
+import evenload.runtime.pack as pack
+real = pack.build_pack
+def build_pack(micro_batch, *a, **k):
+    first = micro_batch.slices[0]
+    cut = first._replace(stop=first.stop - 2)  # the last token has no target, the one before has
+    return real(micro_batch._replace(slices=(cut, *micro_batch.slices[1:])), *a, **k)
+pack.build_pack = build_pack
+""",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def verify(place: Path, *words: str, fault: str = "") -> tuple[int, dict[str, object]]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    if fault:
+        # Every rank runs the same command, so the fault is planted where Python starts.
+        (place / "sitecustomize.py").write_text(
+            "import os\nif 'RANK' in os.environ:\n" + "".join(f"    {line}\n" for line in fault.strip().splitlines())
+        )
+        environment["PYTHONPATH"] = str(place)
+    command = [sys.executable, "-m", "evenload", "verify", "recipe.yaml", *words, "--json"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    assert done.stdout, done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_exact(name: str, place: Path) -> None:
+    words, tolerance = LAYOUTS[name]
+    code, result = verify(place, *words)
+    assert code == 0
+    assert result["grad_rel_err"] <= tolerance  # type: ignore[operator]
+    assert result["loss_rel_err"] <= tolerance  # type: ignore[operator]
+    assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
+    assert result["uncompared_parameters"] == []
+    assert result["planner"] == "packing"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault: str, place: Path) -> None:
+    code, result = verify(place, "parallel.dp=2", fault=FAULTS[fault])
+    assert code == 1
+    assert result["exact"] is False
+    assert result["grad_rel_err"] > 1e-4  # type: ignore[operator]
+    if fault == "dropped token":
+        assert result["tokens_missing"]
