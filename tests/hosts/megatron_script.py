@@ -1,6 +1,6 @@
 """A plain Megatron-Core pre-training script, as its author would write it: it knows nothing of evenload.
 
-torchrun --nproc-per-node 2 megatron_script.py --out FOLDER [--dtypes fp32 fp64] [--pp 2] [--positions rope]
+torchrun --nproc-per-node 2 megatron_script.py --out FOLDER [--dtypes fp32 fp64] [--pp 2] [--tp 2]
 """
 
 import argparse
@@ -74,6 +74,7 @@ def build(dtype, positions, overlap):
         params_dtype=dtype,
         pipeline_dtype=dtype,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=False,
         deallocate_pipeline_outputs=pipelined,
@@ -107,7 +108,7 @@ def build(dtype, positions, overlap):
 
 
 def run(data, model, shapes, **more):
-    """(sum of token losses, number of tokens) of a step, over all ranks."""
+    """(sum of token losses, number of tokens) of a step, over all ranks; tensor-parallel peers count twice in both."""
     reports = get_forward_backward_func()(
         forward_step_func=partial(forward_step, shapes),
         data_iterator=data,
@@ -155,10 +156,11 @@ def main():
     parser.add_argument("--positions", default="rope", choices=["rope", "learned_absolute"])
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=args.pp)
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
     rank = torch.distributed.get_rank()
     for name in args.dtypes:
         result = train(DTYPES[name], args.positions, args.overlap)

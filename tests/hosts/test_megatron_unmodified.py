@@ -1,4 +1,4 @@
-"""A Megatron-Core script that nobody edited, stock and with evenload: by torchrun and `evenload run`, and in process."""
+"""A Megatron-Core script that nobody edited, stock and with evenload: by torchrun, and in one process."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ def test_evaluation_is_left_alone(data_parallel):
         assert planned["evaluation"] == pytest.approx(stock["evaluation"], rel=1e-12)
 
 
-def test_pipeline_and_data_parallel(tmp_path):
-    words = ("--dtypes", "fp64", "--pp", "2", "--overlap")
+@pytest.mark.parametrize("kind", ["--pp", "--tp"])
+def test_pipeline_or_tensor_parallel_beside_data_parallel(tmp_path, kind):
+    words = ("--dtypes", "fp64", kind, "2", "--overlap")
     stock, planned = start(tmp_path, "stock", OFF, 4, *words), start(tmp_path, "planned", ON, 4, *words)
     for before, after in zip(stock["fp64"], planned["fp64"], strict=True):
         assert worst("gradients", after, before) < 1e-12
