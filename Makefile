@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+FLOORS := core data runtime plugins integrations patches commands
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
@@ -21,8 +22,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Through a link, so that the checkout's folder may have any name.
 types: $(READY)
-	$(BIN)/mypy __init__.py __main__.py cli.py face.py core data runtime plugins integrations patches commands
+	mkdir -p $(VENV)/typed && ln -sfn "$(CURDIR)" $(VENV)/typed/evenload
+	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+	    -m evenload.cli -m evenload.face -m evenload.__main__ $(addprefix -p evenload.,$(FLOORS))
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache

@@ -11,8 +11,6 @@ from dataclasses import replace
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 from evenload.commands.preflight import preflight
 from evenload.core.chain import PlanChain
 from evenload.core.predict import predict
@@ -20,6 +18,7 @@ from evenload.core.setting import RECIPES
 from evenload.core.workload import StepPlan, sequences
 from evenload.data.order import SampleOrder
 from evenload.face import load_recipe
+from matplotlib import pyplot as plt
 
 PLANNERS = {"stock: equal counts, padded": "stock", "packed in order": "in_order", "evenload": ""}
 NUM_RANKS, NUM_SAMPLES = 8, 64

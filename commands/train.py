@@ -15,7 +15,8 @@ import numpy as np
 
 from ..core.errors import EvenloadError
 from ..core.planner import Planned
-from ..core.recipe import Recipe, Train
+from ..core.recipe import Recipe
+from ..core.sections import Train
 from ..data.order import SampleOrder
 from . import checkpoints
 from .hosts import integration
@@ -180,16 +181,16 @@ def _writer(recipe: Recipe | None) -> Iterator[Any]:
     if recipe.log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(str(recipe.log.tensorboard))  # type: ignore[no-untyped-call]
+        board = SummaryWriter(str(recipe.log.tensorboard))
     lines = _open_log(recipe.log.jsonl)
 
     def write(row: Row, planned: Planned) -> None:
         values = asdict(row)
         if board is not None and row.step % recipe.log.every == 0:
-            board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)  # type: ignore[no-untyped-call]
+            board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
             for name, value in values.items():
                 if name not in ("step", "tokens"):
-                    board.add_scalar(f"evenload/{name}", value, row.step)  # type: ignore[no-untyped-call]
+                    board.add_scalar(f"evenload/{name}", value, row.step)
         if lines is not None:
             samples = planned.draw.samples.tolist()
             lines.write(json.dumps({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
@@ -199,7 +200,7 @@ def _writer(recipe: Recipe | None) -> Iterator[Any]:
         yield write
     finally:
         if board is not None:
-            board.close()  # type: ignore[no-untyped-call]
+            board.close()
         if lines is not None:
             lines.close()
 

@@ -1,2 +1,6 @@
+"""evenload inside the trainers: plans bound to their own extension points."""
+
 if __name__ != "evenload.integrations":
-    raise ImportError(f"{__name__}: import this package as evenload.integrations; a second copy would mean a second registry")
+    raise ImportError(
+        f"{__name__}: import this package as evenload.integrations; a second copy would mean a second registry"
+    )

@@ -1,0 +1,76 @@
+"""Combinations that no trainer can run, found before any rank starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import registry
+from .errors import EvenloadError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+
+def refuse_impossible(recipe: Recipe) -> None:
+    """Raise EvenloadError with the first rule that the recipe breaks, plugin clashes first."""
+    model, p, train = recipe.model, recipe.parallel, recipe.train
+    registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
+    rules: list[tuple[bool, str, str, str]] = [
+        (
+            model.hidden_size % model.num_attention_heads != 0,
+            "model.num_attention_heads does not divide model.hidden_size",
+            f"{model.num_attention_heads} heads, hidden size {model.hidden_size}",
+            "choose a number of heads that divides the hidden size",
+        ),
+        (
+            model.num_attention_heads % model.kv_heads != 0,
+            "model.num_query_groups does not divide model.num_attention_heads",
+            f"{model.kv_heads} groups, {model.num_attention_heads} heads",
+            "choose a number of groups that divides the number of heads",
+        ),
+        (
+            model.num_attention_heads % p.tp != 0 or model.kv_heads % p.tp != 0,
+            "parallel.tp does not divide the attention heads",
+            f"tp {p.tp}, {model.num_attention_heads} heads in {model.kv_heads} query groups",
+            "choose a tp that divides both",
+        ),
+        (
+            model.ffn_size % p.tp != 0,
+            "parallel.tp does not divide model.ffn_hidden_size",
+            f"tp {p.tp}, ffn_hidden_size {model.ffn_size}",
+            "choose a tp that divides it",
+        ),
+        (
+            model.num_layers % p.pp != 0,
+            "parallel.pp does not divide model.num_layers",
+            f"pp {p.pp}, {model.num_layers} layers",
+            "choose a pp that divides the number of layers",
+        ),
+        (
+            recipe.trainer == "deepspeed" and (p.tp > 1 or p.pp > 1),
+            "trainer deepspeed runs data-parallel here",
+            f"tp {p.tp}, pp {p.pp}",
+            "use trainer: megatron for tensor or pipeline parallelism",
+        ),
+        (
+            recipe.trainer == "deepspeed" and train.dtype == "fp64",
+            "DeepSpeed's engine cannot train in float64",
+            "train.dtype fp64",
+            "use fp32, or trainer: megatron for float64 proofs",
+        ),
+        (
+            train.global_batch_size < (p.dp or 1) * p.cp,
+            "train.global_batch_size is smaller than the number of data-parallel ranks",
+            f"{train.global_batch_size} samples, {(p.dp or 1) * p.cp} ranks",
+            "raise it, or lower parallel.dp",
+        ),
+        (
+            recipe.data.min_length > recipe.data.max_length,
+            "data.min_length is larger than data.max_length",
+            f"{recipe.data.min_length} > {recipe.data.max_length}",
+            "lower data.min_length",
+        ),
+    ]
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(what, found, do)
