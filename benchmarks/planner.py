@@ -1,0 +1,152 @@
+"""How fast and how even evenload plans, beside every baseline: K sequences on R ranks; imbalance is predicted.
+
+    python benchmarks/planner.py [--lengths FILE] [--max-length 8192] [--sizes 512x64,4096x256,65536x1024] [--runs 5]
+                                 [--json] [--out FILE]
+
+Without --lengths, lengths are a log-normal of median 1,100 tokens and shape 1.2, a heavy tail like that of web text.
+With it, batches are drawn from the file as training would draw them. Longer samples than --max-length are split, and a
+micro-batch holds twice as many tokens. Model, cluster and costs are those of recipes/gpu-node.yaml. Planning includes
+the check of every law. "longest / mean" is what the costliest sequence costs over a rank's mean share: above 1, that
+sequence alone bounds the step, and planners cannot differ much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from evenload.commands.show import emit, grid, seconds
+from evenload.core.chain import PlanChain
+from evenload.core.predict import predict
+from evenload.core.setting import RECIPES
+from evenload.core.workload import Sequence, StepPlan, sequences
+from evenload.data.cut import cut
+from evenload.data.lengths import read_lengths
+from evenload.data.order import SampleOrder
+from evenload.face import load_recipe
+
+SEED = 1234
+DIFFERENCING_LIMIT = 1 << 22
+"""Largest sequences x ranks for Karmarkar-Karp, which holds a list of that size and takes minutes beyond."""
+
+Lengths = npt.NDArray[np.int64]
+
+
+def synthetic(count: int, max_length: int) -> Lengths:
+    """A heavy tail; a function of its arguments alone."""
+    lengths = np.random.default_rng(SEED).lognormal(np.log(1100), 1.2, count)
+    return cut(lengths.astype(np.int64), max_length, "split", 2).length
+
+
+def batches(lengths: Lengths, size: int, count: int) -> Iterator[tuple[Sequence, ...]]:
+    """Global batches as training draws them; samples repeat where the file holds fewer than one batch."""
+    lengths = np.tile(lengths, -(-size // len(lengths)))
+    order = SampleOrder(len(lengths), SEED)
+    for _ in range(count):
+        drawn, order = order.take(size)
+        yield sequences(lengths[drawn])
+
+
+def measure(lengths: Lengths, max_length: int, size: int, num_ranks: int, runs: int) -> list[dict[str, Any]]:
+    """One row a planner: medians over ``runs`` batches, the same for all."""
+    sizes = {
+        "parallel.dp": num_ranks,
+        "train.global_batch_size": size,
+        "data.max_length": max_length,
+        "plugins.packing.max_tokens": 2 * max_length,
+    }
+    recipe = load_recipe(RECIPES / "gpu-node.yaml", [f"{key}={value}" for key, value in sizes.items()])
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    drawn = list(batches(lengths, size, runs))
+    bounds = [chain.plan(batch).bound_s for batch in drawn]
+    rows = []
+    for name in ("", *chain.baseline_names):
+        if name == "karmarkar_karp" and size * num_ranks > DIFFERENCING_LIMIT:
+            continue
+        steps = [_step(replace(chain, instead=name), *pair) for pair in zip(drawn, bounds, strict=True)]
+        medians = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+        rows.append({"sequences": size, "ranks": num_ranks, "planner": name or "evenload", **medians})
+    return rows
+
+
+def _step(chain: PlanChain, batch: tuple[Sequence, ...], bound_s: float) -> dict[str, float]:
+    began = time.perf_counter()
+    plan: StepPlan = chain.plan(batch)
+    plan_s = time.perf_counter() - began
+    predicted = predict(plan, chain.situation.costs)
+    cost_s = chain.situation.costs.sequence_s([s.length for s in batch])
+    return {
+        "plan_s": plan_s,
+        "imbalance": predicted.imbalance,
+        "step_over_bound": predicted.step_s / bound_s,
+        "longest_over_mean": float(cost_s.max() / cost_s.sum() * chain.limits.num_ranks),
+        "padding_frac": plan.padding_frac,
+        "micro_batches": len(plan.micro_batches),
+    }
+
+
+def benchmark(file: Path | None, max_length: int, sizes: list[tuple[int, int]], runs: int) -> dict[str, Any]:
+    """All sizes on one source of lengths. Raises EvenloadError for a file that holds none."""
+    largest = max(size for size, _ in sizes)
+    if file is None:
+        lengths = synthetic(4 * largest, max_length)
+    else:
+        lengths = cut(read_lengths(file), max_length, "split", 2).length
+    return {
+        "predicted": True,
+        "lengths": "synthetic" if file is None else file.name,
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
+        "max_length": max_length,
+        "runs": runs,
+        "rows": [row for size, ranks in sizes for row in measure(lengths, max_length, size, ranks, runs)],
+    }
+
+
+def table(result: dict[str, Any]) -> Any:
+    rows = [
+        (
+            f"{r['sequences']} x {r['ranks']}",
+            r["planner"],
+            seconds(r["plan_s"]),
+            f"{r['imbalance']:.4f}",
+            f"{r['step_over_bound']:.4f}",
+            f"{r['longest_over_mean']:.2f}",
+        )
+        for r in result["rows"]
+    ]
+    head = ("sequences x ranks", "planner", "planning", "imbalance", "step / bound", "longest / mean")
+    caption = f"medians of {result['runs']} batches; planning measured on {result['machine']}, all else predicted"
+    return grid(f"planners on {result['lengths']} lengths", head, rows, caption)
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    pairs = [word.split("x") for word in text.split(",")]
+    return [(int(size), int(ranks)) for size, ranks in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, help=".npy, .txt, .jsonl or Megatron .idx")
+    parser.add_argument("--max-length", type=int, default=8192, help="Tokens.")
+    parser.add_argument("--sizes", type=_sizes, default=_sizes("512x64,4096x256,65536x1024"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
+    arguments = parser.parse_args()
+    result = benchmark(arguments.lengths, arguments.max_length, arguments.sizes, arguments.runs)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, arguments.json, table)
+
+
+if __name__ == "__main__":
+    main()

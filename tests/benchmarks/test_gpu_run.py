@@ -1,0 +1,124 @@
+"""`benchmarks/gpu/run.sh` without a GPU: its stages are printed, parse, and end within their limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.face import load_recipe
+
+GPU = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def stages() -> ModuleType:
+    name = "gpu_stages"
+    spec = importlib.util.spec_from_file_location(name, GPU / "stages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_prints_every_stage_and_does_nothing(stages: ModuleType, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [GPU / "run.sh", "--dry-run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    for stage in stages.stages():
+        assert f"{stage.name}, at most" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
+    """Recipes and overrides are accepted, scripts are there, and the GPU tests are found."""
+    asked = set()
+    for stage in stages.stages():
+        words = [word for word in stage.arguments if word != "-P"]
+        if words[:2] == ["-m", "evenload"] and words[2] != "doctor":
+            overrides = [w for w in words[4:] if "=" in w and not w.startswith("-")]
+            recipe = load_recipe(words[3], overrides)
+            assert recipe.min_world_size == 1
+            asked.add((words[2], recipe.trainer, recipe.train.dtype))
+        elif words[0] != "-m":
+            assert Path(words[0]).is_file()
+    assert {(verb, trainer) for verb, trainer, _ in asked} == {
+        ("verify", "megatron"),
+        ("verify", "deepspeed"),
+        ("bench", "megatron"),
+        ("bench", "deepspeed"),
+        ("profile", "megatron"),
+    }
+    with pytest.raises(EvenloadError):
+        load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
+    assert "tests/integrations/megatron/test_gpu.py" in stages.gpu_tests()
+
+
+def test_a_stage_keeps_its_json_or_its_text(stages: ModuleType, tmp_path: Path) -> None:
+    row = stages.run(stages.Stage("good", ("-c", "print('{\"a\": 1}')"), 20), 20, tmp_path)
+    assert (row["exit_code"], row["result"], row["timed_out"]) == (0, {"a": 1}, False)
+    row = stages.run(stages.Stage("bad", ("-c", "print('some text'); raise SystemExit('why')"), 20), 20, tmp_path)
+    assert row["exit_code"] == 1
+    assert "some text" in row["printed"]
+    assert "why" in row["stderr"]
+
+
+def test_a_stage_that_hangs_ends_with_all_it_started(stages: ModuleType, tmp_path: Path) -> None:
+    child = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
+    began = time.monotonic()
+    row = stages.run(stages.Stage("hangs", ("-c", child), 3), 3, tmp_path)
+    assert row["timed_out"]
+    assert row["exit_code"] is None
+    assert time.monotonic() - began < 50
+    number = row["result"]
+    state = Path(f"/proc/{number}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_only_lacking_wheels_are_installed(stages: ModuleType, tmp_path: Path) -> None:
+    for name in (
+        "numpy-99.0-py3-none-any.whl",
+        "pydantic_core-9.0-py3-none-any.whl",
+        "nosuch_thing-1.0-py3-none-any.whl",
+    ):
+        (tmp_path / name).touch()
+    assert [wheel.name for wheel in stages.lacking(tmp_path)] == ["nosuch_thing-1.0-py3-none-any.whl"]
+
+
+def test_costs_are_named_after_the_card(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages.costs_name("NVIDIA H200") == "h200"
+    assert stages.costs_name("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+    (tmp_path / "recipes" / "costs").mkdir(parents=True)
+    (tmp_path / "fitted.yaml").write_text("source: x\n")
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    stages.keep_costs(tmp_path / "fitted.yaml", "h200", tmp_path / "gpu.json")
+    assert (tmp_path / "recipes" / "costs" / "h200.yaml").read_text() == "source: x\n"
+    assert (tmp_path / "h200.yaml").is_file()
+
+
+def test_attention_is_measured_against_float64() -> None:
+    command = [sys.executable, "-P", GPU / "attention.py", "--json", "--device", "cpu", "--tokens", "128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {row["kernel"] for row in result["rows"]} == {"sdpa"}
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert "failed" not in row
+        assert max(row["error"].values()) < 1e-5
+        assert row["forward_ms"] > 0
