@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ...core.errors import EvenloadError
 from .model import torch_optimizers
@@ -109,12 +110,18 @@ def agreed(check: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Megatron's faults as an EvenloadError. Its writer and reader tell all ranks when one of them fails."""
+    """Megatron's and torch's faults as an EvenloadError; their writer and reader tell all ranks when one of them fails.
+
+    torch's CheckpointException is no Exception: whoever catches only those lets a full disk end the job.
+    """
+    do = "check the directory and the space on its disk, then try again"
     try:
         yield
-    except Exception as error:  # a file system, torch and Megatron raise whatever they like
-        found = f"{type(error).__name__}: {error}".strip()
-        raise EvenloadError(what, found[:2000], "check the directory and its disk, then try again") from error
+    except CheckpointException as error:
+        faults = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
+        raise EvenloadError(what, "; ".join(faults)[:2000], do) from error
+    except Exception as error:  # a file system and Megatron raise whatever they like
+        raise EvenloadError(what, f"{type(error).__name__}: {error}"[:2000], do) from error
 
 
 def _expect_empty(directory: Path) -> bool:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -30,8 +31,8 @@ class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write this rank's shards, each tensor once by its main replica, and flush them to the disk. Collective."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        dcp.save(
+        save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True, thread_count=self.thread_count),
+            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True, thread_count=self.thread_count),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )

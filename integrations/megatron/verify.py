@@ -46,7 +46,8 @@ def reference(
     The loss is the sum of all token losses / target tokens, as `StepResult.loss`; tensor-parallel shards are those of
     this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
     """
-    model, workers = _plain_model(recipe, host)
+    alone, workers = _own_groups(host)
+    model = _plain_model(recipe, host, alone)
     batch = list(sequences)
     mine = batch[dist.get_rank(workers) :: dist.get_world_size(workers)]
     parameters = dict(global_parameters(model))
@@ -70,6 +71,8 @@ def reference(
             # Each tensor-parallel rank has its own heads' part, which Megatron sums when it finalizes.
             dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
         total /= totals[1]
+    dist.destroy_process_group(workers)
+    dist.destroy_process_group(alone)
     return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
 
 
@@ -86,10 +89,9 @@ def grad_rel_err(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     return worst
 
 
-def _plain_model(recipe: Recipe, host: MegatronHost) -> tuple[Any, dist.ProcessGroup]:
-    """The stock model with the host's weights, and the ranks that share the sequences: those of equal TP index."""
+def _plain_model(recipe: Recipe, host: MegatronHost, alone: dist.ProcessGroup) -> Any:
+    """The stock model with the host's weights, all layers on each rank."""
     recipe = recipe.changed({"train.dtype": "fp32"}) if recipe.train.dtype == "bf16" else recipe
-    alone, workers = _own_groups(host)
     groups = ProcessGroupCollection(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
@@ -107,7 +109,7 @@ def _plain_model(recipe: Recipe, host: MegatronHost) -> tuple[Any, dist.ProcessG
     with torch.no_grad():
         for name, parameter in global_parameters(model):
             parameter.copy_(weights[name])
-    return model, workers
+    return model
 
 
 def _own_groups(host: MegatronHost) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -309,3 +310,30 @@ def recomputed(world: Any) -> float:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 4
         _, gradients = host.gradients(the_plan, data)
         return grad_rel_err(gradients, expected)
+
+
+def load_error(world: Any, *, folder: str, **changes: Any) -> list[str]:
+    """What a load raises, having changed no weight; empty if it raised nothing."""
+    with hosted(world, **changes) as host:
+        before = [p.detach().clone() for p in host.model.parameters()]
+        try:
+            host.load(Path(folder))
+        except EvenloadError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+            return [error.what, error.found, error.do]
+    return []
+
+
+def save_error(world: Any, *, folder: str, limit_rank: int = -1, **changes: Any) -> list[str]:
+    """What a save raises and what it found; ``limit_rank`` may write no file longer than 2 KiB meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with hosted(world, **changes) as host:
+        if world.rank == limit_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+        try:
+            host.save(Path(folder))
+        except EvenloadError as error:
+            return [error.what, error.found]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ["", ""]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -64,3 +67,47 @@ def test_a_fresh_host_can_be_saved_and_read(on_ranks, tmp_path):
     on_ranks(2, "train", steps=0, write=str(tmp_path / "c"), train__dtype="fp32")
     resumed = on_ranks(2, "train", steps=2, read=str(tmp_path / "c"), train__dtype="fp32", train__seed=8)[0]
     assert resumed["losses"] == whole["losses"]
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused_on_every_rank(on_ranks, tmp_path):
+    there, torn = tmp_path / "c", tmp_path / "torn"
+    on_ranks(2, "train", steps=1, write=str(there), train__dtype="fp32")
+    shutil.copytree(there, torn)
+    (torn / "metadata.json").unlink()
+    cases = [
+        ({"folder": str(tmp_path / "nowhere")}, "no complete"),
+        ({"folder": str(torn)}, "no complete"),
+        ({"folder": str(there), "model__num_layers": 2}, "another model"),
+        ({"folder": str(there), "train__dtype": "bf16"}, "another dtype"),
+        ({"folder": str(there), "megatron__distributed_optimizer": False}, "another distributed optimizer"),
+    ]
+    for case, word in cases:
+        for error in on_ranks(2, "load_error", **({"train__dtype": "fp32"} | case)):
+            assert word in error[0]
+            assert all(error)
+    assert on_ranks(2, "load_error", folder=str(there), train__dtype="fp32") == [[], []]
+
+
+def test_a_checkpoint_is_never_written_over_something(on_ranks, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("x")
+    for folder in ("full", "missing"):
+        for message, _ in on_ranks(2, "save_error", folder=str(tmp_path / folder)):
+            assert "cannot take a checkpoint" in message
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["precious"]
+
+
+def test_files_are_in_megatrons_own_format(on_ranks, tmp_path):
+    """Every load in this module goes through stock ``dist_checkpointing.load``, with no strategy of ours."""
+    on_ranks(2, "train", steps=1, write=str(tmp_path / "c"), train__dtype="fp32")
+    assert {"metadata.json", ".metadata", "common.pt"} <= {p.name for p in (tmp_path / "c").iterdir()}
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_a_disk_that_refuses_is_told_on_every_rank(on_ranks, tmp_path):
+    """One stage may write no file longer than 2 KiB: all raise, and nothing that looks like a checkpoint is left."""
+    (tmp_path / "c").mkdir()
+    for message, found in on_ranks(2, "save_error", folder=str(tmp_path / "c"), limit_rank=1, parallel__pp=2):
+        assert "could not be written" in message
+        assert "rank 1" in found
+    assert not (tmp_path / "c" / "metadata.json").exists()
