@@ -57,9 +57,10 @@ def stages() -> list[Stage]:
         cut = ("train.global_batch_size=8", "data.max_length=4096", "plugins.packing.max_tokens=8192")
         return verb("verify", f"trainer={trainer}", f"train.dtype={dtype}", *SMALL, *cut)
 
-    def bench(trainer: str, batch: int, steps: int) -> tuple[str, ...]:
-        sizes = (f"train.global_batch_size={batch}", f"train.steps={steps}")
-        return verb("bench", f"trainer={trainer}", *sizes, "--against", "stock,in_order")
+    def bench(trainer: str, batch: int, tokens: int) -> tuple[str, ...]:
+        length = (f"data.max_length={tokens}", f"plugins.packing.max_tokens={tokens}")
+        size = (f"train.global_batch_size={batch}", "train.steps=3")
+        return verb("bench", f"trainer={trainer}", *length, *size, "--against", "stock,in_order")
 
     return [
         Stage("doctor", ("-P", "-m", "evenload", "doctor", "--json"), 30),
@@ -67,10 +68,10 @@ def stages() -> list[Stage]:
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
         Stage("verify megatron fp32", verify("megatron", "fp32"), 45),
         Stage("verify megatron bf16", verify("megatron", "bf16"), 45),
-        Stage("bench megatron bf16", bench("megatron", 32, 4), 90),
+        Stage("bench megatron bf16", bench("megatron", 16, 32768), 90),
         Stage("profile", verb("profile", "--out", "costs.yaml"), 90, costs="costs.yaml"),
         Stage("verify deepspeed fp32", verify("deepspeed", "fp32"), 45),
-        Stage("bench deepspeed bf16", bench("deepspeed", 16, 3), 75),
+        Stage("bench deepspeed bf16", bench("deepspeed", 8, 16384), 75),
     ]
 
 
