@@ -194,7 +194,7 @@ def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str) -> None:
     assert costs.forward.token_s > 0
     assert costs.backward.token_s > 0
     assert "evenload profile recipe.yaml" in costs.source
-    parameters = result["host"].get("num_parameters") or result["host"]["parameters_on_rank"]
+    parameters = result["host"].get("parameters") or result["host"]["parameters_on_rank"]
     # Weights, gradients and two Adam states in float32 at least.
     assert costs.memory.fixed_bytes >= 16 * parameters
     # K and V: 2 x 2 heads of 16 in float32, 2 layers.
