@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..data.sources import Source, open_source
 from .hosts import require
 
 _VOCABULARY_MULTIPLE = 128
+"""The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
     """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
     given = recipe.model.vocab_size
     if given is None:
-        multiple = _VOCABULARY_MULTIPLE * recipe.parallel.tp
+        multiple = math.lcm(_VOCABULARY_MULTIPLE, recipe.parallel.tp)
         return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
     if given < source.vocab_size:
         raise EvenloadError(

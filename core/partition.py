@@ -26,6 +26,13 @@ Ints = npt.NDArray[np.integer[Any]]
 _PAIRS_PER_MOVE = 16384
 """Swaps weighed at each polishing move: the fullest bin against as many of the emptiest as this allows."""
 
+_PAIRS_AT_LAST = 262144
+"""The same once nothing helped any more."""
+_EVEN = 1.002
+"""Fullest bin over mean at which polishing ends."""
+_MOVES_PER_BIN = 4
+"""Most polishing moves; most balances reach their target or a standstill long before."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -51,18 +58,22 @@ def longest_first(costs: Floats, num_bins: int) -> Ints:
     return bins
 
 
-def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: float = 0.0, max_moves: int = 96) -> Ints:
+def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: float = 0.0) -> Ints:
     """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``."""
     bins = longest_first(costs, num_bins)
     cost = np.bincount(bins, costs, num_bins).astype(np.float64)
     token = np.bincount(bins, tokens, num_bins).astype(np.int64)
     per_bin = max(1, len(costs) // num_bins)
-    reach = max(2, min(num_bins, _PAIRS_PER_MOVE // per_bin**2))
-    for _ in range(max_moves):
+    reach, widest = (max(2, min(num_bins, pairs // per_bin**2)) for pairs in (_PAIRS_PER_MOVE, _PAIRS_AT_LAST))
+    for _ in range(_MOVES_PER_BIN * num_bins):
         loads = load(cost, token)
         full = int(loads.argmax())
-        if loads[full] <= target or not _improve(full, loads, reach, costs, tokens, bins, cost, token, load):
+        if loads[full] <= max(target, _EVEN * loads.mean()):
             break
+        if not _improve(full, loads, reach, costs, tokens, bins, cost, token, load):
+            if reach == widest:
+                break
+            reach = widest
     return bins
 
 

@@ -25,7 +25,7 @@ class Model(Section):
     ffn_hidden_size: PositiveInt | None = None
     """Null means 4x hidden (gpt) or 8/3x hidden rounded up to 64 (the gated families)."""
     vocab_size: PositiveInt | None = None
-    """Null means the tokenizer's, rounded up to a multiple of 128 x tp."""
+    """Null means the data's, rounded up to a multiple of 128 and of tp."""
     rotary_base: PositiveFloat = 10000.0
     config: Path | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""

@@ -28,9 +28,6 @@ from ...core.registry import Situation
 from ...core.workload import Limits, MicroBatch, Slice, StepPlan
 from .config import PackingConfig
 
-TARGET = 1.002
-"""Polishing ends when the busiest rank is within this factor of the bound."""
-
 
 def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
     """The packed plan of the same batch. Raises EvenloadError for a sequence longer than ``max_tokens``."""
@@ -43,7 +40,7 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
         packs = _in_rounds(seconds, lengths, limits)
     else:
         load = Load(costs.launch_s, config.max_tokens)
-        ranks = balance(seconds, lengths, limits.num_ranks, load, target=bound_s * TARGET)
+        ranks = balance(seconds, lengths, limits.num_ranks, load, target=bound_s)
         items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
         for item, rank in enumerate(ranks.tolist()):
             items[rank].append(item)

@@ -168,7 +168,7 @@ def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how:
 
 
 def test_torchrun_starts_the_same_job(place: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
         [*torchrun, "evenload", "train", "megatron.yaml", "train.steps=2", "--json"],
         cwd=place,
