@@ -167,11 +167,12 @@ def _run_ranks(
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands.launch import is_rank, launch
-    from .commands.show import emit
+    from .commands.show import emit, stdout_aside
 
     if is_rank():
-        work = getattr(import_module(f".commands.{verb}", __package__), verb)
-        result = work(recipe, *([against] if against else []), **more)
+        with stdout_aside():
+            work = getattr(import_module(f".commands.{verb}", __package__), verb)
+            result = work(recipe, *([against] if against else []), **more)
     else:
         from .commands.preflight import preflight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,20 @@ def progress(leads: bool) -> Iterator[Progress]:
     )
     with RichProgress(*columns, console=console) as bar:
         yield Progress(bar, console)
+
+
+@contextmanager
+def stdout_aside() -> Iterator[None]:
+    """Whatever is printed inside goes to stderr, by trainers' loggers and children too: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], Table]) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
-
-import numpy as np
 
 from ..core.errors import EvenloadError
 from ..core.planner import Planned
@@ -21,26 +15,8 @@ from ..data.order import SampleOrder
 from . import checkpoints
 from .hosts import integration
 from .job import Job, logger, run_rank
+from .metrics import Row, summary, writer
 from .show import Progress, progress
-
-
-@dataclass(frozen=True)
-class Row:
-    """Measures of one step; seconds are wall time on the slowest rank."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    step_s: float
-    plan_s: float
-    plan_wait_s: float
-    imbalance: float
-    """Busiest data-parallel rank over mean, measured."""
-    padding_frac: float
-    bound_s: float
-    """Certified lower bound on the busiest rank's time, predicted; 0 where the planner gives none."""
 
 
 def train(recipe: Recipe, against: tuple[str, ...] = ()) -> dict[str, Any] | None:
@@ -76,7 +52,7 @@ def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
     planner = job.planner(order, replace(job.chain, instead=baseline))
     rows: list[Row] = []
     with (
-        _writer(recipe if job.leads and keeps else None) as write,
+        writer(recipe if job.leads and keeps else None) as write,
         bar.task(baseline or "evenload", recipe.train.steps) as tick,
     ):
         for step in range(first, recipe.train.steps):
@@ -88,7 +64,8 @@ def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
             tick(f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
             if keeps and recipe.checkpoint.dir and _is_due(step + 1, recipe):
                 job.watchdog.at("checkpoint", step)
-                state = {"order": planned.draw.state, "recipe": recipe.model_dump(mode="json")}
+                data = job.source.report()["fingerprint"]
+                state = {"order": planned.draw.state, "data": data, "recipe": recipe.model_dump(mode="json")}
                 checkpoints.save(
                     recipe.checkpoint.dir, step + 1, state, job.host.save, job.world.rank, recipe.checkpoint.keep
                 )
@@ -125,21 +102,6 @@ def _step(job: Job, planned: Planned, step: int) -> Row:
     )
 
 
-def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
-    """Totals over the steps after the first, which pays for warming up."""
-    timed = rows[warmup:] or rows
-    if not timed:
-        return {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
-    seconds = sum(row.step_s for row in timed)
-    return {
-        "tokens_per_s": sum(row.tokens for row in timed) / seconds,
-        "imbalance": float(np.mean([row.imbalance for row in timed])),
-        "padding_frac": float(np.mean([row.padding_frac for row in timed])),
-        "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
-        "loss": rows[-1].loss,
-    }
-
-
 def learning_rate(step: int, config: Train) -> float:
     """A function of the step alone, so that a resumed run continues it. Warm-up is linear."""
     if step < config.warmup_steps:
@@ -161,6 +123,13 @@ def _resume(job: Job) -> tuple[int, SampleOrder]:
         return 0, fresh_order(job)
     job.watchdog.at("loading the checkpoint")
     state = checkpoints.read_state(found)
+    data = job.source.report()["fingerprint"]
+    if state["data"] != data:
+        raise EvenloadError(
+            "the checkpoint was made with other data",
+            f"{found.name} has samples of fingerprint {state['data']}, data.source now gives {data}",
+            "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
+        )
     job.host.load(found / "trainer")
     order = SampleOrder.from_state(state["order"], len(job.source.lengths))
     logger.info("resumed from %s at step %d", found, state["step"])
@@ -169,44 +138,3 @@ def _resume(job: Job) -> tuple[int, SampleOrder]:
 
 def _is_due(done: int, recipe: Recipe) -> bool:
     return done % recipe.checkpoint.every == 0 or done == recipe.train.steps
-
-
-@contextmanager
-def _writer(recipe: Recipe | None) -> Iterator[Any]:
-    """Writes rows to TensorBoard under ``evenload/`` and to the JSON Lines log, where the recipe names them."""
-    if recipe is None:
-        yield lambda row, planned: None
-        return
-    board = None
-    if recipe.log.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(recipe.log.tensorboard))
-    lines = _open_log(recipe.log.jsonl)
-
-    def write(row: Row, planned: Planned) -> None:
-        values = asdict(row)
-        if board is not None and row.step % recipe.log.every == 0:
-            board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
-            for name, value in values.items():
-                if name not in ("step", "tokens"):
-                    board.add_scalar(f"evenload/{name}", value, row.step)
-        if lines is not None:
-            samples = planned.draw.samples.tolist()
-            lines.write(json.dumps({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
-            lines.flush()
-
-    try:
-        yield write
-    finally:
-        if board is not None:
-            board.close()
-        if lines is not None:
-            lines.close()
-
-
-def _open_log(path: Path | None) -> Any:
-    if path is None:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a")

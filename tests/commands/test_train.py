@@ -167,10 +167,60 @@ def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how:
     assert 0 < len(resumed) < 8
 
 
-def test_torchrun_starts_the_same_job(place: Path) -> None:
+FAULT = """
+import os
+if os.environ.get("RANK") == "1":
+    import evenload.runtime.pack as pack
+    real, calls = pack.build_pack, [0]
+    def build_pack(*a, **k):
+        calls[0] += 1
+        if calls[0] == 5:
+            FAULT
+        return real(*a, **k)
+    pack.build_pack = build_pack
+"""
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raise ValueError('bad sample 1234')", ("ValueError: bad sample 1234",)),
+        (
+            "import time; time.sleep(1000)",
+            ("is stuck in 'forward", "no rank made progress for 6 s", "time.sleep(1000)"),
+        ),
+    ],
+)
+def test_a_rank_that_raises_or_hangs_is_named(trainer: str, fault: str, words: tuple[str, ...], place: Path) -> None:
+    (place / "sitecustomize.py").write_text(FAULT.replace("FAULT", fault))
+    done = subprocess.run(
+        [sys.executable, "-m", "evenload", "train", f"{trainer}.yaml", "safety.stuck_s=6"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**environment(), "PYTHONPATH": str(place)},
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert done.stderr.count("evenload: rank 1 of 2") == 1, done.stderr[-3000:]
+    assert "evenload: rank 0" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_checkpoint_of_other_data_is_refused(place: Path) -> None:
+    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+    done = evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "data.max_length=200")
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "the checkpoint was made with other data" in done.stderr
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_torchrun_starts_the_same_job(trainer: str, place: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
-        [*torchrun, "evenload", "train", "megatron.yaml", "train.steps=2", "--json"],
+        [*torchrun, "evenload", "train", f"{trainer}.yaml", "train.steps=2", "--json"],
         cwd=place,
         capture_output=True,
         text=True,

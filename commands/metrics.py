@@ -1,0 +1,92 @@
+"""What is recorded of every step, where it is written, and what a run comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.planner import Planned
+from ..core.recipe import Recipe
+
+Write = Callable[["Row", Planned], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measures of one step; seconds are wall time on the slowest rank."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    step_s: float
+    plan_s: float
+    plan_wait_s: float
+    imbalance: float
+    """Busiest data-parallel rank over mean, measured."""
+    padding_frac: float
+    bound_s: float
+    """Certified lower bound on the busiest rank's time, predicted; 0 where the planner gives none."""
+
+
+def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
+    """Totals over the steps after the first, which pays for warming up."""
+    timed = rows[warmup:] or rows
+    if not timed:
+        return {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
+    seconds = sum(row.step_s for row in timed)
+    return {
+        "tokens_per_s": sum(row.tokens for row in timed) / seconds,
+        "imbalance": float(np.mean([row.imbalance for row in timed])),
+        "padding_frac": float(np.mean([row.padding_frac for row in timed])),
+        "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
+        "loss": rows[-1].loss,
+    }
+
+
+@contextmanager
+def writer(recipe: Recipe | None) -> Iterator[Write]:
+    """Writes rows to TensorBoard under ``evenload/`` and to the JSON Lines log, where the recipe names them."""
+    if recipe is None:
+        yield lambda row, planned: None
+        return
+    board = None
+    if recipe.log.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(recipe.log.tensorboard))
+    lines = _open_log(recipe.log.jsonl)
+
+    def write(row: Row, planned: Planned) -> None:
+        values = asdict(row)
+        if board is not None and row.step % recipe.log.every == 0:
+            board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
+            for name, value in values.items():
+                if name not in ("step", "tokens"):
+                    board.add_scalar(f"evenload/{name}", value, row.step)
+        if lines is not None:
+            samples = planned.draw.samples.tolist()
+            lines.write(json.dumps({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
+            lines.flush()
+
+    try:
+        yield write
+    finally:
+        if board is not None:
+            board.close()
+        if lines is not None:
+            lines.close()
+
+
+def _open_log(path: Path | None) -> Any:
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a")
