@@ -119,6 +119,7 @@ class DeepSpeedHost:
             raise EvenloadError(
                 "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
             )
+        mark("loading the samples")
         packs = [build_pack(m, tokens_of, self.world.device) for m in micro_batches]
         share = self.world.size if self.stage == 3 else 1
         clock = BusyClock(self.world.device)
