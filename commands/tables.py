@@ -42,10 +42,20 @@ def bench(result: Result) -> Table:
                 percent(result["padding_frac"][name]),
                 f"{ratio['of_totals']:.3f}x" if ratio else "",
                 "{:.3f} .. {:.3f}".format(*ratio["quartiles"]) if ratio else "",
+                f"{ratio['of_busiest']:.3f}x" if ratio else "",
                 percent(ratio["of_ceiling"]) if ratio else "",
             )
         )
-    head = ("", "tokens/s", "imbalance", "padding", "evenload is faster by", "quartiles of steps", "of its ceiling")
+    head = (
+        "",
+        "tokens/s",
+        "imbalance",
+        "padding",
+        "evenload is faster by",
+        "quartiles of steps",
+        "its busiest rank",
+        "of its ceiling",
+    )
     caption = (
         f"{result['steps']} steps, alternating; ceiling: the baseline's own imbalance, measured; "
         f"planning took {percent(result['plan_share'])} of a step"

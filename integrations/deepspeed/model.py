@@ -12,6 +12,7 @@ import transformers
 
 from ...core.errors import EvenloadError, nearest
 from ...core.recipe import Recipe
+from ...runtime.lookup import sum_in_float32
 from . import attention
 
 _FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -75,6 +76,7 @@ def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME) ->
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
+    sum_in_float32(model.get_input_embeddings())
     model.config.use_cache = False
     model.train()
     return model

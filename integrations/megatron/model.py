@@ -17,6 +17,7 @@ from torch import nn
 
 from ...core.layout import Layout
 from ...core.recipe import Recipe
+from ...runtime.lookup import sum_in_float32
 from .attention import packed_layer_spec
 from .rope import use_token_positions
 from .setup import check_recipe
@@ -100,7 +101,11 @@ def build_model(
     )
     if config.params_dtype == torch.float64:
         model.double()  # torch's norms do not ask for params_dtype
-    return use_token_positions(model) if packed else model
+    if not packed:
+        return model
+    if first:
+        sum_in_float32(model.embedding.word_embeddings)
+    return use_token_positions(model)
 
 
 def wrap_model(recipe: Recipe, config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:

@@ -23,7 +23,7 @@ LAYOUTS = {
     "megatron dp 2": (("parallel.dp=2",), 1e-9),
     "megatron tp 2": (("parallel.tp=2",), 1e-9),
     "megatron pp 2": (("parallel.pp=2",), 1e-9),
-    "megatron bf16": (("parallel.dp=2", "train.dtype=bf16"), 5e-2),
+    "megatron bf16": (("parallel.dp=2", "train.dtype=bf16"), 2e-2),
     "deepspeed zero 0": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=0"), 2e-6),
     "deepspeed zero 1": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=1"), 2e-6),
     "deepspeed zero 2": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=2"), 2e-6),
