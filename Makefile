@@ -41,7 +41,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --group dev
-	$(BIN)/pip install --quiet --no-deps --editable .
+	$(BIN)/pip install --quiet --editable .
 	touch $@
 
 clean:
