@@ -23,14 +23,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.integer[Any]]
 
 
-_PAIRS_PER_MOVE = 16384
+_PAIRS_PER_MOVE = 2048
 """Swaps weighed at each polishing move: the fullest bin against as many of the emptiest as this allows."""
 
 _PAIRS_AT_LAST = 262144
 """The same once nothing helped any more."""
 _EVEN = 1.002
 """Fullest bin over mean at which polishing ends."""
-_MOVES_PER_BIN = 4
+_MOVES_PER_BIN = 2
 """Most polishing moves; most balances reach their target or a standstill long before."""
 
 
@@ -60,7 +60,7 @@ def longest_first(costs: Floats, num_bins: int) -> Ints:
 
 def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: float = 0.0) -> Ints:
     """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``."""
-    bins = longest_first(costs, num_bins)
+    bins = _start(costs, tokens, num_bins, load)
     cost = np.bincount(bins, costs, num_bins).astype(np.float64)
     token = np.bincount(bins, tokens, num_bins).astype(np.int64)
     per_bin = max(1, len(costs) // num_bins)
@@ -75,6 +75,27 @@ def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: floa
                 break
             reach = widest
     return bins
+
+
+def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
+    """Longest first, free or with as many launches for every bin as the tokens need on average; the better one."""
+    free = longest_first(costs, num_bins)
+    if not load.launch_s:
+        return free
+    cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
+    by_cost = np.argsort(-costs, kind="stable").tolist()
+    bins = _fill(by_cost, costs.tolist(), tokens.tolist(), cap, num_bins)
+    if bins is None:
+        return free
+    capped = np.zeros(len(costs), dtype=np.int64)
+    for b, items in enumerate(bins):
+        capped[items] = b
+
+    def fullest(bins: Ints) -> float:
+        token = np.bincount(bins, tokens, num_bins).astype(np.int64)
+        return float(load(np.bincount(bins, costs, num_bins).astype(np.float64), token).max())
+
+    return capped if fullest(capped) < fullest(free) else free
 
 
 def _improve(

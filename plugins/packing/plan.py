@@ -72,7 +72,8 @@ def lengths_of(bare: StepPlan, config: PackingConfig) -> Ints:
 def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs) -> float:
     """Certified: no plan of whole sequences has a busiest rank below this [s].
 
-    The mean over ranks, launches included, and the costliest sequence with the one launch that it needs.
+    The largest of: the mean over ranks, launches included; the costliest sequence with the one launch that it needs;
+    and the rank of most tokens, which has at least the mean number, the launches these need, and their linear work.
     """
     if not len(lengths):
         return 0.0
@@ -81,7 +82,10 @@ def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs) -> float:
     if len(lengths) < limits.num_ranks:
         launches = len(lengths)
     mean = (float(seconds.sum()) + launches * costs.launch_s) / limits.num_ranks
-    return max(mean, float(seconds.max()) + costs.launch_s)
+    tokens = float(lengths.sum()) / limits.num_ranks
+    most_tokens = (costs.forward.token_s + costs.backward.token_s) * tokens
+    most_tokens += -(-tokens // limits.max_tokens) * costs.launch_s
+    return max(mean, most_tokens, float(seconds.max()) + costs.launch_s)
 
 
 def _pack(
