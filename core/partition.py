@@ -78,9 +78,15 @@ def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: floa
 
 
 def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
-    """Longest first, free or with as many launches for every bin as the tokens need on average; the better one."""
+    """Longest first; if that is uneven, perhaps with as many launches for every bin as the tokens need on average."""
+
+    def loads(bins: Ints) -> Floats:
+        token = np.bincount(bins, tokens, num_bins).astype(np.int64)
+        return load(np.bincount(bins, costs, num_bins).astype(np.float64), token)
+
     free = longest_first(costs, num_bins)
-    if not load.launch_s:
+    free_loads = loads(free)
+    if not load.launch_s or free_loads.max() <= _EVEN * free_loads.mean():
         return free
     cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
     by_cost = np.argsort(-costs, kind="stable").tolist()
@@ -90,12 +96,7 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
     capped = np.zeros(len(costs), dtype=np.int64)
     for b, items in enumerate(bins):
         capped[items] = b
-
-    def fullest(bins: Ints) -> float:
-        token = np.bincount(bins, tokens, num_bins).astype(np.int64)
-        return float(load(np.bincount(bins, costs, num_bins).astype(np.float64), token).max())
-
-    return capped if fullest(capped) < fullest(free) else free
+    return capped if loads(capped).max() < free_loads.max() else free
 
 
 def _improve(
