@@ -1,8 +1,9 @@
 """evenload against baselines, alternating on the same batches in one run of one model.
 
 Every step each variant plans and trains the same global batch; the order rotates, so that drift of the machine's speed
-meets all alike. A variant's ratio is the median over steps of baseline time / evenload time. The ceiling of a baseline
-is its own measured imbalance, busiest rank over mean: no planner can gain more from balance alone.
+meets all alike. ``of_totals`` is a baseline's seconds over evenload's, all steps summed; ``median`` and ``quartiles``
+are of the ratios step by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps
+summed: what balance alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
 """
 
 from __future__ import annotations

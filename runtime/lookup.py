@@ -1,4 +1,4 @@
-"""Embedding gradients in bfloat16 on the CPU, summed in float32 as they are on CUDA.
+"""Embedding gradients in bfloat16 on the CPU, summed in float32.
 
 A token that occurs thousands of times in a micro-batch has thousands of addends in one row of the embedding's gradient.
 torch's CPU kernel adds them in the weight's dtype, and in bfloat16 a sum stops growing once it is 256 times its

@@ -189,10 +189,18 @@ def test_the_packages_listed_are_the_packages_there_are() -> None:
     assert set(listed) == found
 
 
-def test_third_parties_register_through_entry_points() -> None:
-    from evenload.core.registry import ENTRY_POINT_GROUP, registered
-    from evenload.face import load_plugins
-
-    load_plugins()
-    assert ENTRY_POINT_GROUP == "evenload.plugins"
-    assert "packing" in {p.name for p in registered()}
+def test_third_parties_register_through_entry_points(place: Path) -> None:
+    """An installed package with an entry point: its plugin is listed, and recipes know its section."""
+    (place / "theirs.py").write_text(
+        "from evenload import Plugin, register\nfrom evenload.core.registry import PluginConfig\n"
+        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, situation, config: plan))\n"
+    )
+    metadata = place / "theirs-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[evenload.plugins]\ntheirs = theirs\n")
+    names = [row["name"] for row in json.loads(evenload("plugins", "--json", cwd=place).stdout)["plugins"]]
+    assert names == ["packing", "theirs"]
+    words = ("--lengths", "lengths.txt", "plugins.theirs.enabled=true", "--json")
+    done = evenload("plan", "recipe.yaml", *words, cwd=place)
+    assert json.loads(done.stdout)["plugins"] == ["packing", "theirs"], done.stderr
