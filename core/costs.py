@@ -101,6 +101,17 @@ class Costs(_Frozen):
 
         return one_way(self.forward), one_way(self.backward)
 
+    def recomputed(self, kept_bytes_per_token: float) -> Costs:
+        """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
+        forward, backward = self.forward, self.backward
+        again = PassCost(
+            launch_s=forward.launch_s + backward.launch_s,
+            token_s=forward.token_s + backward.token_s,
+            pair_s=forward.pair_s + backward.pair_s,
+        )
+        memory = self.memory.model_copy(update={"activation_bytes_per_token": kept_bytes_per_token})
+        return self.model_copy(update={"backward": again, "memory": memory})
+
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
         compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp

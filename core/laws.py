@@ -12,9 +12,12 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import PlanError
-from .workload import Op, StepPlan
+from .memory import peaks_of_stage
+from .order import orders_of_stage
+from .workload import MicroBatch, Op, StepPlan
 
 
 def check(plan: StepPlan) -> None:
@@ -24,9 +27,11 @@ def check(plan: StepPlan) -> None:
         _ranks_exist,
         _caps,
         _slices_ascend,
+        _backward_groups,
         _equal_counts,
         _order_is_complete,
         _slices_keep_their_prefix,
+        _links_keep_their_order,
         _stages_make_progress,
         _recompute_fits,
         _memory,
@@ -35,13 +40,19 @@ def check(plan: StepPlan) -> None:
 
 
 def _every_token_once(plan: StepPlan) -> None:
-    rows = np.array([s for m in plan.micro_batches for s in m.slices], dtype=np.int64).reshape(-1, 3)
     lengths = np.array([s.length for s in plan.sequences], dtype=np.int64)
     if [s.index for s in plan.sequences] != list(range(len(plan.sequences))):
         raise PlanError("sequences are not numbered 0, 1, 2, ...", f"{len(plan.sequences)} sequences")
     if (lengths < 1).any():
         index = int((lengths < 1).argmax())
         raise PlanError("a sequence has no tokens", f"sequence {index} of length {lengths[index]}")
+    _covers(plan.micro_batches, lengths, "")
+    if plan.backward:
+        _covers(plan.backward, lengths, " in the backward pass")
+
+
+def _covers(micro_batches: tuple[MicroBatch, ...], lengths: npt.NDArray[np.int64], where: str) -> None:
+    rows = np.array([s for m in micro_batches for s in m.slices], dtype=np.int64).reshape(-1, 3)
     sequence, start, stop = rows.T
     unknown = (sequence < 0) | (sequence >= len(lengths))
     if unknown.any():
@@ -60,46 +71,53 @@ def _every_token_once(plan: StepPlan) -> None:
         at = int(wrong.argmax())
         word = "missing" if start[at] > expected[at] else "planned twice"
         low, high = sorted((int(start[at]), int(expected[at])))
-        raise PlanError(f"tokens are {word}", f"[{low}, {high}) of sequence {sequence[at]}")
+        raise PlanError(f"tokens are {word}{where}", f"[{low}, {high}) of sequence {sequence[at]}")
     covered = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(covered, sequence, stop)
     short = covered < lengths
     if short.any():
         index = int(short.argmax())
-        raise PlanError("tokens are missing", f"[{covered[index]}, {lengths[index]}) of sequence {index}")
+        raise PlanError(f"tokens are missing{where}", f"[{covered[index]}, {lengths[index]}) of sequence {index}")
+
+
+def _both(plan: StepPlan) -> Iterator[tuple[str, MicroBatch]]:
+    """Every micro-batch of both directions under a name for messages."""
+    yield from ((f"micro-batch {i}", m) for i, m in enumerate(plan.micro_batches))
+    yield from ((f"backward micro-batch {i}", m) for i, m in enumerate(plan.backward))
 
 
 def _ranks_exist(plan: StepPlan) -> None:
     size = plan.limits.num_ranks
-    for index, micro_batch in enumerate(plan.micro_batches):
+    for name, micro_batch in _both(plan):
         ranks = micro_batch.ranks
         if not ranks or min(ranks) < 0 or max(ranks) >= size or len(set(ranks)) != len(ranks):
-            raise PlanError("a micro-batch has impossible ranks", f"micro-batch {index}: {ranks} of {size} ranks")
+            raise PlanError("a micro-batch has impossible ranks", f"{name}: {ranks} of {size} ranks")
         if len(ranks) > 1 and len(ranks) > micro_batch.num_slots:
-            found = f"micro-batch {index}: {micro_batch.num_slots} tokens on {len(ranks)} ranks"
+            found = f"{name}: {micro_batch.num_slots} tokens on {len(ranks)} ranks"
             raise PlanError("a rank of a micro-batch would have no token", found)
 
 
 def _caps(plan: StepPlan) -> None:
     cap = plan.limits.max_tokens
-    for index, micro_batch in enumerate(plan.micro_batches):
+    for name, micro_batch in _both(plan):
         pad = micro_batch.pad_to
         if pad and max((s.length for s in micro_batch.slices), default=0) > pad:
-            raise PlanError("a slice is longer than its padding", f"micro-batch {index}: pad_to {pad}")
+            raise PlanError("a slice is longer than its padding", f"{name}: pad_to {pad}")
         per_rank = -(-micro_batch.num_slots // len(micro_batch.ranks))
         if per_rank > cap:
-            raise PlanError("a micro-batch is over the token cap", f"micro-batch {index}: {per_rank} tokens, cap {cap}")
+            raise PlanError("a micro-batch is over the token cap", f"{name}: {per_rank} tokens, cap {cap}")
 
 
 def _slices_ascend(plan: StepPlan) -> None:
     """Slices of a sequence are launched in order, in different micro-batches, on ranks that hold the earlier ones."""
-    if not _is_cut(plan):
+    if not plan.cut:
         return
+    if plan.limits.whole_sequences:
+        raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
     ranks_of: dict[int, tuple[int, ...]] = {}
     for index, micro_batch in enumerate(plan.micro_batches):
-        if len({s.sequence for s in micro_batch.slices}) < len(micro_batch.slices):
-            raise PlanError("a micro-batch holds two slices of one sequence", f"micro-batch {index}")
+        _refuse_two_slices(f"micro-batch {index}", micro_batch)
         for s in micro_batch.slices:
             if s.start != stop_of.get(s.sequence, 0):
                 found = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
@@ -111,57 +129,117 @@ def _slices_ascend(plan: StepPlan) -> None:
             ranks_of[s.sequence] = micro_batch.ranks
 
 
-def _is_cut(plan: StepPlan) -> bool:
-    """Some sequence is in more than one slice (every token being planned once)."""
-    return sum(len(m.slices) for m in plan.micro_batches) > len(plan.sequences)
+def _refuse_two_slices(name: str, micro_batch: MicroBatch) -> None:
+    if len({s.sequence for s in micro_batch.slices}) < len(micro_batch.slices):
+        raise PlanError("a micro-batch holds two slices of one sequence", name)
+
+
+def _backward_groups(plan: StepPlan) -> None:
+    """Groups of its own in the backward pass: where the forward ran, slices descending, replayed or equal to a kept."""
+    replayed, count = plan.replayed, len(plan.passes("B"))
+    if list(replayed) != sorted(set(replayed)) or any(not 0 <= j < count for j in replayed):
+        raise PlanError("replayed does not list backward micro-batches in ascending order", f"{replayed} of {count}")
+    if not plan.backward:
+        return
+    if plan.limits.whole_sequences:
+        raise PlanError("this host runs the same micro-batches forward and backward", f"{count} backward micro-batches")
+    if plan.recompute:
+        raise PlanError("layers are recomputed in a plan whose backward has groups of its own", plan.made_by or "?")
+    alone = [j for j, i in enumerate(plan.forward_of) if i is None and j not in set(replayed)]
+    if alone:
+        found = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
+        raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
+    ranks_of = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
+    start_of = {s.index: s.length for s in plan.sequences}
+    for index, micro_batch in enumerate(plan.backward):
+        _refuse_two_slices(f"backward micro-batch {index}", micro_batch)
+        for s in micro_batch.slices:
+            if set(micro_batch.ranks) != set(ranks_of[s.sequence]):
+                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {micro_batch.ranks}"
+                raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", found)
+            if s.stop != start_of[s.sequence]:
+                found = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
+                raise PlanError(f"backward slices of sequence {s.sequence} are launched out of order", found)
+            start_of[s.sequence] = s.start
 
 
 def _equal_counts(plan: StepPlan) -> None:
     if not plan.limits.equal_counts:
         return
-    counts = [len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)]
-    if len(set(counts)) > 1:
-        found = f"between {min(counts)} and {max(counts)}"
-        raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
+    for kind in ("F", "B"):
+        counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]  # type: ignore[arg-type]
+        if len(set(counts)) > 1:
+            found = f"between {min(counts)} and {max(counts)}"
+            raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
 
 
 def _order_is_complete(plan: StepPlan) -> None:
     if not plan.order:
-        if _is_cut(plan):
+        if plan.cut:
             found = "sequences are cut and the plan leaves the order to the host's schedule"
             raise PlanError("prefix KV would be freed before later slices need it", found, "give an order per stage")
+        if plan.backward or plan.replayed:
+            raise PlanError("the host's own schedule replays nothing", "no order", "give an order per stage")
         return
     if len(plan.order) != plan.limits.num_stages:
         raise PlanError("the order has the wrong number of stages", f"{len(plan.order)}, not {plan.limits.num_stages}")
-    wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.micro_batches)))
+    wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))  # type: ignore[arg-type]
     for stage, ops in enumerate(plan.order):
         if sorted(ops) != wanted:
             found = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"
             raise PlanError("a stage does not run every pass exactly once", found)
         place = {op: at for at, op in enumerate(ops)}
-        for index in range(len(plan.micro_batches)):
+        for index, twin in enumerate(plan.forward_of):
+            if twin is not None and place[Op("B", index)] < place[Op("F", twin)]:
+                raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
+        for index in plan.replayed if not plan.backward else ():
             if place[Op("B", index)] < place[Op("F", index)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
 
 
 def _slices_keep_their_prefix(plan: StepPlan) -> None:
-    """Forward ascends and backward descends at every stage, so KV and dKV live as long as they are needed."""
-    if not plan.order:
+    """Forward ascends, then backward descends at every stage, so KV and dKV live as long as they are needed."""
+    if not plan.order or not (plan.cut or plan.backward):
         return
-    chains: dict[int, list[int]] = {}
-    for index, micro_batch in enumerate(plan.micro_batches):
-        for s in micro_batch.slices:
-            chains.setdefault(s.sequence, []).append(index)
+    forward, backward = _chains(plan, plan.passes("F")), _chains(plan, plan.passes("B"))
     for stage, ops in enumerate(plan.order):
         place = {op: at for at, op in enumerate(ops)}
-        for sequence, chain in chains.items():
+        for sequence, chain in forward.items():
             for earlier, later in itertools.pairwise(chain):
                 if place[Op("F", earlier)] > place[Op("F", later)]:
                     found = f"stage {stage}, sequence {sequence}: micro-batch {later} before {earlier}"
                     raise PlanError("a slice runs forward before its prefix", found)
+            back = backward[sequence]
+            for earlier, later in itertools.pairwise(back):
                 if place[Op("B", later)] > place[Op("B", earlier)]:
                     found = f"stage {stage}, sequence {sequence}: micro-batch {earlier} before {later}"
                     raise PlanError("prefix KV is freed while a later slice still needs it", found)
+            if place[Op("B", back[-1])] < place[Op("F", chain[-1])]:
+                found = f"stage {stage}, sequence {sequence}: B{back[-1]} before F{chain[-1]}"
+                raise PlanError("backward of a sequence starts before its forward has ended", found)
+
+
+def _chains(plan: StepPlan, micro_batches: tuple[MicroBatch, ...]) -> dict[int, list[int]]:
+    """The micro-batches of each sequence by ascending slice: cut sequences, or all if the backward has own groups."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index, micro_batch in enumerate(micro_batches):
+        for s in micro_batch.slices:
+            if plan.backward or s.sequence in plan.cut:
+                found.setdefault(s.sequence, []).append((s.start, index))
+    return {sequence: [index for _, index in sorted(chain)] for sequence, chain in found.items()}
+
+
+def _links_keep_their_order(plan: StepPlan) -> None:
+    """Every rank runs forwards in one order at all stages, and backwards too: links between stages are queues."""
+    if len(plan.order) < 2:
+        return
+    stages = [orders_of_stage(plan, stage) for stage in range(len(plan.order))]
+    for rank in range(plan.limits.num_ranks):
+        for kind, word in (("F", "forwards"), ("B", "backwards")):
+            rows = [[op for op in stage[rank] if op.kind == kind] for stage in stages]
+            odd = next((s for s, row in enumerate(rows) if row != rows[0]), None)
+            if odd is not None:
+                raise PlanError(f"stages run {word} in different orders", f"rank {rank}, stages 0 and {odd}")
 
 
 def _stages_make_progress(plan: StepPlan) -> None:
@@ -212,42 +290,8 @@ def _memory(plan: StepPlan) -> None:
     if limits.max_activation_bytes == float("inf"):
         return
     for stage in range(limits.num_stages):
-        for rank in range(limits.num_ranks):
-            peak, at = peak_activation_bytes(plan, stage, rank)
+        for rank, (peak, at) in enumerate(peaks_of_stage(plan, stage)):
             if peak > limits.max_activation_bytes:
                 found = f"{peak:.3g} bytes on rank {rank} of stage {stage} at {at.kind}{at.micro_batch}"
                 do = f"the cap is {limits.max_activation_bytes:.3g}; recompute more layers or run fewer in flight"
                 raise PlanError("activations are over the memory cap", found, do)
-
-
-def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
-    """Largest activations plus prefix KV [bytes] that a plane rank of a stage holds, and the pass at which it does."""
-    limits = plan.limits
-    last_stop = {s.sequence: s.stop for m in plan.micro_batches for s in m.slices}
-    held, peak, where = 0.0, 0.0, Op("F", 0)
-    for op in order_of_rank(plan, stage, rank):
-        micro_batch = plan.micro_batches[op.micro_batch]
-        recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
-        kept = micro_batch.num_slots * limits.activation_bytes_per_token * (limits.layers_per_stage - recomputed)
-        prefix = sum(s.length for s in micro_batch.slices if s.stop < last_stop[s.sequence])
-        share = (kept + prefix * limits.kv_bytes_per_token * limits.layers_per_stage) / len(micro_batch.ranks)
-        held += share if op.kind == "F" else -share
-        if held > peak:
-            peak, where = held, op
-    return peak, where
-
-
-def order_of_rank(plan: StepPlan, stage: int, rank: int) -> Iterator[Op]:
-    """The passes of a plane rank at a stage: the plan's order, or the host's 1F1B over the launch order."""
-    mine = plan.of_rank(rank)
-    if plan.order:
-        own = set(mine)
-        yield from (op for op in plan.order[stage] if op.micro_batch in own)
-        return
-    ahead = min(len(mine), plan.limits.num_stages - 1 - stage)
-    for index in mine[:ahead]:
-        yield Op("F", index)
-    for place, index in enumerate(mine):
-        if place + ahead < len(mine):
-            yield Op("F", mine[place + ahead])
-        yield Op("B", index)

@@ -9,10 +9,13 @@ together. Left out: sends between stages, context-parallel traffic and the gradi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .costs import Costs
-from .laws import order_of_rank
+from .order import orders_of_stage
 from .workload import Op, StepPlan
+
+_BOTH: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 @dataclass(frozen=True)
@@ -38,32 +41,57 @@ class Prediction:
 
 def predict(plan: StepPlan, costs: Costs) -> Prediction:
     """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`)."""
-    passes = [costs.micro_batch_s(m) for m in plan.micro_batches]
-    busy = [sum(sum(passes[i]) for i in plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)]
-    if plan.limits.num_stages > 1 or plan.order:
-        step_s = _stages_s(plan, passes)
-    elif plan.limits.equal_counts:
-        rounds = zip(*(plan.of_rank(rank) for rank in range(plan.limits.num_ranks)), strict=True)
-        step_s = sum(max(sum(passes[i]) for i in indices) for indices in rounds)
+    forward, backward = pass_seconds(plan, costs)
+    busy = [
+        sum(forward[i] for i in plan.of_rank(rank)) + sum(backward[j] for j in plan.of_rank(rank, "B"))
+        for rank in range(plan.limits.num_ranks)
+    ]
+    if plan.limits.equal_counts:
+        step_s = _rounds_s(plan, forward, backward)
+    elif plan.limits.num_stages > 1:
+        step_s = _stages_s(plan, forward, backward)
     else:
-        step_s = _plane_s(plan, passes)
+        step_s = _plane_s(plan, forward, backward)
     return Prediction(step_s, tuple(busy))
 
 
-def _plane_s(plan: StepPlan, passes: list[tuple[float, float]]) -> float:
-    """One stage, forward and backward of a micro-batch in one go, groups meet in launch order."""
+def pass_seconds(plan: StepPlan, costs: Costs) -> tuple[list[float], list[float]]:
+    """Seconds of each micro-batch of the forward and of the backward on each of its ranks, replays included."""
+    forward = [costs.micro_batch_s(m)[0] for m in plan.micro_batches]
+    backward = [costs.micro_batch_s(m)[1] for m in plan.passes("B")]
+    for j in plan.replayed:
+        backward[j] += costs.micro_batch_s(plan.passes("B")[j])[0]
+    return forward, backward
+
+
+def _rounds_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:
+    """Ranks meet in every pass: the k-th forwards of all ranks take the time of the slowest, and so do backwards."""
+    ranks = range(plan.limits.num_ranks)
+    total = 0.0
+    if not plan.order:  # forward and backward of a micro-batch in one go
+        rounds = zip(*(plan.of_rank(rank) for rank in ranks), strict=True)
+        return sum(max(forward[i] + backward[i] for i in indices) for indices in rounds)
+    for kind, seconds in (("F", forward), ("B", backward)):
+        rows = [[seconds[op.micro_batch] for op in ops if op.kind == kind] for ops in orders_of_stage(plan, 0)]
+        total += sum(max(column) for column in zip(*rows, strict=True))
+    return total
+
+
+def _plane_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:
+    """One stage: every rank runs its passes one after the other; groups meet in launch order."""
     free = [0.0] * plan.limits.num_ranks
-    for micro_batch, seconds in zip(plan.micro_batches, passes, strict=True):
-        end = max(free[r] for r in micro_batch.ranks) + sum(seconds)
-        for r in micro_batch.ranks:
+    ops = plan.order[0] if plan.order else [Op(kind, i) for i in range(len(plan.micro_batches)) for kind in _BOTH]
+    for op in ops:
+        ranks = plan.passes(op.kind)[op.micro_batch].ranks
+        end = max(free[r] for r in ranks) + (forward if op.kind == "F" else backward)[op.micro_batch]
+        for r in ranks:
             free[r] = end
     return max(free)
 
 
-def _stages_s(plan: StepPlan, passes: list[tuple[float, float]]) -> float:
+def _stages_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:
     """Run the orders of all (stage, rank) against each other; every pass starts when its ranks and inputs are ready."""
-    stages, ranks = range(plan.limits.num_stages), range(plan.limits.num_ranks)
-    lists = {(s, r): list(order_of_rank(plan, s, r)) for s in stages for r in ranks}
+    lists = {(s, r): ops for s in range(plan.limits.num_stages) for r, ops in enumerate(orders_of_stage(plan, s))}
     at = dict.fromkeys(lists, 0)
     free = dict.fromkeys(lists, 0.0)
     end: dict[tuple[int, Op], float] = {}
@@ -73,7 +101,7 @@ def _stages_s(plan: StepPlan, passes: list[tuple[float, float]]) -> float:
         if at[stage, rank] == len(lists[stage, rank]):
             continue
         op = lists[stage, rank][at[stage, rank]]
-        members = plan.micro_batches[op.micro_batch].ranks
+        members = plan.passes(op.kind)[op.micro_batch].ranks
         neighbour = stage - 1 if op.kind == "F" else stage + 1
         inside = 0 <= neighbour < plan.limits.num_stages
         if inside and (neighbour, op) not in end:
@@ -81,7 +109,7 @@ def _stages_s(plan: StepPlan, passes: list[tuple[float, float]]) -> float:
         if any(at[stage, r] == len(lists[stage, r]) or lists[stage, r][at[stage, r]] != op for r in members):
             continue
         start = max([free[stage, r] for r in members] + ([end[neighbour, op]] if inside else []))
-        end[stage, op] = start + passes[op.micro_batch][0 if op.kind == "F" else 1]
+        end[stage, op] = start + (forward if op.kind == "F" else backward)[op.micro_batch]
         for r in members:
             free[stage, r] = end[stage, op]
             at[stage, r] += 1

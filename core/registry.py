@@ -34,6 +34,8 @@ class Situation:
     costs: Costs
     layout: Layout
     cluster: Cluster
+    recompute: bool = False
+    """Every micro-batch's forward runs again in its backward anyway; the backward costs hold it."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class Train(Section):
     micro_batch_size: PositiveInt = 1
     """Samples per micro-batch of the stock plan, padded to the longest of them (no plugin enabled)."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    recompute: bool = False
+    """Keep only the inputs of layers for the backward pass and compute the rest again (activation checkpointing)."""
     seed: NonNegativeInt = 1234
     lr: PositiveFloat = 1e-3
     min_lr: NonNegativeFloat = 0.0

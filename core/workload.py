@@ -85,7 +85,13 @@ class Limits:
     activation_bytes_per_token: float = 0.0
     """Per token and layer, kept from forward to backward when nothing is recomputed."""
     kv_bytes_per_token: float = 0.0
-    """Per token and layer, kept for later slices of the same sequence."""
+    """Per token and layer: K and V of a sequence that is cut, kept for its later slices."""
+    kv_grad_bytes_per_token: float = 0.0
+    """Per token and layer: dK and dV of a cut sequence, kept from its first backward to its last."""
+    input_bytes_per_token: float = 0.0
+    """Per token: the stage input that a replayed micro-batch keeps (the first stage has the token ids instead)."""
+    whole_sequences: bool = False
+    """The host runs whole sequences only, forward and backward of one micro-batch after the other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +101,12 @@ class StepPlan:
     ``micro_batches`` are in launch order: every rank walks the list and skips what it is not in, so members of a group
     meet in one order. ``order`` holds one list of `Op` per pipeline stage; empty means the host's own schedule over the
     launch order. ``recompute`` holds, per stage, the number of recomputed layers of each micro-batch; empty means none.
+
+    ``backward`` groups the same tokens anew for the backward pass (asymmetric partitioning; SlimPack, arXiv
+    2509.26246), in backward launch order: an op ``B j`` is then its j-th micro-batch. Empty: the groups of the forward.
+    ``replayed`` lists the micro-batches of the backward pass (ascending) that keep nothing from the forward but prefix
+    KV and the stage's input: their forward runs a second time, right before their backward. Those that are not listed
+    equal a micro-batch of the forward, and its activations are kept.
     """
 
     sequences: tuple[Sequence, ...]
@@ -107,6 +119,33 @@ class StepPlan:
     bound_s: float = 0.0
     """Certified lower bound on the busy time of the busiest rank [s]; 0 where none was computed."""
     notes: tuple[str, ...] = field(default=(), compare=False)
+    backward: tuple[MicroBatch, ...] = ()
+    replayed: tuple[int, ...] = ()
+
+    def passes(self, kind: Literal["F", "B"]) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a direction, by the numbers that `Op.micro_batch` has there."""
+        return self.backward if kind == "B" and self.backward else self.micro_batches
+
+    @cached_property
+    def cut(self) -> frozenset[int]:
+        """Sequences that are in more than one slice, forward or backward: those that need prefix KV."""
+        lengths = {s.index: s.length for s in self.sequences}
+        grouped = (*self.micro_batches, *self.backward)
+        return frozenset(s.sequence for m in grouped for s in m.slices if s.stop - s.start < lengths[s.sequence])
+
+    @cached_property
+    def forward_of(self) -> tuple[int | None, ...]:
+        """For each micro-batch of the backward pass the forward one whose activations it uses; None: replayed."""
+        replayed = frozenset(self.replayed)
+        if not self.backward:
+            return tuple(None if j in replayed else j for j in range(len(self.micro_batches)))
+        same = {m[:2]: i for i, m in enumerate(self.micro_batches)}
+        return tuple(None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Micro-batches of the forward whose activations wait for their backward."""
+        return frozenset(i for i in self.forward_of if i is not None)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -122,17 +161,21 @@ class StepPlan:
         """Share of the computed tokens that carry no data."""
         return 1.0 - self.num_tokens / max(1, self.num_slots)
 
-    def of_rank(self, rank: int) -> tuple[int, ...]:
-        """Indices of the micro-batches of a plane rank, in launch order."""
-        return self._by_rank[rank]
+    def of_rank(self, rank: int, kind: Literal["F", "B"] = "F") -> tuple[int, ...]:
+        """Indices of the micro-batches of a plane rank in a direction, in launch order."""
+        return self._by_rank[kind][rank]
 
     @cached_property
-    def _by_rank(self) -> tuple[tuple[int, ...], ...]:
-        mine: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
-        for index, micro_batch in enumerate(self.micro_batches):
-            for rank in micro_batch.ranks:
-                mine[rank].append(index)
-        return tuple(map(tuple, mine))
+    def _by_rank(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        def indices(micro_batches: tuple[MicroBatch, ...]) -> tuple[tuple[int, ...], ...]:
+            mine: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
+            for index, micro_batch in enumerate(micro_batches):
+                for rank in micro_batch.ranks:
+                    mine[rank].append(index)
+            return tuple(map(tuple, mine))
+
+        forward = indices(self.micro_batches)
+        return {"F": forward, "B": indices(self.backward) if self.backward else forward}
 
     def check(self) -> StepPlan:
         """Return the plan if it keeps every law; raise `PlanError` with the first broken one otherwise."""
@@ -144,16 +187,19 @@ class StepPlan:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks exactly when the plans are."""
-        rows = [s for m in self.micro_batches for s in m.slices]
+        grouped = (*self.micro_batches, *self.backward)
+        rows = [s for m in grouped for s in m.slices]
         arrays = {
             "slices": np.array(rows, dtype=np.int64).reshape(-1, 3),
-            "counts": np.array([len(m.slices) for m in self.micro_batches], dtype=np.int64),
-            "ranks": np.array([r for m in self.micro_batches for r in m.ranks], dtype=np.int64),
-            "degrees": np.array([len(m.ranks) for m in self.micro_batches], dtype=np.int64),
-            "pads": np.array([m.pad_to for m in self.micro_batches], dtype=np.int64),
+            "counts": np.array([len(m.slices) for m in grouped], dtype=np.int64),
+            "ranks": np.array([r for m in grouped for r in m.ranks], dtype=np.int64),
+            "degrees": np.array([len(m.ranks) for m in grouped], dtype=np.int64),
+            "pads": np.array([m.pad_to for m in grouped], dtype=np.int64),
             "sequences": np.array(self.sequences, dtype=np.int64).reshape(-1, 3),
+            "replayed": np.array([len(self.backward), *self.replayed], dtype=np.int64),
         }
-        digest = hashlib.blake2b(repr((self.order, self.recompute)).encode(), digest_size=16)
+        order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
+        digest = hashlib.blake2b(repr((order, self.recompute)).encode(), digest_size=16)
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())
@@ -168,6 +214,8 @@ class StepPlan:
             "micro_batches": [_micro_batch_json(m) for m in self.micro_batches],
             "order": [[[op.kind, op.micro_batch] for op in stage] for stage in self.order],
             "recompute": [list(stage) for stage in self.recompute],
+            "backward": [_micro_batch_json(m) for m in self.backward],
+            "replayed": list(self.replayed),
             "made_by": self.made_by,
             "bound_s": self.bound_s,
             "digest": self.digest.hex(),
@@ -178,21 +226,24 @@ class StepPlan:
         """Read back what `to_json` wrote, under the given limits."""
         return cls(
             sequences=sequences(data["lengths"]),
-            micro_batches=tuple(
-                MicroBatch(tuple(Slice(*s) for s in m["slices"]), tuple(m["ranks"]), m.get("pad_to", 0))
-                for m in data["micro_batches"]
-            ),
+            micro_batches=tuple(map(_micro_batch, data["micro_batches"])),
             limits=limits,
             order=tuple(tuple(Op(kind, index) for kind, index in stage) for stage in data.get("order", ())),
             recompute=tuple(tuple(stage) for stage in data.get("recompute", ())),
             made_by=data.get("made_by", ""),
             bound_s=data.get("bound_s", 0.0),
+            backward=tuple(map(_micro_batch, data.get("backward", ()))),
+            replayed=tuple(data.get("replayed", ())),
         )
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
     row: dict[str, Any] = {"slices": [list(s) for s in micro_batch.slices], "ranks": list(micro_batch.ranks)}
     return {**row, "pad_to": micro_batch.pad_to} if micro_batch.pad_to else row
+
+
+def _micro_batch(row: Mapping[str, Any]) -> MicroBatch:
+    return MicroBatch(tuple(Slice(*s) for s in row["slices"]), tuple(row["ranks"]), row.get("pad_to", 0))
 
 
 def sequences(lengths: Any, tenants: Any = None) -> tuple[Sequence, ...]:

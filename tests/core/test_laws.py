@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.errors import PlanError
-from evenload.core.laws import peak_activation_bytes
+from evenload.core.memory import peak_activation_bytes
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 LIMITS = Limits(num_ranks=2, max_tokens=8, num_stages=2, layers_per_stage=4)
@@ -148,12 +148,12 @@ def test_each_law_refuses(name: str) -> None:
 
 
 def test_memory_counts_what_is_alive() -> None:
-    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and their KV; F1 recomputes all, nothing follows it."""
+    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and KV of all 12 tokens; F1 recomputes all."""
     limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
     plan = replace(LAWFUL, limits=limits)
-    assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 7 * 4 * 1, Op("F", 0))
-    # Stage 1 recomputes one layer of micro-batch 0 and none of 1: 7 * 3 * 10 + 28 before 8 * 4 * 10 more.
-    assert peak_activation_bytes(plan, 1, 0) == (7 * 3 * 10 + 28 + 8 * 4 * 10, Op("F", 1))
+    assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 12 * 4 * 1, Op("F", 0))
+    # Stage 1 recomputes one layer of micro-batch 0 and none of 1: 7 * 3 * 10 + 48 before 8 * 4 * 10 more.
+    assert peak_activation_bytes(plan, 1, 0) == (7 * 3 * 10 + 48 + 8 * 4 * 10, Op("F", 1))
 
 
 def test_memory_of_the_stock_schedule_grows_towards_the_first_stage() -> None:
@@ -176,3 +176,75 @@ def test_digest_tells_plans_apart() -> None:
         LAWFUL,
     ]
     assert len({plan.digest for plan in others}) == len(others)
+
+
+HALVES = (
+    MicroBatch((Slice(0, 0, 6),), (0,)),
+    MicroBatch((Slice(0, 6, 12),), (0,)),
+    MicroBatch((Slice(1, 0, 5),), (0,)),
+)
+ASYMMETRIC = StepPlan(
+    sequences([12, 5]),
+    HALVES,
+    replace(LIMITS, num_stages=1),
+    order=(ops("F0 F1 F2 B0 B1 B2"),),
+    backward=(MicroBatch((Slice(0, 8, 12),), (0,)), MicroBatch((Slice(0, 0, 8),), (0,)), HALVES[2]),
+    replayed=(0, 1),
+)
+
+
+def test_an_asymmetric_plan_is_lawful_and_survives_json() -> None:
+    assert ASYMMETRIC.check().forward_of == (None, None, 2)
+    assert ASYMMETRIC.kept == {2}
+    assert ASYMMETRIC.cut == {0}
+    again = StepPlan.from_json(ASYMMETRIC.to_json(), ASYMMETRIC.limits)
+    assert again.digest == ASYMMETRIC.digest
+    assert replace(ASYMMETRIC, replayed=(0, 1, 2)).check().digest != again.digest
+
+
+B0, B1, B2 = ASYMMETRIC.backward
+ASYMMETRIC_BROKEN = {
+    "token missing": ({"backward": (B0, B1._replace(slices=(Slice(0, 1, 8),)), B2)}, "missing in the backward pass"),
+    "neither kept nor replayed": ({"replayed": (0,)}, "neither activations nor a replay"),
+    "replay of nothing": ({"replayed": (0, 1, 3)}, "ascending order"),
+    "ascending": ({"backward": (B1, B0, B2)}, "launched out of order"),
+    "away": ({"backward": (B0._replace(ranks=(1,)), B1, B2)}, "away from its prefix"),
+    "over the cap": (
+        {"backward": (MicroBatch((Slice(0, 3, 12),), (0,)), MicroBatch((Slice(0, 0, 3),), (0,)), B2)},
+        "over the token cap",
+    ),
+    "order ascends": ({"order": (ops("F0 F1 F2 B1 B0 B2"),)}, "prefix KV is freed"),
+    "too early": ({"order": (ops("F0 F2 B0 F1 B1 B2"),)}, "before its forward has ended"),
+    "kept too early": ({"order": (ops("F0 F1 B2 F2 B0 B1"),)}, "backward runs before forward"),
+    "no order": ({"order": ()}, "leaves the order"),
+    "recompute": ({"recompute": ((0, 0, 0),)}, "groups of its own"),
+    "whole sequences": ({"limits": replace(LIMITS, num_stages=1, whole_sequences=True)}, "whole sequences only"),
+}
+
+
+@pytest.mark.parametrize("name", ASYMMETRIC_BROKEN)
+def test_each_law_of_asymmetric_plans_refuses(name: str) -> None:
+    changes, message = ASYMMETRIC_BROKEN[name]
+    with pytest.raises(PlanError, match=message):
+        replace(ASYMMETRIC, **changes).check()
+
+
+def test_links_between_stages_are_queues() -> None:
+    crossed = replace(
+        WHOLE,
+        micro_batches=tuple(m._replace(ranks=(0,)) for m in WHOLE.micro_batches),
+        limits=LIMITS,
+        order=(ops("F0 F1 B0 B1"), ops("F1 F0 B0 B1")),
+    )
+    with pytest.raises(PlanError, match="different orders"):
+        crossed.check()
+
+
+def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations() -> None:
+    """By hand: KV of 12 tokens, two replays that never meet, dKV from the first backward on."""
+    limits = replace(
+        LIMITS, num_stages=1, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0, kv_grad_bytes_per_token=2.0
+    )
+    plan = replace(ASYMMETRIC, limits=limits)
+    peak = 12 * 4 * 1 + 12 * 4 * 2 + 5 * 4 * 10 + 8 * 4 * 10
+    assert peak_activation_bytes(plan, 0, 0) == (peak, Op("B", 1))
