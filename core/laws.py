@@ -167,7 +167,7 @@ def _equal_counts(plan: StepPlan) -> None:
     if not plan.limits.equal_counts:
         return
     for kind in ("F", "B"):
-        counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]  # type: ignore[arg-type]
+        counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]
         if len(set(counts)) > 1:
             found = f"between {min(counts)} and {max(counts)}"
             raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
@@ -183,7 +183,7 @@ def _order_is_complete(plan: StepPlan) -> None:
         return
     if len(plan.order) != plan.limits.num_stages:
         raise PlanError("the order has the wrong number of stages", f"{len(plan.order)}, not {plan.limits.num_stages}")
-    wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))  # type: ignore[arg-type]
+    wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))
     for stage, ops in enumerate(plan.order):
         if sorted(ops) != wanted:
             found = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"

@@ -13,7 +13,7 @@ def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
         ahead = plan.limits.num_stages - 1 - stage
         return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]
     lists: list[list[Op]] = [[] for _ in range(plan.limits.num_ranks)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in ("F", "B")}  # type: ignore[arg-type]
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in ("F", "B")}
     for op in plan.order[stage]:
         for rank in ranks[op.kind][op.micro_batch]:
             lists[rank].append(op)

@@ -66,11 +66,10 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> tuple[list[float], list[float]
 
 def _rounds_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:
     """Ranks meet in every pass: the k-th forwards of all ranks take the time of the slowest, and so do backwards."""
-    ranks = range(plan.limits.num_ranks)
-    total = 0.0
     if not plan.order:  # forward and backward of a micro-batch in one go
-        rounds = zip(*(plan.of_rank(rank) for rank in ranks), strict=True)
-        return sum(max(forward[i] + backward[i] for i in indices) for indices in rounds)
+        rounds = zip(*map(plan.of_rank, range(plan.limits.num_ranks)), strict=True)
+        return float(sum(max(forward[i] + backward[i] for i in indices) for indices in rounds))
+    total = 0.0
     for kind, seconds in (("F", forward), ("B", backward)):
         rows = [[seconds[op.micro_batch] for op in ops if op.kind == kind] for ops in orders_of_stage(plan, 0)]
         total += sum(max(column) for column in zip(*rows, strict=True))
