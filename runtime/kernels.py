@@ -50,14 +50,16 @@ class Kernel(NamedTuple):
     """Gives out_THD."""
 
 
-def _on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    # FlashAttention 2 and its descendants: half precision, Ampere or newer, head dimension a multiple of 8 up to 256.
+def on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    """Whether FlashAttention 2 and its descendants take these inputs."""
+    # Half precision, Ampere or newer, head dimension a multiple of 8 up to 256.
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _has(module: str, attribute: str) -> bool:
+def has(module: str, attribute: str) -> bool:
+    """Whether a module can be imported and has the attribute; never raises."""
     if find_spec(module.partition(".")[0]) is None:
         return False
     try:
@@ -107,7 +109,7 @@ def _transformer_engine(call: Call) -> torch.Tensor:
 @cache
 def _varlen_parameters() -> frozenset[str]:
     """The parameters of torch's varlen_attn, which gained some with every release since torch 2.10; empty if absent."""
-    if not _has("torch.nn.attention.varlen", "varlen_attn"):
+    if not has("torch.nn.attention.varlen", "varlen_attn"):
         return frozenset()
     return frozenset(inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn).parameters)
 
@@ -142,14 +144,14 @@ def _sdpa(call: Call) -> torch.Tensor:
 
 
 KERNELS = (
-    Kernel("flash_attn", lambda: _has("flash_attn", "flash_attn_varlen_func"), _on_gpu, _flash_attn),
+    Kernel("flash_attn", lambda: has("flash_attn", "flash_attn_varlen_func"), on_gpu, _flash_attn),
     Kernel(
         "transformer_engine",
-        lambda: _has("transformer_engine.pytorch", "DotProductAttention"),
-        _on_gpu,
+        lambda: has("transformer_engine.pytorch", "DotProductAttention"),
+        on_gpu,
         _transformer_engine,
     ),
-    Kernel("torch_varlen", lambda: bool(_varlen_parameters()), _on_gpu, _torch_varlen),
+    Kernel("torch_varlen", lambda: bool(_varlen_parameters()), on_gpu, _torch_varlen),
     Kernel("sdpa", lambda: True, lambda dtype, device, head_dim: True, _sdpa),
 )
 

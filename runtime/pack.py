@@ -21,6 +21,7 @@ import torch
 
 from ..core.errors import EvenloadError
 from ..core.workload import MicroBatch, Sequence, Slice
+from .prefix import PrefixStore
 
 IGNORE = -100
 """Label of a slot that carries no loss: what torch's cross_entropy ignores by default."""
@@ -48,6 +49,8 @@ class Pack:
     num_targets: int
     """Slots that carry loss."""
     slices: tuple[Slice, ...]
+    prefix: PrefixStore | None = None
+    """Keys and values of the sequences of the step that are cut; None where none is."""
 
     @property
     def num_slots(self) -> int:
@@ -60,7 +63,12 @@ def count_targets(sequences: Iterable[Sequence]) -> int:
     return sum(max(0, s.length - 1) for s in sequences)
 
 
-def build_pack(micro_batch: MicroBatch, tokens_of: TokensOf, device: torch.device | str = "cpu") -> Pack:
+def build_pack(
+    micro_batch: MicroBatch,
+    tokens_of: TokensOf,
+    device: torch.device | str = "cpu",
+    prefix: PrefixStore | None = None,
+) -> Pack:
     """Load the tokens of `micro_batch` and lay them out.
 
     Args:
@@ -68,6 +76,7 @@ def build_pack(micro_batch: MicroBatch, tokens_of: TokensOf, device: torch.devic
         tokens_of: gives the token ids of a whole sample [L] by its place in the global batch. Only the wanted part of
             it is read, so a memory map costs no more than the slice.
         device: where the tensors end up.
+        prefix: the store of the step, one for all its packs on this rank and pipeline stage.
 
     Raises:
         EvenloadError: a sample holds fewer tokens than were planned.
@@ -105,4 +114,5 @@ def build_pack(micro_batch: MicroBatch, tokens_of: TokensOf, device: torch.devic
         max_seqlen=max(lengths),
         num_targets=int(np.count_nonzero(labels_T != IGNORE)),
         slices=micro_batch.slices,
+        prefix=prefix,
     )
