@@ -2,25 +2,30 @@
 
 Shape legend: N = queries, M = keys, H = query heads, G = key/value heads (H is a multiple of G), D = head dimension.
 
-    forward    (q, K, V)             -> out, lse        lse = log sum exp(scale * q k) over the keys of the block
-    backward   (dout, q, K, V,
-                out, lse)            -> dq, dK, dV      out and lse may be those of a softmax over more blocks
+    forward    q, K, V                   ->  out, lse       lse = log sum exp(scale * q k) over the keys of the block
+    backward   dout, q, K, V, out, lse   ->  dq, dK, dV     out and lse may be those of a softmax over more blocks
 
 Blocks over the same queries are put together by `merge`; the backward of each then takes the merged out and lse, and
-the dq of all blocks are added. That is what a prefix needs, and what a ring of ranks needs.
+the dq of all blocks are added (FlashAttention 2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
+That is what a prefix needs, and what a ring of ranks needs.
 
 Causal means bottom-right: the last query sees all keys, the one before it all but the last. N <= M then.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
+
+from .kernels import has, on_gpu
 
 log = logging.getLogger("evenload")
 
@@ -29,17 +34,13 @@ _SCORES = 1 << 24
 
 
 class Inputs(NamedTuple):
-    """What both directions of a block read."""
+    """What both directions of a block read; views are taken as they are, nothing is copied."""
 
     q_NHD: Tensor
     k_MGD: Tensor
     v_MGD: Tensor
     causal: bool
     scale: float
-
-
-Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Inputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Block(NamedTuple):
@@ -50,66 +51,192 @@ class Block(NamedTuple):
     """Whether this installation has it."""
     supports: Callable[[torch.dtype, torch.device, int], bool]
     """Whether it takes this dtype, device and head dimension."""
-    forward: Forward
-    """(out_NHD, lse_HN): lse in float32 for half and single precision, in float64 for double."""
-    backward: Backward
-    """(dout_NHD, inputs, out_NHD, lse_HN) -> (dq_NHD, dk_MGD, dv_MGD) in the dtype of the inputs."""
+    forward: Callable[[Inputs], tuple[Tensor, Tensor]]
+    """Gives (out_NHD, lse_HN); lse in float64 for float64, else in float32."""
+    backward: Callable[[Tensor, Inputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(dout_NHD, inputs, out_NHD, lse_HN) gives (dq_NHD, dk_MGD, dv_MGD) in the dtype of the inputs."""
 
 
 def merge(out_NHD: Tensor, lse_HN: Tensor, more_NHD: Tensor, more_lse_HN: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax over the keys of two blocks from the softmaxes over each; -inf in an lse: no keys there."""
+    """The softmax over the keys of two blocks from the softmaxes over each; an lse of -inf means no keys."""
     lse = torch.logaddexp(lse_HN, more_lse_HN)
-    weight, more = (torch.exp(part - lse).T[:, :, None] for part in (lse_HN, more_lse_HN))
-    return (out_NHD * weight + more_NHD * more).to(out_NHD.dtype), lse
+    weight, more = (torch.exp(part - lse).nan_to_num(0.0).T[:, :, None] for part in (lse_HN, more_lse_HN))
+    return torch.addcmul(out_NHD * weight, more_NHD, more).to(out_NHD.dtype), lse
 
 
-def _plain_scores(x: Inputs, first: int, end: int) -> Tensor:
-    """scale * q k^T of some queries, masked: [G, H/G, n, M] in float32 at least."""
-    q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x.q_NHD[first:end], x.k_MGD))
-    groups = k.shape[1]
-    scores = torch.einsum("ngrd,mgd->grnm", q.unflatten(1, (groups, -1)), k) * x.scale
-    if x.causal:
-        ahead = len(x.k_MGD) - len(x.q_NHD) + 1 + first
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(ahead)
-        scores.masked_fill_(unseen, -torch.inf)
-    return scores
+def _flash_attn_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    function = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_forward
+    out_1NHD, lse_1HN, _, _ = function(*(t[None] for t in x[:3]), **_flash_attn_options(x), return_softmax=False)
+    return out_1NHD[0], lse_1HN[0]
 
 
-def _rows(x: Inputs) -> list[tuple[int, int]]:
-    """The queries in runs whose scores fit."""
-    step = max(1, _SCORES // max(1, x.q_NHD.shape[1] * len(x.k_MGD)))
-    return [(at, min(len(x.q_NHD), at + step)) for at in range(0, len(x.q_NHD), step)]
+def _flash_attn_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    function = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_backward
+    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+    function(
+        *(t[None] for t in (dout_NHD, *x[:3], out_NHD)),
+        lse_HN.contiguous()[None],  # the kernel reads it without looking at strides
+        *(t[None] for t in grads),
+        **_flash_attn_options(x),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return grads
+
+
+def _flash_attn_options(x: Inputs) -> dict[str, Any]:
+    no_window: dict[str, Any] = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+    return {"dropout_p": 0.0, "softmax_scale": x.scale, "causal": x.causal, **no_window}
+
+
+def _has_flash_attn() -> bool:
+    """With the functions' form of flash_attn 2.7; causal means bottom-right since 2.1."""
+    if not has("flash_attn.flash_attn_interface", "_flash_attn_forward"):
+        return False
+    return Version(importlib.metadata.version("flash_attn")) >= Version("2.7")
+
+
+def _torch_flash_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    num_queries, num_keys = len(x.q_NHD), len(x.k_MGD)
+    out_1NHD, lse_1HN, *_ = torch.ops.aten._flash_attention_forward(
+        *(t[None] for t in x[:3]), None, None, num_queries, num_keys, 0.0, x.causal, False, scale=x.scale
+    )
+    return out_1NHD[0], lse_1HN[0]
+
+
+def _torch_flash_backward(
+    dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=lse_HN.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        *(t[None] for t in (dout_NHD, *x[:3], out_NHD)),
+        lse_HN.contiguous()[None],  # the kernel reads it without looking at strides
+        None,
+        None,
+        len(x.q_NHD),
+        len(x.k_MGD),
+        0.0,
+        x.causal,
+        no_dropout,
+        no_dropout,
+        scale=x.scale,
+    )
+    dq, dk, dv = (grad[0] for grad in grads)
+    return dq, dk, dv
+
+
+def _has_torch_flash() -> bool:
+    available = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+    return available is not None and bool(available())
+
+
+def _cpu_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    """torch's CPU kernel, whose causal mask is top-left: what lies before the queries is a block without mask."""
+    before = len(x.k_MGD) - len(x.q_NHD) if x.causal else 0
+    if before == 0:
+        return _cpu_square_forward(x)
+    prefix, own = _cpu_split(x, before)
+    return merge(*_cpu_square_forward(prefix), *_cpu_square_forward(own))
+
+
+def _cpu_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    before = len(x.k_MGD) - len(x.q_NHD) if x.causal else 0
+    if before == 0:
+        return _cpu_square_backward(dout_NHD, x, out_NHD, lse_HN)
+    (dq, *dkv), (own_dq, *own_dkv) = (
+        _cpu_square_backward(dout_NHD, part, out_NHD, lse_HN) for part in _cpu_split(x, before)
+    )
+    dk, dv = (torch.cat(pair) for pair in zip(dkv, own_dkv, strict=True))
+    return dq.add_(own_dq), dk, dv
+
+
+def _cpu_split(x: Inputs, before: int) -> tuple[Inputs, Inputs]:
+    prefix = x._replace(k_MGD=x.k_MGD[:before], v_MGD=x.v_MGD[:before], causal=False)
+    return prefix, x._replace(k_MGD=x.k_MGD[before:], v_MGD=x.v_MGD[before:])
+
+
+def _cpu_square_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    out_1HND, lse_1HN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(t.transpose(0, 1)[None] for t in x[:3]), 0.0, x.causal, scale=x.scale
+    )
+    return out_1HND[0].transpose(0, 1), lse_1HN[0]
+
+
+def _cpu_square_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(t.transpose(0, 1)[None] for t in (dout_NHD, *x[:3], out_NHD)), lse_HN[None], 0.0, x.causal, scale=x.scale
+    )
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+    return dq, dk, dv
+
+
+def _has_cpu_flash() -> bool:
+    """With grouped heads, which the kernel takes since torch 2.9 and before that read wrongly without an error."""
+    known = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    return known and Version(torch.__version__).release >= (2, 9)
+
+
+def _on_cpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    return device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _plain_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
-    for first, end in _rows(x):
-        scores = _plain_scores(x, first, end)
-        lse = scores.logsumexp(-1)
-        weights = torch.exp(scores - lse[..., None])
+    for first, end in _row_ranges(x):
+        scores_GRNM = _plain_scores(x, first, end)
+        lse_GRN = scores_GRNM.logsumexp(-1)
+        weights = torch.exp(scores_GRNM - lse_GRN[..., None])
         out = torch.einsum("grnm,mgd->ngrd", weights, x.v_MGD.to(weights.dtype))
         outs.append(out.flatten(1, 2).to(x.q_NHD.dtype))
-        lses.append(lse.flatten(0, 1))
+        lses.append(lse_GRN.flatten(0, 1))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
 def _plain_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide, groups = lse_HN.dtype, x.k_MGD.shape[1]
-    k, v = x.k_MGD.to(wide), x.v_MGD.to(wide)
+    k, v = (t.to(lse_HN.dtype) for t in x[1:3])
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    for first, end in _rows(x):
-        weights = torch.exp(_plain_scores(x, first, end) - lse_HN[:, first:end].unflatten(0, (groups, -1))[..., None])
-        q, dout, out = (t[first:end].to(wide).unflatten(1, (groups, -1)) for t in (x.q_NHD, dout_NHD, out_NHD))
+    for first, end in _row_ranges(x):
+        q, dout, out = (_by_group(t[first:end].to(k.dtype), x) for t in (x.q_NHD, dout_NHD, out_NHD))
+        lse_GRN = lse_HN[:, first:end].reshape(x.k_MGD.shape[1], -1, end - first)
+        weights = torch.exp(_plain_scores(x, first, end) - lse_GRN[..., None])
         dv += torch.einsum("grnm,ngrd->mgd", weights, dout)
-        dweights = torch.einsum("ngrd,mgd->grnm", dout, v)
-        delta = (dout * out).sum(-1).permute(1, 2, 0)[..., None]
-        dscores = weights * (dweights - delta) * x.scale
+        delta_GRN = (dout * out).sum(-1).permute(1, 2, 0)
+        dscores = weights * (torch.einsum("ngrd,mgd->grnm", dout, v) - delta_GRN[..., None]) * x.scale
         dqs.append(torch.einsum("grnm,mgd->ngrd", dscores, k).flatten(1, 2))
         dk += torch.einsum("grnm,ngrd->mgd", dscores, q)
     return torch.cat(dqs).to(x.q_NHD.dtype), dk.to(x.k_MGD.dtype), dv.to(x.v_MGD.dtype)
 
 
-BLOCKS = (Block("plain", lambda: True, lambda dtype, device, head_dim: True, _plain_forward, _plain_backward),)
+def _plain_scores(x: Inputs, first: int, end: int) -> Tensor:
+    """scale * q k^T of queries first .. end-1, masked: [G, H / G, n, M] in float32 at least."""
+    q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x.q_NHD[first:end], x.k_MGD))
+    scores = torch.einsum("ngrd,mgd->grnm", _by_group(q, x), k) * x.scale
+    if x.causal:
+        ahead = len(x.k_MGD) - len(x.q_NHD) + first + 1
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(ahead)
+        scores.masked_fill_(unseen, -torch.inf)
+    return scores
+
+
+def _by_group(t_NHD: Tensor, x: Inputs) -> Tensor:
+    return t_NHD.reshape(len(t_NHD), x.k_MGD.shape[1], -1, t_NHD.shape[-1])
+
+
+def _row_ranges(x: Inputs) -> list[tuple[int, int]]:
+    """The queries in runs whose scores fit."""
+    step = max(1, _SCORES // (x.q_NHD.shape[1] * len(x.k_MGD)))
+    return [(at, min(len(x.q_NHD), at + step)) for at in range(0, len(x.q_NHD), step)]
+
+
+def _anything(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    return True
+
+
+BLOCKS = (
+    Block("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward),
+    Block("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
+    Block("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
+    Block("plain", lambda: True, _anything, _plain_forward, _plain_backward),
+)
 
 
 @cache
