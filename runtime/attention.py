@@ -1,7 +1,7 @@
-"""Causal attention inside each segment of a pack and nowhere else.
+"""Causal attention inside each sequence of a pack and nowhere else.
 
-Shape legend: T = slots of the pack, N = slots of some segments, H = query heads, G = key/value heads (H is a multiple
-of G), D = head dimension.
+Shape legend: T = slots of the pack, N = tokens of some of its segments, H = query heads, G = key/value heads (H is a
+multiple of G), D = head dimension.
 
 Segments of whole sequences go through the kernels of `kernels`. Those of sequences that are cut attend to their prefix
 in the pack's store as well, by the block pairs of `blocks` in one autograd node: it keeps q, out and the log-sum-exp of
@@ -10,18 +10,17 @@ each query, and reads keys and values from the store again in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby, pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..core.errors import EvenloadError
 from ..core.workload import Slice
 from .blocks import Block, Inputs, choose_block
 from .kernels import Call, Kernel, choose_kernel
-from .pack import Pack
+from .pack import Pack, Run
 from .prefix import PrefixStore
 
 
@@ -34,61 +33,42 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
         scale: of the scores, usually D ** -0.5.
 
     Returns:
-        out_THD.
+        out_THD; 0 where padding is left alone.
 
     Raises:
         EvenloadError: a slice lacks its prefix, or runs in an order in which its gradients would be wrong.
     """
-    runs = list(_runs(pack))
-    if len(runs) == 1:
-        return _attend(q_THD, k_TGD, v_TGD, pack, runs[0], layer, scale)
-    lengths = [run.segments[-1] for run in runs]
-    parts = zip(*(torch.split(x, lengths) for x in (q_THD, k_TGD, v_TGD)), strict=True)
-    out = [_attend(q, k, v, pack, run, layer, scale) for run, (q, k, v) in zip(runs, parts, strict=True)]
-    return torch.cat(out)
+    spans = pack.spans
+    if len(spans) == 1:
+        return _attend(q_THD, k_TGD, v_TGD, pack.runs[0], pack.prefix, layer, scale)
+    # split, not a slice per span: see `kernels`.
+    parts = [torch.split(x, [span.size for span in spans]) for x in (q_THD, k_TGD, v_TGD)]
+    outs = [q_THD.new_zeros(()).expand(span.size, *q_THD.shape[1:]) for span in spans]
+    for number, run in enumerate(pack.runs):
+        places = [place for place, span in enumerate(spans) if span.run == number]
+        q, k, v = (_joined([part[i] for i in places]) for part in parts)
+        out_NHD = _attend(q, k, v, run, pack.prefix, layer, scale)
+        for place, out in zip(places, torch.split(out_NHD, [spans[i].size for i in places]), strict=True):
+            outs[place] = out
+    return torch.cat(outs)
 
 
-class _Run(NamedTuple):
-    """Neighbouring segments of one kind."""
-
-    first: int
-    """Slot of the pack at which they start."""
-    segments: tuple[int, ...]
-    """Borders, from 0."""
-    pieces: tuple[Slice, ...]
-    """Of sequences that are cut; empty: whole sequences."""
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
-def _runs(pack: Pack) -> Iterator[_Run]:
-    store = pack.prefix
-    cut = [store is not None and piece.sequence in store for piece in pack.slices] or [False]
-    for piece, is_cut in zip(pack.slices, cut, strict=False):
-        if piece.start and not is_cut:
-            raise EvenloadError(
-                "a slice has no prefix to attend to",
-                f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence}",
-                "give build_pack the PrefixStore of the plan",
-            )
-    at = 0
-    for is_cut, group in groupby(cut):
-        count = len(list(group))
-        borders = pack.segments[at : at + count + 1]
-        pieces = pack.slices[at : at + count] if is_cut else ()
-        yield _Run(borders[0], tuple(b - borders[0] for b in borders), pieces)
-        at += count
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, run: _Run, layer: int, scale: float) -> Tensor:
+def _attend(
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: Run, store: PrefixStore | None, layer: int, scale: float
+) -> Tensor:
     if not run.pieces:
-        borders = pack.cu_seqlens
-        if len(run.segments) < len(borders):
-            borders = torch.tensor(run.segments, dtype=torch.int32, device=q.device)
-        longest = max(b - a for a, b in pairwise(run.segments))
-        return packed_causal_attention(q, k, v, borders, longest, scale, segments=run.segments)
-    assert pack.prefix is not None
-    frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q, k, v))
-    cut = _Cut(pack.prefix, layer, run, scale, choose_block(q.device, q.dtype, q.shape[-1]), frozen)
-    out: Tensor = _CutAttention.apply(q, k, v, cut)  # type: ignore[no-untyped-call]
+        return packed_causal_attention(
+            q_NHD, k_NGD, v_NGD, run.cu_seqlens, max(run.lengths), scale, segments=run.segments
+        )
+    assert store is not None
+    frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_NHD, k_NGD, v_NGD))
+    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
+    cut = _Cut(store, layer, run.pieces, run.lengths, scale, block, frozen)
+    out: Tensor = _CutAttention.apply(q_NHD, k_NGD, v_NGD, cut)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -97,7 +77,8 @@ class _Cut(NamedTuple):
 
     store: PrefixStore
     layer: int
-    run: _Run
+    pieces: tuple[Slice, ...]
+    lengths: tuple[int, ...]
     scale: float
     block: Block
     frozen: bool
@@ -108,51 +89,43 @@ class _CutAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, cut: _Cut) -> Tensor:
-        out_NHD = torch.zeros_like(q_NHD, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(q_NHD.dtype, torch.float32)
-        lse_HN = torch.zeros(q_NHD.shape[1], len(q_NHD), dtype=wide, device=q_NHD.device)
-        for piece, first in zip(cut.run.pieces, cut.run.segments, strict=False):
-            end = first + piece.length
-            cut.store.write(cut.layer, piece, k_NGD[first:end], v_NGD[first:end], cut.frozen)
-            keys, values = cut.store.read(cut.layer, piece)
-            out, lse = cut.block.forward(Inputs(q_NHD[first:end], keys, values, True, cut.scale))
-            out_NHD[first:end] = out
-            lse_HN[:, first:end] = lse
+        rows = [torch.split(x, list(cut.lengths)) for x in (q_NHD, k_NGD, v_NGD)]
+        done = []
+        for piece, q, k, v in zip(cut.pieces, *rows, strict=True):
+            keys, values = cut.store.write(cut.layer, piece, k, v, frozen=cut.frozen)
+            done.append(cut.block.forward(Inputs(q, keys, values, True, cut.scale)))
+        outs, lses = zip(*done, strict=True)
+        out_NHD = _joined(outs)
         ctx.cut = cut
-        ctx.save_for_backward(q_NHD, out_NHD, lse_HN)
+        ctx.save_for_backward(q_NHD, out_NHD, *lses)
         return out_NHD
 
     @staticmethod
-    def backward(ctx: Any, dout_NHD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        q_NHD, out_NHD, lse_HN = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, dout_NHD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_NHD, out_NHD, *lses = ctx.saved_tensors
         cut: _Cut = ctx.cut
-        dq_NHD = torch.zeros_like(out_NHD)
-        dk_NGD: Tensor | None = None
-        dv_NGD: Tensor | None = None
-        for piece, first in reversed(list(zip(cut.run.pieces, cut.run.segments, strict=False))):
-            at = slice(first, first + piece.length)
-            keys, values = cut.store.begin_backward(cut.layer, piece)
-            x = Inputs(q_NHD[at], keys, values, True, cut.scale)
-            dq_NHD[at], dk, dv = cut.block.backward(dout_NHD[at], x, out_NHD[at], lse_HN[:, at])
-            dk, dv = cut.store.book(cut.layer, piece, dk, dv)
-            if dk_NGD is None or dv_NGD is None:
-                dk_NGD, dv_NGD = (y.new_zeros(len(q_NHD), *y.shape[1:]) for y in (dk, dv))
-            dk_NGD[at], dv_NGD[at] = dk, dv
-        assert dk_NGD is not None
-        assert dv_NGD is not None
-        return dq_NHD, dk_NGD, dv_NGD, None
+        rows = [torch.split(x, list(cut.lengths)) for x in (q_NHD, out_NHD, dout_NHD.contiguous())]
+        grads = []
+        for piece, lse, q, out, dout in zip(cut.pieces, lses, *rows, strict=True):
+            keys, values = cut.store.read(cut.layer, piece)
+            dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, cut.scale), out, lse)
+            dk, dv = cut.store.settle(cut.layer, piece, *dkv)
+            grads.append((dq, dk.to(keys.dtype), dv.to(values.dtype)))
+        dq, dk, dv = (torch.cat(row) for row in zip(*grads, strict=True))
+        return dq, dk, dv, None
 
 
 def packed_causal_attention(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
     kernel: Kernel | None = None,
     segments: tuple[int, ...] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """softmax(scale * q k^T) v over the earlier tokens of the same segment; differentiable.
 
     Args:
@@ -161,7 +134,7 @@ def packed_causal_attention(
         max_seqlen: slots of the longest segment.
         scale: of the scores, usually D ** -0.5.
         kernel: a row of `kernels.KERNELS`; None takes `choose_kernel`'s answer.
-        segments: `cu_seqlens` as Python integers (`Pack.segments`); spares the CPU path and fallback a device sync.
+        segments: `cu_seqlens` as Python integers; spares the CPU path and fallback a device sync.
 
     Returns:
         out_THD.

@@ -72,15 +72,15 @@ def _flash_attn_forward(x: Inputs) -> tuple[Tensor, Tensor]:
 
 def _flash_attn_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     function = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_backward
-    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
     function(
         *(t[None] for t in (dout_NHD, *x[:3], out_NHD)),
         lse_HN.contiguous()[None],  # the kernel reads it without looking at strides
-        *(t[None] for t in grads),
+        *(t[None] for t in (dq, dk, dv)),
         **_flash_attn_options(x),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return grads
+    return dq, dk, dv
 
 
 def _flash_attn_options(x: Inputs) -> dict[str, Any]:

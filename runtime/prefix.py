@@ -1,11 +1,15 @@
 """Keys and values of sequences that are cut into slices, kept from the first forward to the last backward of each.
 
-Shape legend: L = tokens of a sequence, G = key/value heads, D = head dimension.
+Shape legend: L = tokens of a sequence, N = tokens of a slice, P = tokens before it, G = key/value heads, D = head
+dimension.
 
-Later slices read what earlier ones wrote; backward, each slice leaves dK and dV for the slices before it. Per layer and
-sequence there is one buffer [L, G, D] for K and one for V, and one accumulator each for dK and dV. All are freed with
-the backward of the first slice. The legal order, forward ascending, then backward descending, is checked at every
-access: another order would give wrong gradients without any other sign.
+Later slices read what earlier ones wrote; backward, each slice leaves dK and dV for the tokens before it. Per layer and
+sequence there is one buffer [L, G, D] for K and one for V, and one accumulator each for dK and dV of all tokens but
+those of the last slice. Everything is freed with the backward of the first slice.
+
+The legal order, forward ascending and then backward descending, is checked at every access: another order would give
+wrong gradients without any other sign. A forward that runs again (a replay, or activation checkpointing) finds its keys
+and values there and changes nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +30,14 @@ class _Entry:
 
     k_LGD: Tensor
     v_LGD: Tensor
-    left: int
-    """Tokens whose backward has not run: those before this place."""
-    written: int = 0
-    """Tokens whose K and V are there."""
+    written: int
+    """Tokens whose keys and values are there: [0, written)."""
+    unsettled: int
+    """Tokens whose backward has not run: [0, unsettled)."""
     dk_PGD: Tensor | None = None
     dv_PGD: Tensor | None = None
-    """Of the `left` first tokens, from the backward of the tokens behind them."""
     frozen: bool = False
-    """Neither queries, keys nor values need gradients, so no backward will come."""
+    """No backward will come: neither queries nor keys nor values need gradients."""
 
 
 class PrefixStore:
@@ -58,90 +61,108 @@ class PrefixStore:
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._lengths
 
-    def length(self, sequence: int) -> int:
-        """Tokens of a sequence that is cut."""
-        return self._lengths[sequence]
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now: keys, values and their gradients."""
+        held = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in self._entries.values()]
+        return sum(t.untyped_storage().nbytes() for row in held for t in row if t is not None)
 
-    def write(self, layer: int, piece: Slice, k_NGD: Tensor, v_NGD: Tensor, frozen: bool = False) -> None:
-        """Keep the keys and values of a slice; does nothing where they are there (a forward that runs again).
+    def write(
+        self, layer: int, piece: Slice, k_NGD: Tensor, v_NGD: Tensor, *, frozen: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of a slice, unless they are there.
 
         Args:
+            layer: any number that no other layer of this pipeline stage has.
             frozen: autograd is on and none of the tensors needs a gradient, so that no backward will come.
 
+        Returns:
+            Views of the keys and values of the slice and all tokens before it, [P + N, G, D] each.
+
         Raises:
-            EvenloadError: tokens before the slice are missing, or its sequence is done in this layer.
+            EvenloadError: tokens before the slice are missing, its backward has run, or it is not in its sequence.
         """
         key = layer, piece.sequence
-        if key in self._done:
-            raise _disorder("runs forward after the last backward of its sequence", layer, piece)
+        length = self._lengths[piece.sequence]
+        if piece.stop > length:
+            raise _disorder("a slice is longer than its sequence", layer, piece, f"a sequence of {length} tokens")
         entry = self._entries.get(key)
+        if key in self._done or (entry is not None and piece.stop > entry.unsettled):
+            raise _disorder("a slice runs forward after its backward", layer, piece)
         if entry is None:
-            length = self._lengths[piece.sequence]
-            entry = _Entry(*(x.new_empty(length, *x.shape[1:]) for x in (k_NGD, v_NGD)), left=length)
-            self._entries[key] = entry
-        entry.frozen = entry.frozen or frozen
-        if piece.stop <= entry.written:
-            return
-        if piece.start != entry.written:
-            raise _disorder("runs forward out of order", layer, piece, f"{entry.written} tokens have run")
-        entry.k_LGD[piece.start : piece.stop] = k_NGD
-        entry.v_LGD[piece.start : piece.stop] = v_NGD
-        entry.written = piece.stop
-
-    def read(self, layer: int, piece: Slice) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values of a slice and everything before it: [stop, G, D] each."""
-        entry = self._entries[layer, piece.sequence]
+            k_LGD, v_LGD = (x.new_empty(length, *x.shape[1:]) for x in (k_NGD, v_NGD))
+            entry = self._entries[key] = _Entry(k_LGD, v_LGD, written=0, unsettled=length)
+        entry.frozen |= frozen
+        if piece.stop > entry.written:
+            if piece.start != entry.written:
+                raise _disorder("a slice runs forward out of order", layer, piece, f"{entry.written} tokens before it")
+            entry.k_LGD[piece.start : piece.stop] = k_NGD
+            entry.v_LGD[piece.start : piece.stop] = v_NGD
+            entry.written = piece.stop
         return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
 
-    def begin_backward(self, layer: int, piece: Slice) -> tuple[Tensor, Tensor]:
-        """What `read` gives, after checking that it is the turn of this slice."""
-        entry = self._entries.get((layer, piece.sequence))
-        if entry is None:
-            raise _disorder("runs backward twice", layer, piece)
-        if entry.written < len(entry.k_LGD):
-            raise _disorder("runs backward before its sequence has run forward", layer, piece)
-        if piece.stop != entry.left:
-            raise _disorder("runs backward out of order", layer, piece, f"the turn of token {entry.left - 1}")
-        return self.read(layer, piece)
+    def read(self, layer: int, piece: Slice) -> tuple[Tensor, Tensor]:
+        """What `write` returned, for the backward of a slice.
 
-    def book(self, layer: int, piece: Slice, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Add gradients of [0, stop) to what later slices left; give those of the slice itself: [n, G, D] each."""
+        Raises:
+            EvenloadError: it is not the turn of this slice.
+        """
+        entry = self._entries.get((layer, piece.sequence))
+        if entry is None or piece.stop != entry.unsettled:
+            turn = f"the turn of the slice that ends at {entry.unsettled}" if entry else "its sequence is done"
+            raise _disorder("a slice runs backward out of order", layer, piece, turn)
+        if entry.written < len(entry.k_LGD):
+            found = f"{entry.written} of {len(entry.k_LGD)} tokens have run forward"
+            raise _disorder("a slice runs backward before all slices of its sequence ran forward", layer, piece, found)
+        return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
+
+    def settle(self, layer: int, piece: Slice, dk_PNGD: Tensor, dv_PNGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Book the gradients that a slice's backward gives for itself and all tokens before it, [P + N, G, D] each.
+
+        Returns:
+            The whole gradients of the slice's own keys and values, [N, G, D] each, in float32 at least; views that stay
+            valid until the next call.
+        """
         entry = self._entries[layer, piece.sequence]
-        own = []
-        for name, grad in (("dk_PGD", dk), ("dv_PGD", dv)):
-            total = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            left = getattr(entry, name)
-            if left is not None:
-                total = total + left
-            own.append(total[piece.start :].to(grad.dtype))
-            setattr(entry, name, total[: piece.start].clone())
-        entry.left = piece.start
+        if entry.dk_PGD is None or entry.dv_PGD is None:
+            entry.dk_PGD, entry.dv_PGD = (_wide(grad[: piece.start]) for grad in (dk_PNGD, dv_PNGD))
+            own = _wide(dk_PNGD[piece.start :]), _wide(dv_PNGD[piece.start :])
+        else:
+            entry.dk_PGD[: piece.stop].add_(dk_PNGD)
+            entry.dv_PGD[: piece.stop].add_(dv_PNGD)
+            own = entry.dk_PGD[piece.start : piece.stop], entry.dv_PGD[piece.start : piece.stop]
+        entry.unsettled = piece.start
         if piece.start == 0:
             del self._entries[layer, piece.sequence]
             self._done.add((layer, piece.sequence))
-        return own[0], own[1]
+        return own
 
     def check_empty(self) -> None:
-        """Return if every gradient has arrived.
+        """Free what is left; return if every gradient has arrived.
 
         Raises:
             EvenloadError: the backward of some slice did not run, or its loss was not connected to the output.
         """
-        waiting = [key for key, entry in self._entries.items() if not entry.frozen]
+        left = [(key, entry.unsettled) for key, entry in self._entries.items() if not entry.frozen]
         self._entries = {}
-        if waiting:
-            layer, sequence = waiting[0]
+        if left:
+            (layer, sequence), tokens = left[0]
             raise EvenloadError(
-                "gradients of a prefix are left over at the end of the step",
-                f"sequence {sequence} in layer {layer}, {len(waiting)} in all",
-                "run the backward of every slice; one without labels needs its loss times zero, not a constant",
+                "the backward of a slice is missing at the end of the step",
+                f"tokens before {tokens} of sequence {sequence} in layer {layer}; {len(left)} such",
+                "run the backward of every slice; the loss of one without labels is its output times zero",
             )
 
 
+def _wide(grad: Tensor) -> Tensor:
+    """A copy in float32 at least."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+
+
 def _disorder(what: str, layer: int, piece: Slice, found: str = "") -> EvenloadError:
+    where = f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence}, layer {layer}"
     return EvenloadError(
-        f"a slice {what}",
-        f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence}, layer {layer}"
-        + (f"; {found}" if found else ""),
-        "run slices forward in order, backward in reverse, each once per step",
+        what,
+        f"{where}; {found}" if found else where,
+        "run the slices of a sequence forward in order, then backward in reverse, each once a step",
     )
