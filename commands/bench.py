@@ -18,7 +18,7 @@ from ..core.planner import Planned, Planner, alone
 from ..core.recipe import Recipe
 from .job import Job, run_rank
 from .show import progress
-from .train import fresh_order, learning_rate
+from .train import learning_rate
 
 OURS = "evenload"
 WARMUP_STEPS = 1
@@ -58,7 +58,7 @@ def bench(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
 def _bench(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
     recipe = job.recipe
     names = [*against, OURS]
-    planner = job.planner(fresh_order(job))
+    planner = job.planner(job.drawing())
     measured = {name: Measured() for name in names}
     with progress(job.leads) as bar, bar.task("bench", (recipe.train.steps + WARMUP_STEPS) * len(names)) as tick:
         for step in range(recipe.train.steps + WARMUP_STEPS):

@@ -7,7 +7,7 @@ import logging
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..patches import bridge_cpu
 from ..runtime.agreement import gather_bytes
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import World, close_world, init_world
+from .drawing import Drawing
 from .hosts import integration
 from .launch import RESULT
 from .preflight import preflight
@@ -61,12 +62,19 @@ class Job:
         np.add.at(out, places, per_rank)
         return out
 
-    def planner(self, order: SampleOrder, chain: PlanChain | None = None) -> Planner:
-        """A planner over the batches of an order."""
+    def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
+        """The global batches from the first step on, or from where a checkpoint's state was taken."""
+        lengths, size = self.source.lengths, self.recipe.train.global_batch_size
+        if state is not None:
+            return Drawing.resume(state, lengths, size, self.chain)
+        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain)
+
+    def planner(self, drawing: Drawing, chain: PlanChain | None = None) -> Planner:
+        """A planner over the batches of a drawing."""
         config = self.recipe.planner
         return Planner(
             chain or self.chain,
-            Drawing(order, self.source, self.recipe.train.global_batch_size),
+            drawing,
             budget_s=config.budget_ms / 1e3,
             background=config.background,
             exchange=gather_bytes,
@@ -75,17 +83,6 @@ class Job:
     def tokens_of(self, draw: Draw) -> TokensOf:
         """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
         return lambda index: self.source.tokens(int(draw.samples[index]))
-
-
-class Drawing:
-    """Draws global batches in the order of the samples: a function of seed, epoch and samples consumed alone."""
-
-    def __init__(self, order: SampleOrder, source: Source, size: int) -> None:
-        self._order, self._lengths, self._size = order, source.lengths, size
-
-    def __call__(self) -> Draw:
-        samples, self._order = self._order.take(self._size)
-        return Draw(samples, self._lengths[samples], self._order.state())
 
 
 @contextmanager

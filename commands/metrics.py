@@ -34,13 +34,18 @@ class Row:
     padding_frac: float
     bound_s: float
     """Certified lower bound on the busiest rank's time, predicted; 0 where the planner gives none."""
+    delay_steps: float = 0.0
+    """Steps by which this step's tokens were held back, in the mean."""
+    waiting: int = 0
+    """Samples that wait for a later step."""
 
 
 def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
-    """Totals over the steps after the first, which pays for warming up."""
+    """Totals over the steps after the first, which pays for warming up; delay over all of them."""
     timed = rows[warmup:] or rows
     if not timed:
-        return {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
+        empty = {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
+        return {**empty, "delay_steps": 0.0, "waiting": 0}
     seconds = sum(row.step_s for row in timed)
     return {
         "tokens_per_s": sum(row.tokens for row in timed) / seconds,
@@ -48,6 +53,8 @@ def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
         "padding_frac": float(np.mean([row.padding_frac for row in timed])),
         "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
         "loss": rows[-1].loss,
+        "delay_steps": float(np.average([row.delay_steps for row in rows], weights=[row.tokens for row in rows])),
+        "waiting": rows[-1].waiting,
     }
 
 

@@ -27,6 +27,9 @@ def train(result: Result) -> Table:
     head = ("", "tokens/s", "imbalance", "padding", "last loss", "evenload is faster by")
     share = result["plan_share"]
     caption = f"imbalance: busiest rank over mean, measured; planning took {percent(share)} of the step"
+    if result["delay_steps"] or result["waiting"]:
+        caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
+        caption += f"; {result['waiting']} samples still wait"
     return grid(f"training on {_machine(result)}", head, rows, caption)
 
 

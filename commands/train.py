@@ -11,8 +11,8 @@ from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..core.sections import Train
-from ..data.order import SampleOrder
 from . import checkpoints
+from .drawing import Drawing, num_waiting
 from .hosts import integration
 from .job import Job, logger, run_rank
 from .metrics import Row, summary, writer
@@ -48,8 +48,8 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
 def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
     """All steps with one planner; only evenload's own run resumes and saves."""
     recipe, keeps = job.recipe, not baseline
-    first, order = _resume(job) if keeps else (0, fresh_order(job))
-    planner = job.planner(order, replace(job.chain, instead=baseline))
+    first, drawing = _resume(job) if keeps else (0, job.drawing())
+    planner = job.planner(drawing, replace(job.chain, instead=baseline))
     rows: list[Row] = []
     with (
         writer(recipe if job.leads and keeps else None) as write,
@@ -69,6 +69,9 @@ def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
                 checkpoints.save(
                     recipe.checkpoint.dir, step + 1, state, job.host.save, job.world.rank, recipe.checkpoint.keep
                 )
+    if keeps and rows and rows[-1].waiting:
+        where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
+        logger.info("%d samples still wait for a later batch; %s", rows[-1].waiting, where)
     return rows
 
 
@@ -99,6 +102,8 @@ def _step(job: Job, planned: Planned, step: int) -> Row:
         imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
         padding_frac=planned.plan.padding_frac,
         bound_s=planned.plan.bound_s,
+        delay_steps=planned.draw.delay_steps,
+        waiting=num_waiting(planned.draw.state),
     )
 
 
@@ -111,16 +116,11 @@ def learning_rate(step: int, config: Train) -> float:
     return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]
 
 
-def fresh_order(job: Job) -> SampleOrder:
-    """The order of samples from the first step on."""
-    return SampleOrder(len(job.source.lengths), job.recipe.train.seed)
-
-
-def _resume(job: Job) -> tuple[int, SampleOrder]:
+def _resume(job: Job) -> tuple[int, Drawing]:
     config = job.recipe.checkpoint
     found = checkpoints.last_good(config.dir) if config.dir and config.resume else None
     if found is None:
-        return 0, fresh_order(job)
+        return 0, job.drawing()
     job.watchdog.at("loading the checkpoint")
     state = checkpoints.read_state(found)
     data = job.source.report()["fingerprint"]
@@ -131,9 +131,11 @@ def _resume(job: Job) -> tuple[int, SampleOrder]:
             "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
         )
     job.host.load(found / "trainer")
-    order = SampleOrder.from_state(state["order"], len(job.source.lengths))
+    drawing = job.drawing(state["order"])
     logger.info("resumed from %s at step %d", found, state["step"])
-    return int(state["step"]), order
+    if drawing.num_ranks not in (None, job.chain.limits.num_ranks):
+        logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
+    return int(state["step"]), drawing
 
 
 def _is_due(done: int, recipe: Recipe) -> bool:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from ..core.recipe import Recipe
 from ..core.workload import Slice, StepPlan
 from .hosts import integration
-from .job import Drawing, Job, run_rank
-from .train import fresh_order
+from .job import Job, run_rank
 
 TOLERANCE = {
     ("megatron", "fp64"): 1e-9,
@@ -33,9 +32,8 @@ def verify(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _verify(job: Job) -> dict[str, Any]:
-    draw = Drawing(fresh_order(job), job.source, job.recipe.train.global_batch_size)()
-    planned = job.planner(fresh_order(job)).next()
-    plan, tokens_of = planned.plan, job.tokens_of(draw)
+    planned = job.planner(job.drawing()).next()
+    plan, tokens_of = planned.plan, job.tokens_of(planned.draw)
     job.watchdog.at("planned gradients")
     result, gradients = job.host.gradients(plan, tokens_of)
     job.watchdog.at("reference gradients")

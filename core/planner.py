@@ -28,11 +28,14 @@ READY, LATE, FAILED = 0, 1, 2
 
 
 class Draw(NamedTuple):
-    """A global batch, by its samples' numbers and lengths, and the data order's state after it."""
+    """A global batch, by its samples' numbers and lengths, and the data's state after it."""
 
     samples: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     state: dict[str, Any]
+    """The data order and what waits for a later step: what a checkpoint keeps."""
+    delay_steps: float = 0.0
+    """Steps by which its tokens were held back, in the mean."""
 
 
 class Exchange(Protocol):

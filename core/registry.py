@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from .cluster import Cluster
@@ -38,6 +40,19 @@ class Situation:
     """Every micro-batch's forward runs again in its backward anyway; the backward costs hold it."""
 
 
+class HoldBack(Protocol):
+    """Says which sequences wait for a later step: those drawn now and those that waited already, in one array.
+
+    A pure function: every rank asks it. It must let something run, and what it holds back once it must let run later.
+    """
+
+    def __call__(
+        self, lengths: npt.NDArray[np.int64], waited: npt.NDArray[np.int64], num_ranks: int, situation: Situation, /
+    ) -> npt.NDArray[np.bool_]:
+        """Lengths [K] in tokens and steps waited so far [K] (0: drawn now) -> which wait [K]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Plugin:
     """One plugin: its schema and its planner.
@@ -57,6 +72,8 @@ class Plugin:
     """Other people's answers to the same question, for comparison."""
     simpler: str = ""
     """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
+    hold_back: Callable[[Any], HoldBack | None] | None = None
+    """``hold_back(config)`` gives the rule by which sequences wait for a later step; None: all run when drawn."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
 

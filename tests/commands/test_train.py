@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +79,64 @@ def test_a_run_goes_on_with_another_layout(place: Path) -> None:
     for ours, theirs in zip(rest, whole[2:], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+
+
+def heavy_tail(place: Path) -> tuple[str, ...]:
+    """Short samples with a long one now and then, and arguments that let the long ones wait."""
+    lengths = [400 + k if k % 5 == 0 else 20 + k % 7 for k in range(40)]
+    # Text that varies: equal tokens have equal keys, whose gradients are nothing but rounding.
+    letters = random.Random(1)
+    rows = [{"text": "".join(letters.choices("abcdefghij klmnop", k=n))} for n in lengths]
+    (place / "tail.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    delay = "plugins.packing.max_delay_steps=3"
+    # The seed puts one long sample into the first batch.
+    return "data.source=tail.jsonl", "data.max_length=512", "train.steps=5", "train.seed=4", delay
+
+
+def test_outliers_wait_for_each_other_also_across_a_resume(place: Path) -> None:
+    late = heavy_tail(place)
+    whole = evenload(place, "train", "megatron.yaml", *late, "log.jsonl=whole.jsonl", "--json")
+    result, log = json.loads(whole.stdout), (place / "whole.jsonl").read_text().splitlines()
+    assert result["delay_steps"] > 0
+    assert max(row["delay_steps"] for row in result["steps"]) > result["delay_steps"]
+    assert [row["waiting"] for row in result["steps"]] == [json.loads(line)["waiting"] for line in log]
+    assert len({len(batch) for batch in samples(place / "whole.jsonl")}) > 1
+    cut = next(k for k, row in enumerate(result["steps"][:4]) if row["waiting"])
+    save = (*late, f"checkpoint.every={cut + 1}", "log.jsonl=parts.jsonl", "--json")
+    first = evenload(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept", f"train.steps={cut + 1}")
+    waiting = result["steps"][cut]["waiting"]
+    assert f"{waiting} samples still wait for a later batch; they are in the checkpoint" in first.stderr
+    shutil.copytree(place / "kept", place / "alone")
+    second = evenload(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept")
+    assert losses(first) + losses(second) == losses(whole)
+    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+    one = ("parallel.dp=1", "log.jsonl=alone.jsonl", "checkpoint.dir=alone")
+    alone = evenload(place, "train", "megatron.yaml", *save, *one)
+    assert "as for the 2 ranks that the run began with" in alone.stderr
+    assert samples(place / "alone.jsonl") == samples(place / "whole.jsonl")[cut + 1 :]
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path) -> None:
+    """Delay makes the first batch smaller than train.global_batch_size; gradients are still the reference's."""
+    late = heavy_tail(place)
+    done = evenload(place, "verify", f"{trainer}.yaml", *late, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["exact"]
+    assert result["sequences"] < 6
+    board = ("log.tensorboard=board", "--against", "stock")
+    trained = evenload(place, "train", f"{trainer}.yaml", *late, *board, "--json")
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    variants = json.loads(trained.stdout)["variants"]
+    assert variants["stock"]["delay_steps"] == variants["evenload"]["delay_steps"] > 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(place / "board"))
+    events.Reload()
+    rows = json.loads(trained.stdout)["steps"]
+    assert [e.value for e in events.Scalars("evenload/delay_steps")] == pytest.approx([r["delay_steps"] for r in rows])
+    assert [e.value for e in events.Scalars("evenload/waiting")] == [r["waiting"] for r in rows]
 
 
 def test_against_trains_each_variant_on_equal_batches(place: Path) -> None:

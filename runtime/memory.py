@@ -1,0 +1,109 @@
+"""The most bytes that work holds at once: every tensor it makes, what autograd saves and what backward allocates.
+
+On CUDA the allocator keeps the books. On the CPU nobody does, so every operator that runs inside the block is watched:
+a storage counts from the operator that made it until the last tensor, view or autograd node lets go of it. Not seen are
+memory that torch did not allocate (numpy arrays) and what one kernel takes and gives back while it runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Peak:
+    """Filled in when the block of `peak_bytes` ends."""
+
+    num_bytes: int = 0
+    """Above the level at the block's beginning."""
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """The highest level of memory on the device inside the block, above the level at its beginning.
+
+    Tensors that were there before count as there throughout on the CPU, even if they are freed inside. The CPU path
+    sees the operators of this thread and of the backward passes that it starts, and slows each by some microseconds.
+    """
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.num_bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    tracker = StorageTracker(device)
+    with tracker:
+        yield peak
+    peak.num_bytes = tracker.peak
+
+
+@dataclass
+class _Booked:
+    """A storage that is known; ``num_bytes`` follows one that is resized."""
+
+    reference: weakref.ref[Any]
+    counts: bool
+    """Made inside the block."""
+    num_bytes: int = 0
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the storages that operators make while it is entered; `peak_bytes` is how to use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        # A storage keeps its Python object while anything in C++ holds it, so the weak reference dies with the memory.
+        self._known: dict[int, _Booked] = {}
+        self.level = 0
+        """Bytes counted now."""
+        self.peak = 0
+        """The highest level so far."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and book what it made. Inputs not seen before were there before the block."""
+        for tensor in _tensors((args, kwargs or {})):
+            self._note(tensor, counts=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            self._note(tensor, counts=True)
+        self.peak = max(self.peak, self.level)
+        return out
+
+    def _note(self, tensor: Tensor, *, counts: bool) -> None:
+        if tensor.device != self._device or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._known:
+            self._known[key] = _Booked(weakref.ref(storage, lambda _: self._forget(key)), counts)
+        booked = self._known[key]
+        if booked.counts and booked.num_bytes != storage.nbytes():
+            self.level += storage.nbytes() - booked.num_bytes
+            booked.num_bytes = storage.nbytes()
+
+    def _forget(self, key: int) -> None:
+        self.level -= self._known.pop(key).num_bytes
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or results of an operator."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from _tensors(part)
