@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...runtime.attention import packed_causal_attention
+from ...runtime.attention import packed_attention
 from ...runtime.pack import Pack
 
 
@@ -71,6 +71,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse_unsupported(config, attn_mask_type, attention_type, dropout)
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -86,7 +87,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Causal attention inside each segment of the pack: [T, H * D]. The mask is never read."""
+        """Causal attention inside each segment of the pack and to its prefix: [T, H * D]. The mask is never read."""
         pack = getattr(packed_seq_params, "pack", None)
         if pack is None or attention_bias is not None:
             raise EvenloadError(
@@ -96,10 +97,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
                 type(packed_seq_params).__name__,
                 "pass packed_seq_params=seq_params(pack) to the model, or use forward_step, which does",
             )
-        out_THD = packed_causal_attention(
-            q_THD, k_TGD, v_TGD, pack.cu_seqlens, pack.max_seqlen, self.softmax_scale, segments=pack.segments
-        )
-        return out_THD.flatten(1)
+        return packed_attention(q_THD, k_TGD, v_TGD, pack, self.layer_number, self.softmax_scale).flatten(1)
 
 
 def packed_layer_spec(config: Any) -> Any:

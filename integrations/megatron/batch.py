@@ -99,20 +99,18 @@ def _refuse_unsupported(plan: StepPlan, plane_rank: int) -> None:
         raise EvenloadError(
             "Megatron's own schedule cannot run a plan with an order or recomputation of its own",
             f"made by {plan.made_by or 'hand'}",
-            "disable plugins.pipeline, or run the plan with that plugin's schedule",
+            "let MegatronHost run it, or plan with limits.whole_sequences and without plugins.pipeline",
         )
     for index in plan.of_rank(plane_rank):
-        micro_batch = plan.micro_batches[index]
-        if len(micro_batch.ranks) > 1:
+        if len(plan.micro_batches[index].ranks) > 1:
             raise EvenloadError(
                 "a micro-batch is shared by several ranks",
-                f"micro-batch {index} on ranks {micro_batch.ranks}",
+                f"micro-batch {index} on ranks {plan.micro_batches[index].ranks}",
                 "disable plugins.mesh, or run the plan with that plugin's attention",
             )
-        for piece in micro_batch.slices:
-            if piece.length != plan.sequences[piece.sequence].length:
-                raise EvenloadError(
-                    "a sequence is cut into slices",
-                    f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence} in micro-batch {index}",
-                    "plan whole sequences, or run the plan with a plugin that carries the prefix",
-                )
+    if plan.cut:
+        raise EvenloadError(
+            "a sequence is cut into slices in a plan without an order",
+            f"sequence {min(plan.cut)}",
+            "give the plan an order per stage, or plan whole sequences",
+        )

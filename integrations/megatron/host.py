@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
 from ...core.workload import Slice, StepPlan
@@ -20,10 +18,14 @@ from ...runtime.kernels import choose_kernel
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
 from . import checkpoint
-from .batch import LossFunc, PlannedBatches, run_batch
+from .batch import PlannedBatches
+from .forward import Forward
+from .links import StageLinks
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .reduction import Reduction, gradient_norm
+from .schedule import PlannedStage, refuse_plan
 from .setup import check_host, check_recipe, join_groups, leave_groups
+from .stock import run_stock
 from .weights import global_gradients, initialise
 
 
@@ -39,6 +41,7 @@ class MegatronHost:
         self.recipe = recipe
         self.layout: Layout = recipe.layout(world.size)
         self._device = world.device
+        self._links: StageLinks | None = None
         self._made_groups = join_groups(self.layout, recipe.train.seed)
         try:
             self._build()
@@ -115,6 +118,9 @@ class MegatronHost:
     def close(self) -> None:
         """Drop the model and Megatron's process groups if they were made here; the world stays."""
         self.ddp = self.model = self.optimizer = None
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         if self._made_groups:
             leave_groups()
             self._made_groups = False
@@ -123,50 +129,43 @@ class MegatronHost:
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, *, whole: bool
     ) -> tuple[tuple[float, int], Busy, tuple[Slice, ...]]:
         """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), seconds, slices run)."""
-        if plan.limits.num_ranks != self.layout.plane_size:
-            raise EvenloadError(
-                "the plan was made for another number of data-parallel ranks",
-                f"a plan for {plan.limits.num_ranks} ranks, {self.layout.plane_size} in the job",
-                "plan for the layout of this job",
-            )
-        batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
+        refuse_plan(plan, self.layout)
         clock = BusyClock(self._device)
         reduction = Reduction(self.ddp, plan, whole=whole)
-        books = self._last and self.tp_rank == 0
-
-        def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
-            batch = next(data)
-            mark("forward and backward")
-            with clock.running("F"):
-                output, loss_func = run_batch(batch, model)
-            clock.watch_backward(output)
-
-            def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss, num_targets, report = loss_func(losses)
-                if books:
-                    reduction.count(report["loss_sum"], batch.pack.num_targets)
-                return loss, num_targets, report
-
-            return output, counted
-
+        forward = Forward(clock, reduction, books=self._last and self.tp_rank == 0)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if len(batches):
-            with reduction.computing():
-                get_forward_backward_func()(
-                    forward_step_func=forward_step,
-                    data_iterator=batches,
-                    model=[self.ddp],
-                    num_microbatches=len(batches),
-                    seq_length=1,
-                    micro_batch_size=1,
-                    forward_only=False,
-                    force_all_reduce=whole,
-                )
+        if plan.order or plan.recompute:
+            executed = self._run_order(plan, tokens_of, forward, reduction, mark)
         else:
-            reduction.finalize([self.ddp])  # the stock schedule always runs one micro-batch
-        return reduction.totals, clock.read(), tuple(batches.executed)
+            batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
+            executed = run_stock(self.ddp, batches, forward, reduction, mark)
+        return reduction.totals, clock.read(), tuple(executed)
+
+    def _run_order(
+        self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark
+    ) -> list[Slice]:
+        """The order, cuts, replays and recomputation of the plan."""
+        if self._links is None and self.layout.pp > 1:
+            self._links = StageLinks()  # by all ranks: they run one plan
+        stage = PlannedStage(
+            plan,
+            parallel_state.get_pipeline_model_parallel_rank(),
+            self.plane_rank,
+            model=self.ddp,
+            gpt=self.model,
+            links=self._links,
+            forward=forward,
+            tokens_of=tokens_of,
+            device=self._device,
+            mark=mark,
+        )
+        with reduction.computing():
+            stage.run()
+        mark("gradient sum")
+        reduction.finalize([self.ddp])
+        return stage.executed
 
     def _clip_in_float64(self) -> float:
         """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""

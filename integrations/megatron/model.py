@@ -61,6 +61,8 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
     if layout.pp > 1:
         # Packs differ in length from one to the next. megatron-core 0.16 wants the dispatcher even without experts.
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if recipe.train.recompute:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**(fields | changes))
 
 

@@ -10,8 +10,8 @@ are safe:
     last    ``no_sync`` for all but a rank's last micro-batch, which Megatron's schedules do with
             ``config.no_sync_func``. Overlaps with that last backward. Needs a micro-batch on every rank.
 
-`Reduction` takes ``last`` where the plan gives every rank work and ``quiet`` otherwise; the plan is the same on all
-ranks, so all take the same. Without overlap neither is needed: hooks only add.
+`Reduction` takes ``last`` where Megatron's schedule runs the plan and every rank has work, and ``quiet`` otherwise; the
+plan is the same on all ranks, so all take the same. Without overlap neither is needed: hooks only add.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Reduction:
     """
 
     def __init__(self, ddp: Any, plan: StepPlan, *, whole: bool = False) -> None:
-        self._ddp, self._whole = ddp, whole
+        self._ddp, self.whole = ddp, whole
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or whole)
+        self.quiet = self.overlap and (idle or whole or bool(plan.order or plan.recompute))
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)
@@ -66,8 +66,8 @@ class Reduction:
         """
         if self.quiet:
             for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
-                group.start_grad_sync(force_all_reduce=self._whole)
-        finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self._whole)
+                group.start_grad_sync(force_all_reduce=self.whole)
+        finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self.whole)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])

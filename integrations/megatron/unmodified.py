@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -45,7 +46,15 @@ from ...runtime.attention import packed_causal_attention
 from ...runtime.pack import Pack
 from .attention import PlannedSeqParams
 from .samples import MASK, OneBatch, UserPack, exchange, lay_out, split
-from .supported import bare_model, for_config, refuse_attention, refuse_loop, refuse_loss, warn_of_dropout
+from .supported import (
+    bare_model,
+    for_config,
+    refuse_attention,
+    refuse_loop,
+    refuse_loss,
+    warn_of_dropout,
+    warn_of_slices,
+)
 
 log = logging.getLogger("evenload")
 
@@ -239,7 +248,9 @@ def _chain(recipe: Recipe, config: Any, vocab_size: int) -> PlanChain:
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
-    return PlanChain.of_recipe(for_config(recipe, config, vocab_size, layout), layout)
+    chain = PlanChain.of_recipe(for_config(recipe, config, vocab_size, layout), layout)
+    warn_of_slices(recipe)
+    return replace(chain, limits=replace(chain.limits, whole_sequences=True))
 
 
 def _share(plan: StepPlan, rank: int) -> list[MicroBatch]:

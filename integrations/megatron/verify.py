@@ -91,7 +91,8 @@ def grad_rel_err(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 def _plain_model(recipe: Recipe, host: MegatronHost, alone: dist.ProcessGroup) -> Any:
     """The stock model with the host's weights, all layers on each rank."""
-    recipe = recipe.changed({"train.dtype": "fp32"}) if recipe.train.dtype == "bf16" else recipe
+    plain = {"train.recompute": False, **({"train.dtype": "fp32"} if recipe.train.dtype == "bf16" else {})}
+    recipe = recipe.changed(plain)
     groups = ProcessGroupCollection(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),

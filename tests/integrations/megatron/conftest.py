@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 
+JOBS = ("random_plans", "jobs", "slice_jobs")
+
 
 def call(job: str, arguments: dict[str, Any]) -> Any:
-    """Runs on a rank: ``jobs.<job>(world, **arguments)``."""
+    """Runs on a rank: ``job(world, **arguments)`` of one of the `JOBS`; each of these may import those before it."""
     from evenload.patches import bridge_cpu
 
-    name = "megatron_jobs"
-    if name not in sys.modules:
+    if "megatron_jobs" not in sys.modules:
         bridge_cpu()
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("jobs.py"))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        for file in JOBS:
+            spec = importlib.util.spec_from_file_location(f"megatron_{file}", Path(__file__).with_name(f"{file}.py"))
+            sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[spec.name])
     from evenload.runtime.world import init_world
 
-    return getattr(sys.modules[name], job)(init_world(), **arguments)
+    home = next(module for file in JOBS if hasattr(module := sys.modules[f"megatron_{file}"], job))
+    return getattr(home, job)(init_world(), **arguments)
 
 
 @pytest.fixture

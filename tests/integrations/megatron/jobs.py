@@ -223,23 +223,23 @@ def refusal(world: Any, **changes: Any) -> list[str]:
 
 
 def bad_plan(world: Any, *, kind: str) -> str:
-    """The error of a plan that the stock schedule cannot run."""
+    """The error of a plan that the host cannot run."""
     good = plan(1)
     first, *rest = good.micro_batches
     if kind == "cut":
-        cut = replace(
+        bad = replace(
             good, micro_batches=(first._replace(slices=(first.slices[0]._replace(stop=7), *first.slices[1:])), *rest)
         )
     elif kind == "ranks":
-        cut = replace(good, limits=replace(good.limits, num_ranks=2))
+        bad = replace(good, limits=replace(good.limits, num_ranks=2))
     elif kind == "shared":
-        cut = replace(good, micro_batches=(first._replace(ranks=(0, 0)), *rest))
+        bad = replace(good, micro_batches=(first._replace(ranks=(0, 0)), *rest))
     else:
-        cut = replace(good, recompute=((1,) * len(good.micro_batches),))
+        bad = replace(good, recompute=((1,) * len(good.micro_batches),) * 2)
     with hosted(world) as host:
         before = [p.detach().clone() for p in host.model.parameters()]
         try:
-            host.train_step(cut, tokens(), lr=1.0)
+            host.train_step(bad, tokens(), lr=1.0)
         except EvenloadError as error:
             assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
             return error.what

@@ -95,8 +95,14 @@ def test_what_cannot_be_honoured_is_refused_when_the_host_is_opened(on_ranks, ch
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [("cut", "cut into slices"), ("ranks", "number of"), ("shared", "shared"), ("recompute", "order")]
+    ("kind", "word"),
+    [
+        ("cut", "without an order"),
+        ("ranks", "data-parallel ranks"),
+        ("shared", "shared"),
+        ("stages", "pipeline stages"),
+    ],
 )
-def test_a_plan_that_the_stock_schedule_cannot_run_changes_nothing(on_ranks, kind, word):
+def test_a_plan_that_cannot_be_run_changes_nothing(on_ranks, kind, word):
     (message,) = on_ranks(1, "bad_plan", kind=kind)
     assert word in message

@@ -1,0 +1,69 @@
+"""One forward of a Megatron stage: measured, its loss booked once, and what may differ from pass to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ...runtime.busy import BusyClock, Kind
+from .batch import Batch, LossFunc, run_batch
+from .reduction import Reduction
+
+
+class Forward:
+    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded.
+
+    Args:
+        books: whether this rank books losses: one tensor-parallel rank of the last stage does.
+    """
+
+    def __init__(self, clock: BusyClock, reduction: Reduction, *, books: bool) -> None:
+        self._clock, self._reduction, self._books = clock, reduction, books
+
+    def __call__(self, batch: Batch, model: Any, kind: Kind = "F") -> tuple[Tensor, LossFunc]:
+        """(stage output, loss function); ``kind`` says what the busy clock counts it as: a replay is part of B."""
+        with self._clock.running(kind):
+            output, loss_func = run_batch(batch, model)
+        self._clock.watch_backward(output)
+
+        def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, num_targets, report = loss_func(losses)
+            if self._books:
+                self._reduction.count(report["loss_sum"], batch.pack.num_targets)
+            return loss, num_targets, report
+
+        return output, counted
+
+
+@contextmanager
+def headless(gpt: Any) -> Iterator[None]:
+    """The GPTModel returns hidden states: a forward that only fills the prefix needs no logits and no loss."""
+    had, gpt.post_process = gpt.post_process, False
+    try:
+        yield
+    finally:
+        gpt.post_process = had
+
+
+@contextmanager
+def recomputing(config: Any, layers: int | None) -> Iterator[None]:
+    """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
+
+    Megatron reads these fields in the forward only, and its closures keep what they were given.
+    """
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    had = [getattr(config, name) for name in names]
+    wanted = had if layers is None else ["full", "block", layers] if layers else [None, None, None]
+    _set(config, names, wanted)
+    try:
+        yield
+    finally:
+        _set(config, names, had)
+
+
+def _set(config: Any, names: tuple[str, ...], values: list[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        setattr(config, name, value)

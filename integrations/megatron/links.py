@@ -1,0 +1,89 @@
+"""Activations up and gradients down between the pipeline stages of one plane rank, in the order of a plan.
+
+Megatron's own communicator waits for every send and, for packs of unequal length, exchanges shapes first. A plan with
+an order of its own may let two neighbours both send before either receives, which would hang there. Here the plan gives
+the shapes, a send never waits, and each direction has a process group (on NCCL: a communicator and stream) to itself.
+
+A sent tensor stays alive until the neighbour has it. gloo tells that only to who waits, so nobody asks: what the
+neighbour sends back shows, by the plan, how much it had taken before, and waiting for that much costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ...core.workload import Op
+from ...runtime.groups import GroupPool
+
+Kind = Literal["F", "B"]
+
+
+class StageLinks:
+    """The links of this rank to the stages before and after it; lives as long as its host. Collective."""
+
+    def __init__(self) -> None:
+        mine: Any = parallel_state.get_pipeline_model_parallel_group()
+        rows: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(rows, tuple(dist.get_process_group_ranks(mine)))
+        self._pools = {"F": GroupPool(rows), "B": GroupPool(rows)}
+        ranks = rows[dist.get_rank()]
+        self._groups = {kind: pool.get(ranks) for kind, pool in self._pools.items()}
+        stage = ranks.index(dist.get_rank())
+        before, after = ranks[stage - 1 : stage], ranks[stage + 1 : stage + 2]
+        self._source = {"F": before, "B": after}
+        self._target = {"F": after, "B": before}
+        self._sent: dict[str, deque[tuple[Any, Tensor]]] = {"F": deque(), "B": deque()}
+        self._taken = {"F": 0, "B": 0}
+
+    def send(self, op: Op, tensor: Tensor) -> None:
+        """Hand on what a pass gave: up after F, down after B. The tensor must not be written to from here on."""
+        (peer,) = self._target[op.kind]
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, peer, group=self._groups[op.kind], tag=op.micro_batch)
+        self._sent[op.kind].append((work, tensor))
+
+    def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
+        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind.
+
+        Args:
+            taken: how many tensors of the other direction the neighbour had taken before this pass (`taken_before`).
+        """
+        (peer,) = self._source[op.kind]
+        dist.recv(like, peer, group=self._groups[op.kind], tag=op.micro_batch)
+        self._release("B" if op.kind == "F" else "F", taken)
+        return like
+
+    def finish(self) -> None:
+        """Wait until the neighbours have everything; call it at the end of a step."""
+        for kind in ("F", "B"):
+            self._release(kind, self._taken[kind] + len(self._sent[kind]))
+            self._taken[kind] = 0
+
+    def close(self) -> None:
+        """Destroy the groups; on every rank."""
+        self._sent = {"F": deque(), "B": deque()}
+        self._groups = {}
+        for pool in self._pools.values():
+            pool.close()
+
+    def _release(self, kind: str, taken: int) -> None:
+        while self._taken[kind] < taken:
+            work, _ = self._sent[kind].popleft()
+            work.wait()
+            self._taken[kind] += 1
+
+
+def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:
+    """For each pass in a neighbour's order, how many passes of the other kind it ran before."""
+    done = {"F": 0, "B": 0}
+    found = {}
+    for op in neighbour:
+        found[op] = done["B" if op.kind == "F" else "F"]
+        done[op.kind] += 1
+    return found

@@ -1,0 +1,208 @@
+"""Runs the order of a plan: this rank's passes at its pipeline stage, by Megatron's own forward and backward step.
+
+    F, kept      forward with grad; its graph waits for the backward that uses it
+    F, replayed  forward without grad: it fills the prefix KV and goes on to the next stage, no logits, no loss; a stage
+                 behind the first keeps what it received on a tape
+    B, kept      Megatron's backward step
+    B, replayed  the input is gathered from the tape as a leaf, the forward runs again with grad, then the backward step
+
+Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
+a label: the gradients of its keys and values are wanted. Stock schedules (interleaved 1F1B) run plans without an order;
+this one is for orders that they cannot express. The laws of a plan (`core.laws`) rule out deadlocks and lost prefixes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.utils import get_model_config, get_model_type
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.layout import Layout
+from ...core.order import orders_of_stage
+from ...core.workload import MicroBatch, Op, Slice, StepPlan
+from ...runtime.pack import TokensOf, build_pack
+from ...runtime.prefix import PrefixStore
+from ..host import Mark
+from .attention import seq_params
+from .batch import Batch
+from .forward import Forward, headless, recomputing
+from .links import StageLinks, taken_before
+from .tape import Tape
+
+WORDS: dict[Literal["F", "B"], str] = {"F": "forward", "B": "backward"}
+
+
+class PlannedStage:
+    """The passes of one rank in one step.
+
+    Args:
+        links: to the neighbouring stages; None where there is one stage.
+        model: Megatron's DistributedDataParallel around the stage's ``gpt``.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        stage: int,
+        plane_rank: int,
+        *,
+        model: Any,
+        gpt: Any,
+        links: StageLinks | None,
+        forward: Forward,
+        tokens_of: TokensOf,
+        device: torch.device,
+        mark: Mark,
+    ) -> None:
+        self._plan, self._stage = plan, stage
+        self._first, self._last = stage == 0, stage == plan.limits.num_stages - 1
+        self._ops = orders_of_stage(plan, stage)[plane_rank]
+        neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
+        self._taken = {s: taken_before(orders_of_stage(plan, s)[plane_rank]) for s in neighbours}
+        self._model, self._gpt, self._links, self._forward = model, gpt, links, forward
+        self._config = get_model_config(model)
+        self._tokens_of, self._device, self._mark = tokens_of, device, mark
+        self._prefix, self._tape = PrefixStore.of_plan(plan), Tape()
+        self._graphs: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.executed: list[Slice] = []
+        """Slices whose backward has run."""
+
+    def run(self) -> None:
+        """All passes of the step; the gradients are summed over this rank's micro-batches then."""
+        for op in self._ops:
+            self._mark(f"{WORDS[op.kind]} of micro-batch {op.micro_batch}")
+            if op.kind == "F":
+                self._run_forward(op)
+            else:
+                self._run_backward(op)
+        if self._links:
+            self._mark("hand-over to other pipeline stages")
+            self._links.finish()
+        self._tape.check_empty()
+        if self._prefix:
+            self._prefix.check_empty()
+
+    def _run_forward(self, op: Op) -> None:
+        micro_batch = self._plan.micro_batches[op.micro_batch]
+        received = None if self._first else self._receive(op, micro_batch.num_slots)
+        if op.micro_batch in self._plan.kept:
+            layers = self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else None
+            output = self._compute(self._load(micro_batch), received, "F", layers)
+            self._graphs[op.micro_batch] = received, output
+            if not self._last:
+                self._send(op, output)
+                deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+            return
+        batch = self._load(micro_batch)
+        if received is not None:
+            self._tape.write(batch.pack.slices, batch.pack.segments, received)
+        if self._last and self._plan.cut.isdisjoint(s.sequence for s in micro_batch.slices):
+            return  # nobody reads its keys, and nobody waits for its output
+        with torch.no_grad(), headless(self._gpt):
+            output = self._compute(batch, received, "F", 0, with_loss=False)
+        if not self._last:
+            self._send(op, output)
+
+    def _run_backward(self, op: Op) -> None:
+        twin = self._plan.forward_of[op.micro_batch]
+        if twin is None:
+            received, output = self._replay(op)
+        else:
+            received, output = self._graphs.pop(twin)
+        micro_batch = self._plan.passes("B")[op.micro_batch] if twin is None else self._plan.micro_batches[twin]
+        gradient = None if self._last else self._receive(op, micro_batch.num_slots)
+        handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
+        if not self._first:
+            self._send(op, handed_down)
+        self.executed += micro_batch.slices
+
+    def _replay(self, op: Op) -> tuple[Tensor | None, Tensor]:
+        """(Stage input as a leaf, output with its graph) of a backward micro-batch that kept no graph."""
+        micro_batch = self._plan.passes("B")[op.micro_batch]
+        batch, received = self._load(micro_batch), None
+        if not self._first:
+            received = self._room(batch.pack.num_slots)
+            self._tape.gather(batch.pack.slices, batch.pack.segments, received)
+        layers = self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else None
+        output = self._compute(batch, received, "B", layers)
+        if not self._last:
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return received, output
+
+    def _compute(
+        self,
+        batch: Batch,
+        received: Tensor | None,
+        kind: Literal["F", "B"],
+        layers: int | None,
+        with_loss: bool = True,
+    ) -> Tensor:
+        """Megatron's forward step; with grad enabled, what was received becomes a leaf."""
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_()
+        with recomputing(self._config, layers):
+            output, _ = forward_step(
+                partial(self._forward, kind=kind),
+                batch,
+                self._model,
+                1,
+                received,
+                [],
+                self._config,
+                1,
+                is_last_stage=self._last and with_loss,
+            )
+        result: Tensor = output
+        return result
+
+    def _load(self, micro_batch: MicroBatch) -> Batch:
+        pack = build_pack(micro_batch, self._tokens_of, self._device, self._prefix)
+        return Batch(pack, seq_params(pack))
+
+    def _receive(self, op: Op, slots: int) -> Tensor:
+        assert self._links is not None
+        neighbour = self._stage - 1 if op.kind == "F" else self._stage + 1
+        return self._links.receive(op, self._room(slots), self._taken[neighbour][op])
+
+    def _send(self, op: Op, tensor: Tensor) -> None:
+        assert self._links is not None
+        self._links.send(op, tensor)
+
+    def _room(self, slots: int) -> Tensor:
+        """Space for a stage's input or its gradient: [T, 1, hidden]."""
+        config = self._config
+        return torch.empty(slots, 1, config.hidden_size, dtype=config.pipeline_dtype, device=self._device)
+
+
+def refuse_plan(plan: StepPlan, layout: Layout) -> None:
+    """Raise EvenloadError for a plan of another layout, or one whose micro-batches are shared by ranks."""
+    stages = len(plan.order or plan.recompute) or layout.pp
+    shared = next((i for i, m in enumerate((*plan.micro_batches, *plan.backward)) if len(m.ranks) > 1), None)
+    rules = [
+        (
+            plan.limits.num_ranks != layout.plane_size,
+            "the plan was made for another number of data-parallel ranks",
+            f"a plan for {plan.limits.num_ranks} ranks, {layout.plane_size} in the job",
+            "plan for the layout of this job",
+        ),
+        (
+            stages != layout.pp,
+            "the plan was made for another number of pipeline stages",
+            f"a plan for {stages} stages, {layout.pp} in the job",
+            "plan for the layout of this job",
+        ),
+        (
+            shared is not None,
+            "a micro-batch is shared by several ranks",
+            f"micro-batch {shared}",
+            "disable plugins.mesh, or run the plan with that plugin's attention",
+        ),
+    ]
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(what, found, do)

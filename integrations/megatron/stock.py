@@ -1,0 +1,39 @@
+"""Megatron's own schedule over a rank's micro-batches in launch order: for plans without an order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from ...core.workload import Slice
+from ..host import Mark
+from .batch import LossFunc, PlannedBatches
+from .forward import Forward
+from .reduction import Reduction
+
+
+def run_stock(ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark) -> list[Slice]:
+    """All forwards and backwards of this rank and the gradient sum; the slices that ran."""
+
+    def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
+        batch = next(data)
+        mark("forward and backward")
+        return forward(batch, model)
+
+    if not len(batches):
+        reduction.finalize([ddp])  # the stock schedule always runs one micro-batch
+        return []
+    with reduction.computing():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+            force_all_reduce=reduction.whole,
+        )
+    return batches.executed

@@ -1,0 +1,190 @@
+"""What the ranks of test_slices.py do: random plans against plain training, planted faults, work that is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import StepPlan, sequences
+from evenload.integrations.megatron.attention import PackedCoreAttention
+from evenload.integrations.megatron.forward import Forward
+from evenload.integrations.megatron.schedule import PlannedStage
+from evenload.integrations.megatron.tape import Tape
+from evenload.integrations.megatron.verify import grad_rel_err, reference
+from evenload.integrations.megatron.weights import global_gradients, global_parameters
+from evenload.runtime import prefix
+from megatron_jobs import LENGTHS, hosted, plan, tokens
+from megatron_random_plans import random_plan
+
+
+def planned(host: Any, seed: int, lengths: Any = LENGTHS, **drawn: Any) -> StepPlan:
+    """A random plan for a host's layout."""
+    layout = host.layout
+    layers = host.recipe.model.num_layers // layout.pp
+    sizes = {"num_ranks": layout.plane_size, "num_stages": layout.pp, "layers_per_stage": layers}
+    return random_plan(seed, lengths, **sizes, **drawn)
+
+
+def sliced(
+    world: Any,
+    *,
+    seeds: list[int],
+    lengths: Any = LENGTHS,
+    drawn: dict[str, Any] | None = None,
+    mutant: str = "",
+    **changes: Any,
+) -> list[dict[str, Any]]:
+    """Errors of random plans against plain training, one reference for all of them."""
+    found = []
+    with hosted(world, **changes) as host:
+        data = tokens(lengths)
+        expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
+        for seed in seeds:
+            the_plan = planned(host, seed, lengths, **(drawn or {}))
+            with fault(mutant):
+                try:
+                    result, gradients = host.gradients(the_plan, data)
+                except EvenloadError as error:
+                    found.append({"seed": seed, "error": error.what})
+                    continue
+            found.append(
+                {
+                    "seed": seed,
+                    "loss": abs(result.loss - expected_loss) / expected_loss,
+                    "grad": grad_rel_err(gradients, expected),
+                    "targets": result.num_targets,
+                    "executed": result.executed,
+                }
+            )
+    return found
+
+
+def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None, **changes: Any) -> list[float]:
+    """Errors of the gradients that training steps leave, by turns of a random plan and of Megatron's own schedule."""
+    errors = []
+    with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
+        data = tokens()
+        _, expected = reference(host.recipe, host, data, sequences(LENGTHS))
+        for seed in seeds:
+            for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.plane_size)):
+                host._run(the_plan, data, lambda _: None, whole=False)
+                errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
+    return errors
+
+
+def trained(world: Any, *, cut: bool, **changes: Any) -> dict[str, Any]:
+    """Losses, norms and weights of three steps, with random plans or with Megatron's schedule."""
+    with hosted(world, **changes) as host:
+        plans = [planned(host, seed) if cut else plan(host.layout.plane_size) for seed in (4, 5, 6)]
+        results = [host.train_step(p, tokens(seed=i), lr=1e-2) for i, p in enumerate(plans)]
+        return {
+            "losses": [r.loss for r in results],
+            "norms": [r.grad_norm for r in results],
+            "weights": {name: p.detach().double().norm().item() for name, p in global_parameters(host.model)},
+        }
+
+
+def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """How often layers and the head ran in one plan, beside the numbers of its passes."""
+    calls = {"attention": 0, "head": 0, "graphs": 0}
+    attend = PackedCoreAttention.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls["attention"] += 1
+        calls["graphs"] += torch.is_grad_enabled()
+        return attend(self, *args, **kwargs)
+
+    def head(*_: Any) -> None:
+        calls["head"] += 1
+
+    with hosted(world, **changes) as host, patch.object(PackedCoreAttention, "forward", counting):
+        the_plan = planned(host, 1, **drawn)
+        hook = host.model.output_layer.register_forward_hook(head) if hasattr(host.model, "output_layer") else None
+        result, _ = host.gradients(the_plan, tokens())
+        if hook:
+            hook.remove()
+    return {
+        **calls,
+        "forwards": len(the_plan.micro_batches),
+        "backwards": len(the_plan.passes("B")),
+        "prefixes": sum(any(s.sequence in the_plan.cut for s in m.slices) for m in the_plan.micro_batches),
+        "recomputed": [sum(row) for row in the_plan.recompute],
+        "forward_s": result.forward_s,
+    }
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Plant a fault in the schedule or the runtime below it."""
+    with ExitStack() as stack:
+        if name:
+            stack.enter_context(_FAULTS[name]())
+        yield
+
+
+def _dropped_accumulator() -> Any:
+    settle = prefix.PrefixStore.settle
+
+    def alone(self: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
+        own = dk[piece.start :].clone(), dv[piece.start :].clone()
+        settle(self, layer, piece, dk, dv)
+        return own
+
+    return patch.object(prefix.PrefixStore, "settle", alone)
+
+
+def _restarted_positions() -> Any:
+    load = PlannedStage._load
+
+    def restarted(self: Any, micro_batch: Any) -> Any:
+        batch = load(self, micro_batch)
+        positions = batch.pack.positions_T.clone()
+        for piece, first in zip(batch.pack.slices, batch.pack.segments, strict=False):
+            positions[first : first + piece.length] -= piece.start
+        pack = replace(batch.pack, positions_T=positions)
+        return batch._replace(pack=pack, params=replace(batch.params, pack=pack))
+
+    return patch.object(PlannedStage, "_load", restarted)
+
+
+def _loss_booked_twice() -> Any:
+    call = Forward.__call__
+
+    def twice(self: Any, batch: Any, model: Any, kind: Any = "F") -> Any:
+        output, loss_func = call(self, batch, model, kind)
+        return output, (lambda losses: (loss_func(losses), loss_func(losses))[1]) if kind == "B" else loss_func
+
+    return patch.object(Forward, "__call__", twice)
+
+
+def _shifted_tape() -> Any:
+    gather = Tape.gather
+
+    def shifted(self: Any, slices: Any, segments: Any, like: Any) -> Any:
+        return like.copy_(gather(self, slices, segments, like).roll(1, 0))
+
+    return patch.object(Tape, "gather", shifted)
+
+
+def _replay_without_grad() -> Any:
+    replay = PlannedStage._replay
+
+    def without(self: Any, op: Any) -> Any:
+        with torch.no_grad():
+            return replay(self, op)
+
+    return patch.object(PlannedStage, "_replay", without)
+
+
+_FAULTS = {
+    "dropped accumulator": _dropped_accumulator,
+    "restarted positions": _restarted_positions,
+    "loss booked twice": _loss_booked_twice,
+    "shifted tape": _shifted_tape,
+    "replay without grad": _replay_without_grad,
+}
