@@ -64,6 +64,8 @@ class MemoryCost(_Frozen):
     """All layers together, kept from forward to backward."""
     kv_bytes_per_token: NonNegativeFloat = 0.0
     """All layers together, K and V kept for later slices."""
+    replay_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
 
 
 class Costs(_Frozen):
@@ -75,6 +77,8 @@ class Costs(_Frozen):
     backward: PassCost
     memory: MemoryCost = MemoryCost()
     num_layers: int = Field(default=1, ge=1)
+    recompute: bool = False
+    """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
 
@@ -109,8 +113,11 @@ class Costs(_Frozen):
             token_s=forward.token_s + backward.token_s,
             pair_s=forward.pair_s + backward.pair_s,
         )
-        memory = self.memory.model_copy(update={"activation_bytes_per_token": kept_bytes_per_token})
-        return self.model_copy(update={"backward": again, "memory": memory})
+        whole = self.memory.activation_bytes_per_token
+        memory = self.memory.model_copy(
+            update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
+        )
+        return self.model_copy(update={"backward": again, "memory": memory, "recompute": True})
 
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""

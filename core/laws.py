@@ -145,7 +145,8 @@ def _backward_groups(plan: StepPlan) -> None:
         raise PlanError("this host runs the same micro-batches forward and backward", f"{count} backward micro-batches")
     if plan.recompute:
         raise PlanError("layers are recomputed in a plan whose backward has groups of its own", plan.made_by or "?")
-    alone = [j for j, i in enumerate(plan.forward_of) if i is None and j not in set(replayed)]
+    again = set(replayed)
+    alone = [j for j, i in enumerate(plan.forward_of) if i is None and j not in again]
     if alone:
         found = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
         raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
@@ -220,11 +221,13 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
 
 
 def _chains(plan: StepPlan, micro_batches: tuple[MicroBatch, ...]) -> dict[int, list[int]]:
-    """The micro-batches of each sequence by ascending slice: cut sequences, or all if the backward has own groups."""
+    """The micro-batches, by ascending slice, of each sequence that is cut, or runs backward in another group."""
     found: dict[int, list[tuple[int, int]]] = {}
+    regrouped = {s.sequence for j in plan.replayed for s in plan.backward[j].slices} if plan.backward else set()
+    wanted = plan.cut | regrouped
     for index, micro_batch in enumerate(micro_batches):
         for s in micro_batch.slices:
-            if plan.backward or s.sequence in plan.cut:
+            if s.sequence in wanted:
                 found.setdefault(s.sequence, []).append((s.start, index))
     return {sequence: [index for _, index in sorted(chain)] for sequence, chain in found.items()}
 

@@ -49,7 +49,8 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
             for s in cut:
                 if tokens_left[s.sequence] == lengths[s.sequence]:
                     held += share * lengths[s.sequence] * limits.kv_grad_bytes_per_token * layers
-            now = held + (activations if replayed else 0.0)
+            alive = share * micro_batch.num_slots * limits.replay_bytes_per_token * layers or activations
+            now = held + (alive if replayed else 0.0)
             held -= inputs if replayed else activations
             for s in cut:
                 tokens_left[s.sequence] -= s.length

@@ -22,18 +22,20 @@ def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
 
 def one_forward_one_backward(micro_batches: Row[int], ahead: int) -> list[Op]:
     """1F1B (Narayanan et al., arXiv 1806.03377): ``ahead`` forwards first, backwards in the order of the forwards."""
-    return staggered(micro_batches, micro_batches, ahead)
+    return in_slots(micro_batches, micro_batches, range(1, len(micro_batches) + 1), ahead)
 
 
-def staggered(forward: Row[int], backward: Row[int], ahead: int) -> list[Op]:
-    """Forwards ``ahead`` of backwards, then one of each in turn; the two orders may differ and have any lengths.
+def in_slots(forward: Row[int], backward: Row[int], need: Row[int], ahead: int) -> list[Op]:
+    """Backwards in their order, each preceded by the forwards it needs, ``ahead`` slots early.
 
-    The k-th backward follows forward number k + ahead (or the last one).
+    Slot j holds the forwards that backward j needs and no earlier one did; ``need[j]`` counts the forwards that must
+    precede it and never falls. A stage that is ``ahead`` stages before the last runs that many slots of forwards ahead,
+    so that all stages see one order of forwards and one of backwards, and none waits in a circle. 1F1B: need[j] = j+1.
     """
     out: list[Op] = []
     done = 0
     for place, index in enumerate(backward):
-        wanted = min(len(forward), place + ahead + 1)
+        wanted = need[min(place + ahead, len(need) - 1)]
         out += [Op("F", i) for i in forward[done:wanted]]
         done = max(done, wanted)
         out.append(Op("B", index))

@@ -39,9 +39,13 @@ class Prediction:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
-def predict(plan: StepPlan, costs: Costs) -> Prediction:
-    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`)."""
-    forward, backward = pass_seconds(plan, costs)
+Passes = tuple[list[float], list[float]]
+"""Seconds of each micro-batch of the forward and of the backward."""
+
+
+def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
+    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`."""
+    forward, backward = passes or pass_seconds(plan, costs)
     busy = [
         sum(forward[i] for i in plan.of_rank(rank)) + sum(backward[j] for j in plan.of_rank(rank, "B"))
         for rank in range(plan.limits.num_ranks)
@@ -55,13 +59,14 @@ def predict(plan: StepPlan, costs: Costs) -> Prediction:
     return Prediction(step_s, tuple(busy))
 
 
-def pass_seconds(plan: StepPlan, costs: Costs) -> tuple[list[float], list[float]]:
+def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     """Seconds of each micro-batch of the forward and of the backward on each of its ranks, replays included."""
-    forward = [costs.micro_batch_s(m)[0] for m in plan.micro_batches]
-    backward = [costs.micro_batch_s(m)[1] for m in plan.passes("B")]
-    for j in plan.replayed:
-        backward[j] += costs.micro_batch_s(plan.passes("B")[j])[0]
-    return forward, backward
+    both = [costs.micro_batch_s(m) for m in plan.micro_batches]
+    back = [costs.micro_batch_s(m) for m in plan.backward] if plan.backward else both
+    backward = [seconds for _, seconds in back]
+    for j in () if costs.recompute else plan.replayed:
+        backward[j] += back[j][0]
+    return [seconds for seconds, _ in both], backward
 
 
 def _rounds_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:

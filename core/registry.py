@@ -36,8 +36,6 @@ class Situation:
     costs: Costs
     layout: Layout
     cluster: Cluster
-    recompute: bool = False
-    """Every micro-batch's forward runs again in its backward anyway; the backward costs hold it."""
 
 
 class HoldBack(Protocol):

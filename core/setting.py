@@ -24,7 +24,7 @@ def situation_of(recipe: Recipe, layout: Layout) -> Situation:
     if recipe.train.recompute:
         kept = recipe.model.num_layers * recipe.model.hidden_size * VALUE_BYTES[recipe.train.dtype]
         costs = costs.recomputed(kept)
-    return Situation(costs.of_stage(layout), layout, cluster, recompute=recipe.train.recompute)
+    return Situation(costs.of_stage(layout), layout, cluster)
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
@@ -60,6 +60,7 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         equal_counts=recipe.trainer == "deepspeed" and recipe.deepspeed.zero_stage == 3,
         activation_bytes_per_token=memory.activation_bytes_per_token / layers,
         kv_bytes_per_token=memory.kv_bytes_per_token / layers,
+        replay_bytes_per_token=memory.replay_bytes_per_token / layers,
         kv_grad_bytes_per_token=kv_grad / layers,
         input_bytes_per_token=recipe.model.hidden_size * value_bytes,
     )

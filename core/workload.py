@@ -88,6 +88,8 @@ class Limits:
     """Per token and layer: K and V of a sequence that is cut, kept for its later slices."""
     kv_grad_bytes_per_token: float = 0.0
     """Per token and layer: dK and dV of a cut sequence, kept from its first backward to its last."""
+    replay_bytes_per_token: float = 0.0
+    """Per token and layer while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
     input_bytes_per_token: float = 0.0
     """Per token: the stage input that a replayed micro-batch keeps (the first stage has the token ids instead)."""
     whole_sequences: bool = False

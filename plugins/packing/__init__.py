@@ -1,4 +1,4 @@
-"""Packing: which sequences form each micro-batch of each rank (SlimPack, Hydraulis)."""
+"""Packing: which slices of which sequences form each micro-batch of each rank (SlimPack, Hydraulis)."""
 
 if __name__ != "evenload.plugins.packing":
     raise ImportError(
@@ -6,12 +6,12 @@ if __name__ != "evenload.plugins.packing":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, config, plan
+from . import baselines, config, delay, plan
 
 register(
     Plugin(
         name="packing",
-        summary="whole sequences into micro-batches under a token cap, balanced by cost",
+        summary="slices and whole sequences into micro-batches of equal cost under a token cap",
         papers=("SlimPack, arXiv 2509.26246", "Hydraulis, arXiv 2412.07894"),
         stage=20,
         config=config.PackingConfig,
@@ -19,5 +19,6 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         simpler="in_order",
+        hold_back=delay.hold_back,
     )
 )

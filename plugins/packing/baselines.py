@@ -1,5 +1,7 @@
 """What others do with the same batch, as plans: the yardsticks of `evenload plan` and `evenload bench`.
 
+whole           whole sequences, longest first onto the cheapest rank, then onto its cheapest micro-batch: balanced
+                packing of samples without cutting any (Hydraulis's two stages; `whole`)
 in_order        pack in the order of the batch up to the cap, deal the packs out in turn (Megatron-Core's
                 DpBalancedScheduler, core/datasets/data_schedule.py on main, does this in spite of its name)
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
@@ -7,8 +9,8 @@ karmarkar_karp  sequences to ranks, then to micro-batches, by largest differenci
                 seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
 
 Equal numbers of packs on every rank, by halving the widest, are this module's addition to the first two: stronger
-baselines than packs dealt as they come. None of them changes the batch or cuts a sequence, and all are run by the same
-code as evenload's own plans.
+baselines than packs dealt as they come. None of them changes the batch or cuts a sequence: where one is longer than
+``max_tokens`` they get a cap that holds it. All are run by the same code as evenload's own plans.
 """
 
 from __future__ import annotations
@@ -18,50 +20,61 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.partition import best_fit_decreasing, karmarkar_karp
+from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp
 from ...core.registry import Situation
-from ...core.workload import StepPlan
+from ...core.workload import Slice, StepPlan
+from .assemble import assemble
+from .bound import lower_bound_s
 from .config import PackingConfig
-from .plan import interleave, lengths_of
+from .whole import whole_packs
 
 Packs = list[list[list[int]]]
 
 
+def whole(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+    lengths, cap = _sizes(bare, config)
+    limits = replace(bare.limits, max_tokens=cap)
+    bound_s = lower_bound_s(lengths, limits, situation.costs)
+    return _planned(bare, cap, "whole", whole_packs(lengths, limits, situation.costs, bound_s))
+
+
 def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
-    lengths = lengths_of(bare, config)
+    lengths, cap = _sizes(bare, config)
     packs: list[list[int]] = []
     room = 0
     for item, tokens in enumerate(lengths.tolist()):
         if tokens > room:
             packs.append([])
-            room = config.max_tokens
+            room = cap
         packs[-1].append(item)
         room -= tokens
-    return _planned(bare, config, "in_order", _deal(packs, bare.limits.num_ranks))
+    return _planned(bare, cap, "in_order", _deal(packs, bare.limits.num_ranks))
 
 
 def best_fit(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
-    packs = best_fit_decreasing(lengths_of(bare, config).tolist(), config.max_tokens)
-    return _planned(bare, config, "best_fit", _deal(packs, bare.limits.num_ranks))
+    lengths, cap = _sizes(bare, config)
+    packs = best_fit_decreasing(lengths.tolist(), cap)
+    return _planned(bare, cap, "best_fit", _deal(packs, bare.limits.num_ranks))
 
 
 def differencing(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
-    lengths = lengths_of(bare, config)
+    lengths, cap = _sizes(bare, config)
     seconds = situation.costs.sequence_s(lengths)
     packs: Packs = []
     for items in karmarkar_karp(seconds.tolist(), bare.limits.num_ranks):
         tokens = [int(lengths[i]) for i in items]
-        for count in range(max(1, -(-sum(tokens) // config.max_tokens)), len(items) + 1):
+        for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
-            if all(sum(tokens[i] for i in b) <= config.max_tokens for b in bins):
+            if all(sum(tokens[i] for i in b) <= cap for b in bins):
                 packs.append([[items[i] for i in b] for b in bins])
                 break
         else:
             packs.append([])
-    return _planned(bare, config, "karmarkar_karp", packs)
+    return _planned(bare, cap, "karmarkar_karp", packs)
 
 
 BASELINES: dict[str, Callable[[StepPlan, Situation, PackingConfig], StepPlan]] = {
+    "whole": whole,
     "in_order": in_order,
     "best_fit": best_fit,
     "karmarkar_karp": differencing,
@@ -80,10 +93,13 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
     return [packs[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _planned(bare: StepPlan, config: PackingConfig, name: str, packs: Packs) -> StepPlan:
+def _sizes(bare: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
+    """Lengths int64 [K], and the token cap: one that holds the longest."""
     lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
-    if bare.limits.equal_counts:
-        count = max(len(mine) for mine in packs)
-        packs = [mine + [[]] * (count - len(mine)) for mine in packs]
-    limits = replace(bare.limits, max_tokens=config.max_tokens)
-    return replace(bare, micro_batches=interleave(packs, lengths), limits=limits, order=(), recompute=(), made_by=name)
+    return lengths, max(config.max_tokens, int(lengths.max(initial=0)))
+
+
+def _planned(bare: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
+    lengths = [s.length for s in bare.sequences]
+    slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in mine] for mine in packs]
+    return assemble(bare, replace(bare.limits, max_tokens=cap), slices, made_by=name)

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...core.registry import PluginConfig
 
 
 class PackingConfig(PluginConfig):
-    """Whole sequences into packed micro-batches, balanced by cost."""
+    """Slices and whole sequences into packed micro-batches, balanced by cost."""
 
     max_tokens: PositiveInt = 16384
     """Tokens that one rank may hold in one micro-batch."""
+    slices: Literal["even", "long", "off"] = "even"
+    """Which sequences are cut. even: also those that cost more than a micro-batch should, so that all micro-batches
+    cost alike, where this is not predicted to make the step slower. long: only those longer than max_tokens. off: none.
+    """
+    block_tokens: PositiveInt = 4
+    """Slices start at multiples of this, and none is shorter unless its sequence ends."""
+    asymmetric: bool = True
+    """Let the backward pass group slices anew where the cost model says that it pays."""
+    activation_gib: PositiveFloat | None = None
+    """Activations and prefix KV that one rank may hold [GiB]; early slices are replayed where they do not fit. Null: no
+    cap."""
+    max_delay_steps: NonNegativeInt = 0
+    """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
+    polish_nodes: NonNegativeInt = 0
+    """Branch-and-bound nodes of an integer program (PuLP, HiGHS) that polishes the balance of ranks; 0: none."""

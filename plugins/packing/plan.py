@@ -1,144 +1,249 @@
-"""Whole sequences into micro-batches of each rank, balanced by cost.
+"""Which slices of which sequences form each micro-batch of each rank.
 
-Two phases, as in Hydraulis (arXiv 2412.07894): sequences go to data-parallel ranks, then each rank packs its own into
-micro-batches. Objective, over assignments of sequences i to ranks r and to micro-batches of at most C tokens:
+A small portfolio, judged by one prediction (`core.predict`):
 
-    minimise  max_r  [ sum_{i in r} c_i  +  launch * m_r  +  (P - 1) * max_b cost(b) ]
+    whole   no sequence is cut (`whole`); only where none is longer than a micro-batch may be
+    long    the longest are cut into as few slices of equal cost as the token cap allows
+    even    every micro-batch of the batch costs alike (`dispatch`, `slicing`), costlier sequences in slices
 
-    c_i      forward and backward seconds of sequence i on one pipeline stage
-    m_r      micro-batches of rank r, at least ceil(tokens_r / C)
-    P        pipeline stages: 1F1B idles for P - 1 of the costliest micro-batch
+``even`` is taken where its predicted step is at most `EVENNESS_COSTS` longer than the best: equal micro-batches need
+less memory at once and leave smaller bubbles, but every further one is a further launch. What is even is the cost of a
+micro-batch forward and backward together, as both run the same groups. With ``train.recompute`` a backward replays its
+forward anyway, so its groups are free (asymmetric partitioning; SlimPack, arXiv 2509.26246): forward and backward are
+then each cut for their own cost. Without, groups of its own would cost the backward one more forward, and the
+prediction decides.
 
-Phase 1 is longest-processing-time with moves and swaps (`core.partition`), phase 2 the same greedy under the token cap,
-with the number of micro-batches chosen by the objective. O(K log R + K m); 512 sequences on 64 ranks take about 10 ms
-and 65,536 on 1,024 about half a second (benchmarks/planner.py). The global batch is unchanged: only who computes a
-sequence, and beside which others. Sequences are not cut here: one that costs more than a rank's mean bounds the step.
+512 sequences of Wikipedia up to 256K tokens on 64 ranks: see benchmarks/planner.py for time and evenness. The global
+batch is unchanged: only who computes which tokens, and beside which others. A sequence that costs more than a rank's
+mean share still bounds the step, since its slices stay on one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ...core.costs import Costs
+from ...core.costs import Costs, PassCost
 from ...core.errors import EvenloadError
-from ...core.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
+from ...core.partition import Ints, Load, balance
+from ...core.predict import Passes, pass_seconds, predict
 from ...core.registry import Situation
 from ...core.workload import Limits, MicroBatch, Slice, StepPlan
+from .assemble import assemble
+from .bound import lower_bound_s
 from .config import PackingConfig
+from .dispatch import dispatch, slots
+from .replay import GIB, DoesNotFitError, fit_memory
+from .slicing import Packs, fill
+from .whole import whole_packs
+
+EVENNESS_COSTS = 0.005
+"""Share of the step that equal micro-batches may cost."""
+_MOST_TRIES = 8
+"""Numbers of micro-batches tried where the first leaves too much in one of them."""
 
 
 def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
-    """The packed plan of the same batch. Raises EvenloadError for a sequence longer than ``max_tokens``."""
-    lengths = lengths_of(bare, config)
-    limits = replace(bare.limits, max_tokens=config.max_tokens)
-    costs = situation.costs
-    bound_s = lower_bound_s(lengths, limits, costs)
-    seconds = costs.sequence_s(lengths)
-    if limits.equal_counts:
-        packs = _in_rounds(seconds, lengths, limits)
-    else:
-        load = Load(costs.launch_s, config.max_tokens)
-        ranks = balance(seconds, lengths, limits.num_ranks, load, target=bound_s)
-        items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
-        for item, rank in enumerate(ranks.tolist()):
-            items[rank].append(item)
-        packs = [_pack(mine, seconds, lengths, limits, costs) for mine in items]
-    return replace(
-        bare,
-        micro_batches=interleave(packs, lengths),
-        limits=limits,
-        order=(),
-        recompute=(),
-        made_by="packing",
-        bound_s=bound_s,
-    )
-
-
-def lengths_of(bare: StepPlan, config: PackingConfig) -> Ints:
-    """Lengths int64 [K] of the batch, none over the cap."""
+    """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
     lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    limits = limits_for(bare, config)
+    cuts = config.slices != "off" and not limits.whole_sequences
+    if not cuts:
+        refuse_longer(lengths, config)
+    bound_s = lower_bound_s(lengths, limits, situation.costs)
+    ways = _ways(bare, lengths, limits, situation, config, bound_s) if cuts else None
+    found: list[_Judged] = []
+    problem: DoesNotFitError | None = None
+    for candidate in ways or [_whole(bare, lengths, limits, situation.costs, bound_s)]:
+        try:
+            found.append(_judge(fit_memory(candidate), situation.costs))
+        except DoesNotFitError as error:
+            problem = error
+    if not found:
+        assert problem is not None
+        raise problem
+    least = min(judged.step_s for judged in found)
+    good = [judged for judged in found if judged.step_s <= least * (1 + EVENNESS_COSTS)]
+    best = min(good, key=lambda judged: round(max(judged.uneven), 3))
+    return replace(best.plan, bound_s=bound_s, notes=(*best.plan.notes, *_notes(best, situation.costs)))
+
+
+class _Judged(NamedTuple):
+    plan: StepPlan
+    step_s: float
+    uneven: tuple[float, float]
+
+
+def _judge(plan: StepPlan, costs: Costs) -> _Judged:
+    passes = pass_seconds(plan, costs)
+    return _Judged(plan, predict(plan, costs, passes).step_s, unevenness(plan, costs, passes))
+
+
+def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
+    """The host's limits with the plugin's caps. Raises EvenloadError for a cap below one block."""
+    if config.max_tokens < config.block_tokens and config.slices != "off":
+        raise EvenloadError(
+            "plugins.packing.max_tokens is smaller than one block",
+            f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
+            "raise max_tokens, or lower block_tokens",
+        )
+    cap = config.activation_gib * GIB if config.activation_gib else bare.limits.max_activation_bytes
+    return replace(bare.limits, max_tokens=config.max_tokens, max_activation_bytes=cap)
+
+
+def refuse_longer(lengths: Ints, config: PackingConfig) -> None:
+    """Raise EvenloadError for a sequence over the token cap, where none may be cut."""
     if len(lengths) and lengths.max() > config.max_tokens:
         index = int(lengths.argmax())
         raise EvenloadError(
             "a sequence is longer than plugins.packing.max_tokens",
             f"sequence {index} has {lengths[index]} tokens, the cap is {config.max_tokens}",
-            "raise max_tokens, or lower data.max_length (longer samples are split, truncated or dropped)",
+            "raise max_tokens, let it be cut (plugins.packing.slices=even, where the host can), or lower "
+            "data.max_length (longer samples are split, truncated or dropped)",
         )
-    return lengths
 
 
-def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs) -> float:
-    """Certified: no plan of whole sequences has a busiest rank below this [s].
-
-    The largest of: the mean over ranks, launches included; the costliest sequence with the one launch that it needs;
-    and the rank of most tokens, which has at least the mean number, the launches these need, and their linear work.
-    """
-    if not len(lengths):
-        return 0.0
-    seconds = costs.sequence_s(lengths)
-    launches = max(limits.num_ranks, -(-int(lengths.sum()) // limits.max_tokens))
-    if len(lengths) < limits.num_ranks:
-        launches = len(lengths)
-    mean = (float(seconds.sum()) + launches * costs.launch_s) / limits.num_ranks
-    tokens = float(lengths.sum()) / limits.num_ranks
-    most_tokens = (costs.forward.token_s + costs.backward.token_s) * tokens
-    most_tokens += -(-tokens // limits.max_tokens) * costs.launch_s
-    return max(mean, most_tokens, float(seconds.max()) + costs.launch_s)
-
-
-def _pack(
-    items: list[int],
-    seconds: Floats,
-    lengths: Ints,
-    limits: Limits,
-    costs: Costs,
-) -> list[list[int]]:
-    """Micro-batches of one rank, as few as fit; more where a pipeline gains by smaller ones."""
-    cost, tokens = seconds[items].tolist(), lengths[items].tolist()
-    least = -(-sum(tokens) // limits.max_tokens) if items else 0
-    best: list[list[int]] = []
-    best_s = float("inf")
-    tries = range(least, min(len(items), least + 4 * limits.num_stages if limits.num_stages > 1 else least) + 1)
-    for count in tries:
-        bins = into_bins(cost, tokens, limits.max_tokens, count)
-        if bins is None:
-            continue
-        fills = [sum(cost[i] for i in b) + costs.launch_s for b in bins if b]
-        total = sum(fills) + (limits.num_stages - 1) * max(fills, default=0.0)
-        if total < best_s:
-            best, best_s = bins, total
-    if not best and items:
-        best = best_fit_decreasing(tokens, limits.max_tokens)
-    return [[items[i] for i in b] for b in best if b]
-
-
-def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list[int]]]:
-    """Equal counts: the trainer synchronises ranks at every micro-batch, so the step costs the sum of each round's
-    costliest. All micro-batches of all ranks are filled evenly at once; sorted by cost, neighbours share a round, dealt
-    to the ranks to and fro so that none has the costliest of every round."""
-    cost, tokens = seconds.tolist(), lengths.tolist()
-    rounds = max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
-    bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
-    while bins is None:
-        rounds += 1
-        bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
-    bins.sort(key=lambda b: -sum(cost[i] for i in b))
-    per_round = [bins[k * limits.num_ranks : (k + 1) * limits.num_ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
-    return [list(mine) for mine in zip(*per_round, strict=True)]
-
-
-def interleave(packs: list[list[list[int]]], lengths: Ints) -> tuple[MicroBatch, ...]:
-    """Launch order: the k-th micro-batch of every rank, then the next of every rank. A rank without work gets a dummy.
-
-    ``packs[r][k]`` lists the sequences of micro-batch k of rank r; an empty list is a dummy.
-    """
-    sizes = lengths.tolist()
-    packs = [mine or [[]] for mine in packs]
-    return tuple(
-        MicroBatch(tuple(Slice(i, 0, sizes[i]) for i in mine[place]), (rank,))
-        for place in range(max(map(len, packs)))
-        for rank, mine in enumerate(packs)
-        if place < len(mine)
+def unevenness(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:
+    """Costliest micro-batch over mean, forward and backward (replays included, dummies and launches left out)."""
+    forward, backward = passes or pass_seconds(plan, costs)
+    return (
+        _over_mean(forward, plan.passes("F"), costs.forward.launch_s),
+        _over_mean(backward, plan.passes("B"), costs.backward.launch_s),
     )
+
+
+def _over_mean(seconds: list[float], micro_batches: tuple[MicroBatch, ...], launch_s: float) -> float:
+    busy = [s - launch_s for s, m in zip(seconds, micro_batches, strict=True) if m.slices]
+    total = sum(busy)
+    return max(busy) * len(busy) / total if total else 1.0
+
+
+def _ways(
+    bare: StepPlan, lengths: Ints, limits: Limits, situation: Situation, config: PackingConfig, bound_s: float
+) -> Iterator[StepPlan]:
+    """The portfolio."""
+    costs = situation.costs
+    fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
+    if fits:
+        yield _whole(bare, lengths, limits, costs, bound_s)
+    if not len(lengths) or (fits and config.slices == "long"):
+        return
+    if not fits:
+        items = _by_launches(lengths, limits, costs, bound_s)
+        yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
+    if config.slices == "even":
+        for per_rank in _slots_per_rank(lengths, limits, costs):
+            yield from _even(bare, lengths, limits, costs, config, per_rank)
+
+
+def _whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
+    sizes = lengths.tolist()
+    packs = whole_packs(lengths, limits, costs, bound_s)
+    return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
+
+
+def _by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
+    """Sequences of each rank, balanced with the launches that their tokens need."""
+    load = Load(costs.launch_s, limits.max_tokens)
+    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
+    items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
+    for item, rank in enumerate(ranks.tolist()):
+        items[rank].append(item)
+    return items
+
+
+def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
+    """How many micro-batches an ordinary rank may have: the fewest that fit, more where a pipeline gains by them."""
+    fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
+    if limits.num_stages == 1:
+        return [fewest]
+    mean_s = float(costs.sequence_s(lengths).sum()) / limits.num_ranks
+
+    def step_s(count: int) -> float:
+        slot_s = mean_s / count + costs.launch_s
+        return (count + limits.num_stages - 1) * slot_s
+
+    tried = sorted({max(fewest, round(fewest * factor)) for factor in (1, 1.5, 2, 3, 4, 6, 8, 12, 16)}, key=step_s)
+    return tried[:2]
+
+
+def _even(
+    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int
+) -> Iterator[StepPlan]:
+    """Equal micro-batches; more of them until none is over the cap. Then the same with backward groups of its own."""
+    both = _both(costs)
+    plan, fits = _in_slots(bare, lengths, limits, config, (both,), per_rank)
+    for more in range(1, _MOST_TRIES):
+        if fits:
+            break
+        per_rank += more
+        plan, fits = _in_slots(bare, lengths, limits, config, (both,), per_rank)
+    yield plan
+    # Groups of its own cost the backward one more forward, unless it runs one anyway.
+    if config.asymmetric and plan.cut and costs.recompute:
+        yield _in_slots(bare, lengths, limits, config, (costs.forward, costs.backward), per_rank)[0]
+
+
+def _in_slots(
+    bare: StepPlan, lengths: Ints, limits: Limits, config: PackingConfig, prices: tuple[PassCost, ...], per_rank: int
+) -> tuple[StepPlan, bool]:
+    """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them.
+
+    One price groups both directions alike; two are those of the forward and the backward, each with its own groups.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
+    ways = slots(weights, limits.num_ranks, per_rank)
+    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
+    fits, grouped = True, []
+    for way, price in zip(ways, prices, strict=True):
+        wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
+        packs = _filled(items, wanted, lengths, price, limits, config)
+        fits = fits and all(len(mine) <= count for mine, count in zip(packs, wanted, strict=True))
+        grouped.append(packs)
+    if len(grouped) == 1:
+        return assemble(bare, limits, grouped[0]), fits
+    forward, backward = grouped
+    return assemble(bare, limits, forward, [mine[::-1] for mine in backward], made_by="packing (asymmetric)"), fits
+
+
+def _filled(
+    items: list[list[int]],
+    counts: list[int] | None,
+    lengths: Ints,
+    price: PassCost,
+    limits: Limits,
+    config: PackingConfig,
+) -> list[Packs]:
+    """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands)."""
+    cap, block, even = limits.max_tokens, config.block_tokens, counts is not None
+    out = []
+    for rank, mine in enumerate(items):
+        count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
+        packs = fill(mine, lengths, price, count, cap, block, even=even) if mine else []
+        while packs is None:
+            count += 1
+            packs = fill(mine, lengths, price, count, cap, block, even=even)
+        out.append(packs)
+    return out
+
+
+def _both(costs: Costs) -> PassCost:
+    """Forward and backward together, as one price."""
+    f, b = costs.forward, costs.backward
+    return PassCost(launch_s=f.launch_s + b.launch_s, token_s=f.token_s + b.token_s, pair_s=f.pair_s + b.pair_s)
+
+
+def _notes(best: _Judged, costs: Costs) -> list[str]:
+    forward, backward = best.uneven
+    notes = [f"micro-batches, costliest over mean: forward {forward:.3f}, backward {backward:.3f}"]
+    if best.plan.backward:
+        notes.append("asymmetric: the backward pass groups slices anew" + (" at no cost" if costs.recompute else ""))
+    elif best.plan.replayed:
+        notes.append(
+            f"{len(best.plan.replayed)} of {len(best.plan.micro_batches)} micro-batches are replayed to save memory"
+        )
+    return notes

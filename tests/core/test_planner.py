@@ -24,7 +24,9 @@ LENGTHS = np.array([50, 40, 30, 30, 20, 10, 10, 5])
 
 def chain(plan: Callable[..., StepPlan] | None = None) -> PlanChain:
     """The packing chain on 2 ranks, its planner replaced if one is given."""
-    recipe = parse({"parallel": {"dp": 2}, "plugins": {"packing": {"enabled": True, "max_tokens": 64}}})
+    recipe = parse(
+        {"parallel": {"dp": 2}, "plugins": {"packing": {"enabled": True, "max_tokens": 64, "slices": "off"}}}
+    )
     made = PlanChain.of_recipe(recipe, recipe.layout())
     if plan is None:
         return made

@@ -19,13 +19,21 @@ load_plugins()
 CAP = 256
 
 
-def chain(num_ranks: int, *, pp: int = 1, zero_stage: int | None = None, cap: int = CAP) -> PlanChain:
+def chain(
+    num_ranks: int,
+    *,
+    pp: int = 1,
+    zero_stage: int | None = None,
+    cap: int = CAP,
+    recompute: bool = False,
+    **packing: object,
+) -> PlanChain:
     data = {
         "trainer": "megatron" if zero_stage is None else "deepspeed",
         "parallel": {"dp": num_ranks, "pp": pp},
         "deepspeed": {"zero_stage": zero_stage or 0},
-        "train": {"global_batch_size": 4096, "micro_batch_size": 2},
-        "plugins": {"packing": {"enabled": True, "max_tokens": cap}},
+        "train": {"global_batch_size": 4096, "micro_batch_size": 2, "recompute": recompute},
+        "plugins": {"packing": {"enabled": True, "max_tokens": cap, **packing}},
     }
     recipe = parse(data)
     return PlanChain.of_recipe(recipe, recipe.layout())
@@ -41,12 +49,14 @@ def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int,
     ranks, (pp, zero) = layout
     made = chain(ranks, pp=pp, zero_stage=zero)
     batch = sequences(lengths)
-    plans = [made.plan(batch), *(made.baseline(name, batch) for name in made.baseline_names)]
-    for plan in plans:  # each has passed check()
-        assert sorted(s for m in plan.micro_batches for s in m.slices) == [(i, 0, n) for i, n in enumerate(lengths)]
+    whole = chain(ranks, pp=pp, zero_stage=zero, slices="off")
+    plans = [whole.plan(batch), *(made.baseline(name, batch) for name in made.baseline_names)]
+    for plan in (*plans, made.plan(batch)):  # each has passed check()
         assert all(plan.of_rank(rank) for rank in range(ranks)), "every rank has at least a dummy"
         if zero == 3:
             assert len({len(plan.of_rank(rank)) for rank in range(ranks)}) == 1
+    for plan in plans:
+        assert sorted(s for m in plan.micro_batches for s in m.slices) == [(i, 0, n) for i, n in enumerate(lengths)]
 
 
 @settings(max_examples=100)
@@ -112,7 +122,7 @@ def test_the_baselines_are_what_they_say() -> None:
 
 def test_a_sequence_over_the_cap_is_refused_with_its_length() -> None:
     with pytest.raises(EvenloadError, match="sequence 1 has 300 tokens, the cap is 256"):
-        chain(2).plan(sequences([5, 300]))
+        chain(2, slices="off").plan(sequences([5, 300]))
 
 
 def test_unknown_baselines_are_refused() -> None:

@@ -1,0 +1,158 @@
+"""Micro-batches of every rank into a plan: launch order, order of passes, replays under the memory cap.
+
+Micro-batches of a rank that share a sequence, forward or backward, form a *chain*: all its forwards run before all its
+backwards, forwards ascending and backwards descending, so that prefix KV and its gradients are there when needed. One
+chain follows the other, which keeps few activations alive: a micro-batch of whole sequences is a chain by itself (F B).
+With pipeline stages the same two orders run in 1F1B slots (`core.order.in_slots`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...core.order import in_slots
+from ...core.workload import Limits, MicroBatch, Op, Slice, StepPlan
+from .slicing import Packs
+
+
+class _Rank(NamedTuple):
+    """Passes of one rank by its own numbers."""
+
+    forward: list[int]
+    backward: list[int]
+    need: list[int]
+    """Forwards that precede each backward."""
+    chains: list[tuple[list[int], list[int]]]
+
+
+def assemble(
+    bare: StepPlan, limits: Limits, forward: list[Packs], backward: list[Packs] | None = None, made_by: str = "packing"
+) -> StepPlan:
+    """The plan of ``forward[r][k]``, micro-batch k of rank r in launch order (an empty one is a dummy).
+
+    ``backward[r]`` groups the same tokens anew, in backward launch order; None runs backward what ran forward.
+    """
+    if limits.equal_counts:
+        forward = _equal(forward)
+        backward = _equal(backward) if backward else None
+    forward = [packs or [[]] for packs in forward]
+    micro_batches, numbers = _launch_order(forward)
+    plan = replace(
+        bare,
+        micro_batches=micro_batches,
+        limits=limits,
+        order=(),
+        recompute=(),
+        made_by=made_by,
+        backward=(),
+        replayed=(),
+    )
+    if backward is None:
+        if not plan.cut:
+            return plan
+        ranks = [_symmetric(packs) for packs in forward]
+        back_numbers = numbers
+    else:
+        backward = [packs or [[]] for packs in backward]
+        back_micro_batches, back_numbers = _launch_order(backward)
+        plan = replace(plan, backward=back_micro_batches)
+        ranks = [_asymmetric(f, b) for f, b in zip(forward, backward, strict=True)]
+        # Where ranks must keep in step, all replay or none.
+        same = set() if limits.equal_counts else {m[:2] for m in micro_batches}
+        plan = replace(plan, replayed=tuple(j for j, m in enumerate(plan.backward) if m[:2] not in same))
+    if limits.equal_counts:
+        ranks = [_one_chain(rank) for rank in ranks]
+    order = []
+    for stage in range(limits.num_stages):
+        ops = [
+            Op(op.kind, (numbers if op.kind == "F" else back_numbers)[r][op.micro_batch])
+            for r, rank in enumerate(ranks)
+            for op in in_slots(rank.forward, rank.backward, rank.need, limits.num_stages - 1 - stage)
+        ]
+        order.append(tuple(ops))
+    return replace(plan, order=tuple(order))
+
+
+def chains_of_rank(plan: StepPlan, rank: int) -> list[list[int]]:
+    """The chains of a rank of a symmetric plan, each its micro-batches in forward order."""
+    mine = plan.of_rank(rank)
+    rows = _symmetric([list(plan.micro_batches[i].slices) for i in mine]).chains
+    return [[mine[k] for k in forward] for forward, _ in rows]
+
+
+def _equal(packs: list[Packs]) -> list[Packs]:
+    count = max(1, *(len(mine) for mine in packs))
+    return [mine + [[]] * (count - len(mine)) for mine in packs]
+
+
+def _launch_order(packs: list[Packs]) -> tuple[tuple[MicroBatch, ...], list[list[int]]]:
+    """Launch order: the k-th micro-batch of every rank, then the next of every rank; and ``numbers[rank][k]``."""
+    numbers: list[list[int]] = [[] for _ in packs]
+    micro_batches: list[MicroBatch] = []
+    for place in range(max(map(len, packs))):
+        for rank, mine in enumerate(packs):
+            if place < len(mine):
+                numbers[rank].append(len(micro_batches))
+                micro_batches.append(MicroBatch(tuple(mine[place]), (rank,)))
+    return tuple(micro_batches), numbers
+
+
+def _symmetric(packs: Packs) -> _Rank:
+    return _in_chains([_sequences(p) for p in packs], [_sequences(p) for p in packs], reverse=True)
+
+
+def _asymmetric(forward: Packs, backward: Packs) -> _Rank:
+    return _in_chains([_sequences(p) for p in forward], [_sequences(p) for p in backward], reverse=False)
+
+
+def _sequences(pack: list[Slice]) -> set[int]:
+    return {s.sequence for s in pack}
+
+
+def _in_chains(forward: list[set[int]], backward: list[set[int]], *, reverse: bool) -> _Rank:
+    """Chains by shared sequences; ``reverse`` runs a chain's backwards in the reverse order of their numbers."""
+    owner: dict[int, int] = {}
+    chain_of: list[int] = []
+    parent: list[int] = []
+
+    def root(c: int) -> int:
+        while parent[c] != c:
+            c = parent[c]
+        return c
+
+    for members in (*forward, *backward):
+        found = sorted({root(owner[s]) for s in members if s in owner})
+        if found:
+            chain = found[0]
+            for other in found[1:]:
+                parent[other] = chain
+        else:
+            chain = len(parent)
+            parent.append(chain)
+        for s in members:
+            owner.setdefault(s, chain)
+        chain_of.append(chain)
+    chains: dict[int, tuple[list[int], list[int]]] = {}
+    empties = [k for k, members in enumerate(backward) if not members]
+    for k, members in enumerate(forward):
+        mine = chains.setdefault(root(chain_of[k]), ([], []))
+        mine[0].append(k)
+        if not members and empties:  # a dummy is a chain by itself
+            mine[1].append(empties.pop(0))
+    for k, members in enumerate(backward):
+        if members:
+            chains[root(chain_of[len(forward) + k])][1].append(k)
+    rows = [(f, b[::-1] if reverse else b) for f, b in chains.values()]
+    rows[-1][1].extend(empties)
+    need: list[int] = []
+    done = 0
+    for f, b in rows:
+        done += len(f)
+        need += [done] * len(b)
+    return _Rank([k for f, _ in rows for k in f], [k for _, b in rows for k in b], need, rows)
+
+
+def _one_chain(rank: _Rank) -> _Rank:
+    """All forwards, then all backwards: the one pattern that every rank can run in step with the others."""
+    return rank._replace(need=[len(rank.forward)] * len(rank.backward))

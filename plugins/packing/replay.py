@@ -1,0 +1,101 @@
+"""Which micro-batches of a chain keep their activations, and which are replayed, under a memory cap.
+
+ChunkFlow's rule (arXiv 2503.02356): of a chain of micro-batches that must all run forward before the first runs
+backward, the last K keep their activations, the others only prefix KV, and run forward again right before their
+backward. K is the largest that the memory model (`core.memory`) allows, for each rank by itself; where ranks must keep
+in step (ZeRO-3) it is the same for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.errors import EvenloadError
+from ...core.memory import peaks_of_stage
+from ...core.workload import StepPlan
+from .assemble import chains_of_rank
+
+GIB = 1024**3
+
+
+class DoesNotFitError(EvenloadError):
+    """No choice of replays brings the plan under the memory cap."""
+
+
+def fit_memory(plan: StepPlan) -> StepPlan:
+    """The plan with as few replays as the cap on activations needs. Raises DoesNotFitError."""
+    limits = plan.limits
+    if limits.max_activation_bytes == float("inf"):
+        return plan
+    ranks = range(limits.num_ranks)
+    chains = [_chains(plan, rank) for rank in ranks]
+    longest = [max(map(len, mine), default=1) for mine in chains]
+    keep = list(longest)
+
+    def planned() -> StepPlan:
+        replayed = sorted(i for rank in ranks for chain in chains[rank] for i in chain[: -keep[rank]])
+        return replace(plan, replayed=tuple(replayed)) if not plan.backward else plan
+
+    over = _over(plan)
+    low = dict.fromkeys(over, 1)
+    high = {rank: longest[rank] for rank in over}
+    for rank in over:
+        keep[rank] = 1
+    if over and _over(planned()):
+        _refuse(planned(), _over(planned()))
+    while any(low[rank] < high[rank] for rank in over):
+        for rank in over:
+            keep[rank] = (low[rank] + high[rank] + 1) // 2
+        still = set(_over(planned()))
+        for rank in over:
+            if rank in still:
+                high[rank] = keep[rank] - 1
+            else:
+                low[rank] = keep[rank]
+    for rank in over:
+        keep[rank] = low[rank]
+    if limits.equal_counts and over:
+        keep = [min(keep)] * limits.num_ranks
+    return planned()
+
+
+def _chains(plan: StepPlan, rank: int) -> list[list[int]]:
+    """Micro-batches that wait for each other. Ranks in step run all their forwards first, as one chain."""
+    if plan.backward or not plan.order:
+        return []
+    if plan.limits.equal_counts:
+        return [list(plan.of_rank(rank))]
+    return [chain for chain in chains_of_rank(plan, rank) if len(chain) > 1]
+
+
+def _over(plan: StepPlan) -> list[int]:
+    cap = plan.limits.max_activation_bytes
+    peaks = [peaks_of_stage(plan, stage) for stage in range(plan.limits.num_stages)]
+    return [rank for rank in range(plan.limits.num_ranks) if any(row[rank][0] > cap for row in peaks)]
+
+
+def _refuse(plan: StepPlan, over: list[int]) -> None:
+    limits = plan.limits
+    peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
+    lengths = {s.index: s.length for s in plan.sequences}
+    mine = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
+    longest = max(lengths[i] for i in mine)
+    per_token = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * limits.layers_per_stage
+    kv = longest * per_token if mine & plan.cut else 0.0
+    tokens = max(plan.micro_batches[i].num_slots for i in plan.of_rank(rank))
+    alive = tokens * limits.activation_bytes_per_token * limits.layers_per_stage
+    cap = limits.max_activation_bytes
+    do = (
+        "raise plugins.packing.activation_gib, lower data.max_length, or use more tensor or pipeline parallelism"
+        if kv > cap
+        else "raise plugins.packing.activation_gib, or lower plugins.packing.max_tokens"
+    )
+    raise DoesNotFitError(
+        "plugins.packing.activation_gib cannot hold the keys and values of a sequence"
+        if kv > cap
+        else "plugins.packing.activation_gib cannot hold what a rank must keep",
+        f"rank {rank} of stage {stage} needs {peak / GIB:.3g} GiB at the least ({kv / GIB:.3g} for K, V and their "
+        f"gradients of {longest} tokens, {alive / GIB:.3g} for {tokens} tokens in one micro-batch), the cap is "
+        f"{cap / GIB:.3g}",
+        do,
+    )

@@ -1,0 +1,73 @@
+"""Whole sequences into micro-batches of each rank, balanced by cost: the plan that cuts nothing.
+
+Two phases, as in Hydraulis (arXiv 2412.07894): sequences go to data-parallel ranks, then each rank packs its own into
+micro-batches. Objective, over assignments of sequences i to ranks r and to micro-batches of at most C tokens:
+
+    minimise  max_r  [ sum_{i in r} c_i  +  launch * m_r  +  (P - 1) * max_b cost(b) ]
+
+    c_i      forward and backward seconds of sequence i on one pipeline stage
+    m_r      micro-batches of rank r, at least ceil(tokens_r / C)
+    P        pipeline stages: 1F1B idles for P - 1 of the costliest micro-batch
+
+Phase 1 is longest-processing-time with moves and swaps (`core.partition`), phase 2 the same greedy under the token cap,
+with the number of micro-batches chosen by the objective. O(K log R + K m).
+"""
+
+from __future__ import annotations
+
+from ...core.costs import Costs
+from ...core.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
+from ...core.workload import Limits
+
+
+def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:
+    """``result[r][k]``: the sequences of micro-batch k of rank r. lengths int64 [K], none over the cap."""
+    seconds = costs.sequence_s(lengths)
+    if limits.equal_counts:
+        return _in_rounds(seconds, lengths, limits)
+    ranks = balance(seconds, lengths, limits.num_ranks, Load(costs.launch_s, limits.max_tokens), target=bound_s)
+    items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
+    for item, rank in enumerate(ranks.tolist()):
+        items[rank].append(item)
+    return [_pack(mine, seconds, lengths, limits, costs) for mine in items]
+
+
+def _pack(
+    items: list[int],
+    seconds: Floats,
+    lengths: Ints,
+    limits: Limits,
+    costs: Costs,
+) -> list[list[int]]:
+    """Micro-batches of one rank, as few as fit; more where a pipeline gains by smaller ones."""
+    cost, tokens = seconds[items].tolist(), lengths[items].tolist()
+    least = -(-sum(tokens) // limits.max_tokens) if items else 0
+    best: list[list[int]] = []
+    best_s = float("inf")
+    tries = range(least, min(len(items), least + 4 * limits.num_stages if limits.num_stages > 1 else least) + 1)
+    for count in tries:
+        bins = into_bins(cost, tokens, limits.max_tokens, count)
+        if bins is None:
+            continue
+        fills = [sum(cost[i] for i in b) + costs.launch_s for b in bins if b]
+        total = sum(fills) + (limits.num_stages - 1) * max(fills, default=0.0)
+        if total < best_s:
+            best, best_s = bins, total
+    if not best and items:
+        best = best_fit_decreasing(tokens, limits.max_tokens)
+    return [[items[i] for i in b] for b in best if b]
+
+
+def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list[int]]]:
+    """Equal counts: the trainer synchronises ranks at every micro-batch, so the step costs the sum of each round's
+    costliest. All micro-batches of all ranks are filled evenly at once; sorted by cost, neighbours share a round, dealt
+    to the ranks to and fro so that none has the costliest of every round."""
+    cost, tokens = seconds.tolist(), lengths.tolist()
+    rounds = max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
+    bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
+    while bins is None:
+        rounds += 1
+        bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
+    bins.sort(key=lambda b: -sum(cost[i] for i in b))
+    per_round = [bins[k * limits.num_ranks : (k + 1) * limits.num_ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
+    return [list(mine) for mine in zip(*per_round, strict=True)]

@@ -1,0 +1,232 @@
+"""Slices: equal cost under caps, chains in order, plans within their bound, memory kept by replays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from evenload.core.costs import Costs, PassCost
+from evenload.core.errors import EvenloadError
+from evenload.core.layout import Layout
+from evenload.core.memory import peaks_of_stage
+from evenload.core.predict import predict
+from evenload.core.registry import Situation
+from evenload.core.workload import Limits, Slice, StepPlan, sequences
+from evenload.plugins.packing import baselines
+from evenload.plugins.packing.config import PackingConfig
+from evenload.plugins.packing.plan import plan, unevenness
+from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# A 7B model's ratio of linear to attention work (verl: 24576 s + s^2), backward 2x and 2.5x.
+COSTS = Costs(
+    source="24576 n + n^2",
+    forward=PassCost(token_s=24576e-9, pair_s=2e-9),
+    backward=PassCost(token_s=2 * 24576e-9, pair_s=5e-9),
+)
+PRICE = PassCost(token_s=3.0, pair_s=0.01)
+
+
+def planned(
+    lengths: np.ndarray | list[int],
+    ranks: int,
+    costs: Costs = COSTS,
+    *,
+    pp: int = 1,
+    equal_counts: bool = False,
+    limits: Limits | None = None,
+    **config: object,
+) -> StepPlan:
+    limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
+    situation = Situation(costs, Layout(dp=ranks, pp=pp), None)  # type: ignore[arg-type]
+    return plan(StepPlan(sequences(lengths), (), limits), situation, PackingConfig(enabled=True, **config)).check()
+
+
+def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
+    draw = np.random.default_rng(seed).lognormal(np.log(350), 1.45, size=count)
+    return np.clip(draw, 2, longest).astype(np.int64)
+
+
+@given(st.integers(0, 10**6), st.floats(1.0, 1e7))
+def test_tokens_for_inverts_the_price(prefix: int, budget_s: float) -> None:
+    assert PRICE.seconds(tokens_for(PRICE, prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-6)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.integers(64, 4000),
+    st.sampled_from([1, 4, 16]),
+)
+def test_what_is_filled_is_everything_in_order_and_under_the_cap(
+    sizes: list[int], count: int, cap: int, block: int
+) -> None:
+    packs = fill(list(range(len(sizes))), np.array(sizes), PRICE, count, cap, block)
+    if packs is None:
+        assert sum(sizes) > 0.3 * count * cap, "only a tight cap may fail"
+        return
+    assert len(packs) <= count
+    assert all(sum(s.length for s in pack) <= cap for pack in packs)
+    assert all(len({s.sequence for s in pack}) == len(pack) for pack in packs)
+    stop = [0] * len(sizes)
+    for s in (s for pack in packs for s in pack):
+        assert s.start == stop[s.sequence]
+        assert s.start % block == 0
+        stop[s.sequence] = s.stop
+    assert stop == sizes
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
+    packs = fill([0], np.array([100_000]), PRICE, count, 100_000, 1)
+    assert packs is not None
+    costs = [pack_seconds(pack, PRICE) for pack in packs]
+    assert max(costs) / min(costs) < 1.01
+    tokens = [pack[0].length for pack in packs]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] > 1.3 * tokens[-1]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["even", "long"]),
+)
+def test_every_plan_keeps_the_laws_and_the_bound(
+    lengths: list[int], ranks: int, pp: int, recompute: bool, equal: bool, slices: str
+) -> None:
+    costs = COSTS.recomputed(0.0) if recompute else COSTS
+    made = planned(lengths, ranks, costs, pp=pp, equal_counts=equal and pp == 1, slices=slices, max_tokens=1024)
+    busiest = max(predict(made, costs).busy_s)
+    assert busiest >= made.bound_s * (1 - 1e-9)
+    if equal and pp == 1 and made.order:
+        kinds = {
+            "".join(op.kind for op in made.order[0] if op.micro_batch in set(made.of_rank(r, op.kind))) for r in [0]
+        }
+        assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int) -> None:
+    """With recomputation backward groups are free, so both directions are even; sample-level packs are 2x off."""
+    costs = COSTS.recomputed(0.0)
+    lengths = np.append(heavy_tail(seed, 511, 20_000), 40_000)
+    made = planned(lengths, 64, costs)
+    assert made.backward
+    assert max(unevenness(made, costs)) < 1.03
+    assert max(predict(made, costs).busy_s) < 1.01 * made.bound_s
+    bare = StepPlan(sequences(lengths), (), Limits(64, 1 << 40))
+    situation = Situation(costs, Layout(dp=64), None)  # type: ignore[arg-type]
+    whole = baselines.whole(bare, situation, PackingConfig(enabled=True))
+    assert min(unevenness(whole, costs)) > 2.0
+
+
+def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward() -> None:
+    made = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64)
+    assert not made.backward
+    assert made.cut
+    passes = [sum(COSTS.micro_batch_s(m)) for m in made.micro_batches]
+    assert max(passes) / np.mean(passes) < 1.03
+
+
+def test_equal_micro_batches_are_given_up_where_launches_make_them_slow() -> None:
+    slow = COSTS.model_copy(
+        update={
+            "forward": COSTS.forward.model_copy(update={"launch_s": 0.2}),
+            "backward": COSTS.backward.model_copy(update={"launch_s": 0.4}),
+        }
+    )
+    lengths = np.append(heavy_tail(1, 511, 20_000), 40_000)
+    cheap, dear = planned(lengths, 64), planned(lengths, 64, slow)
+    assert len(dear.micro_batches) < len(cheap.micro_batches)
+    assert max(len(dear.of_rank(r)) for r in range(64)) == 3, "40,000 tokens in micro-batches of 16,384"
+
+
+def test_long_cuts_only_what_is_over_the_cap() -> None:
+    lengths = [5000, 900, 1000, 800, 3, 40]
+    made = planned(lengths, 2, slices="long", max_tokens=1024)
+    assert made.cut == {0}
+
+
+def test_a_pipeline_gets_smaller_micro_batches() -> None:
+    lengths = heavy_tail(3, 64, 16_000)
+    made = planned(lengths, 2, pp=4)
+    situation = Situation(COSTS, Layout(dp=2, pp=4), None)  # type: ignore[arg-type]
+    bare = StepPlan(sequences(lengths), (), Limits(2, 1 << 40, num_stages=4))
+    whole = baselines.whole(bare, situation, PackingConfig(enabled=True)).check()
+    assert predict(made, COSTS).step_s < 0.8 * predict(whole, COSTS).step_s
+
+
+def test_ranks_in_step_run_all_forwards_then_all_backwards() -> None:
+    made = planned([9000, 500, 400, 300], 2, equal_counts=True, max_tokens=2048)
+    for rank in range(2):
+        kinds = "".join(op.kind for op in made.order[0] if op.micro_batch in set(made.of_rank(rank)))
+        count = len(made.of_rank(rank))
+        assert kinds == "F" * count + "B" * count
+
+
+MEMORY = {"activation_bytes_per_token": 1024.0, "kv_bytes_per_token": 64.0, "kv_grad_bytes_per_token": 64.0}
+
+
+def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
+    """16 slices of 1,024 tokens at 1 KiB a token: KV and its gradients take 2 MiB, then a slice needs 1 MiB."""
+    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), **MEMORY)
+    mib = 1 / 1024
+    flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
+    kept = {}
+    for gib in (20 * mib, 8.1 * mib, 3.1 * mib):  # the plan of the last is checked below
+        made = planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=gib)
+        assert peaks_of_stage(made, 0)[0][0] <= gib * 2**30
+        kept[gib] = 16 - len(made.replayed)
+    assert kept == {20 * mib: 16, 8.1 * mib: 6, 3.1 * mib: 1}
+    assert made.replayed == tuple(range(15)), "the first slices are replayed: they would wait longest"
+    with pytest.raises(EvenloadError, match=r"0\.00293 GiB at the least .* cap is 0\.00195") as caught:
+        planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=2 * mib)
+    assert "lower plugins.packing.max_tokens" in caught.value.do
+    with pytest.raises(EvenloadError, match="cannot hold the keys and values") as caught:
+        planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=1.5 * mib)
+    assert "data.max_length" in caught.value.do
+
+
+def test_replays_are_the_same_on_ranks_in_step() -> None:
+    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), **MEMORY)
+    made = planned([16384, 2000], 2, limits=limits, slices="long", max_tokens=1024, activation_gib=6 / 1024)
+    rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
+    assert rows[0]
+    assert rows[0] == rows[1]
+
+
+def test_a_cap_below_one_block_is_refused() -> None:
+    with pytest.raises(EvenloadError, match="smaller than one block"):
+        planned([100], 1, max_tokens=8, block_tokens=16)
+
+
+def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
+    limits = Limits(2, 1 << 40, whole_sequences=True)
+    assert not planned([900, 400, 30, 20], 2, limits=limits, max_tokens=1024).cut
+    with pytest.raises(EvenloadError, match="2000 tokens, the cap is 1024"):
+        planned([2000, 400], 2, limits=limits, max_tokens=1024)
+
+
+def test_chains_end_before_the_next_begins() -> None:
+    """One stage: a rank holds the activations of one chain at a time."""
+    made = planned([3000, 2900, 2800, 100, 90, 80], 1, slices="long", max_tokens=1024)
+    alive: set[int] = set()
+    most = 0
+    for op in made.order[0]:
+        alive ^= {op.micro_batch}
+        most = max(most, len(alive))
+    assert most < len(made.micro_batches)
+    pieces: dict[int, list[Slice]] = {}
+    for m in made.micro_batches:
+        for s in m.slices:
+            pieces.setdefault(s.sequence, []).append(s)
+    assert all(a.stop == b.start for row in pieces.values() for a, b in pairwise(row))
