@@ -1,11 +1,12 @@
-"""The attention function ``evenload`` for Hugging Face models: every segment of a pack attends to itself and no other.
+"""The attention function ``evenload`` for Hugging Face models: a segment of a pack sees its own sequence alone.
 
 Shape legend: T = slots of the pack, H = query heads, G = key/value heads, D = head dimension.
 
 The pack is an argument of the model's call, ``model(input_ids=..., evenload_pack=pack)``. Transformers hands unknown
 keyword arguments down to the attention function and binds them when a layer is checkpointed, so a replay runs under the
-pack of its own forward; nothing global could be stale by then. The function is not registered for masks: Transformers
-then builds none, and an attention over packed documents needs none.
+pack of its own forward; nothing global could be stale by then. The pack carries the keys and values of earlier slices,
+which are kept by the module's ``layer_idx``. The function is not registered for masks: Transformers then builds none,
+and an attention over packed documents needs none.
 
 Reaches every model whose attention goes through ``ALL_ATTENTION_FUNCTIONS`` with keyword arguments passed on (Llama,
 Qwen2, Qwen3, Mistral and GPT-NeoX were tried). Models with their own attention code are left alone.
@@ -19,7 +20,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 from ...core.errors import EvenloadError
-from ...runtime.attention import packed_causal_attention
+from ...runtime.attention import packed_attention
 from ...runtime.pack import Pack
 
 NAME = "evenload"
@@ -78,14 +79,13 @@ def attention(
             f"queries {tuple(query_1HTD.shape)}, {key_1GTD.shape[2]} keys, a pack of {evenload_pack.num_slots} slots",
             "give input_ids [1, slots] of the same pack, and use_cache=False",
         )
-    out_THD = packed_causal_attention(
+    out_THD = packed_attention(
         query_1HTD[0].transpose(0, 1),
         key_1GTD[0].transpose(0, 1),
         value_1GTD[0].transpose(0, 1),
-        evenload_pack.cu_seqlens,
-        evenload_pack.max_seqlen,
-        float(head_dim**-0.5 if scaling is None else scaling),
-        segments=evenload_pack.segments,
+        evenload_pack,
+        layer=getattr(module, "layer_idx", None) or 0,
+        scale=float(head_dim**-0.5 if scaling is None else scaling),
     )
     return out_THD[None], None
 
@@ -104,9 +104,12 @@ def _refuse(
         found, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"
     elif dropout:
         found, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
-    elif sliding_window is not None and sliding_window < pack.max_seqlen:
-        found = f"a sliding window of {sliding_window} tokens, a sequence of {pack.max_seqlen}"
+    elif sliding_window is not None and sliding_window < (longest := _longest(pack)):
+        found = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
         do = "lower data.max_length to the window, or take a model without one"
+    elif pack.prefix is not None and getattr(module, "layer_idx", None) is None:
+        found = f"{type(module).__name__} has no layer_idx, by which keys of earlier slices are kept"
+        do = "plan whole sequences (packing.slices: off), or use a model that numbers its layers"
     elif not getattr(module, "is_causal", True):
         found, do = f"{type(module).__name__} is not causal", "use a causal language model"
     else:
@@ -115,3 +118,8 @@ def _refuse(
             found, do = f"{given[0]} given by {type(module).__name__}", "use a model with plain causal attention"
     if found:
         raise EvenloadError("the attention 'evenload' is plain causal attention inside each sequence", found, do)
+
+
+def _longest(pack: Pack) -> int:
+    """Tokens that the last query of some sequence sees, its prefix included."""
+    return max([pack.max_seqlen, *(piece.stop for piece in pack.slices)])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,34 +48,56 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
     return engine
 
 
-@contextmanager
-def one_reduction(engine: Any, num_backwards: int) -> Iterator[Callable[[], None]]:
-    """Run all backwards of a step inside; at the exit the engine holds the reduced gradients, ready for `step`.
+class Reduction:
+    """What `one_reduction` has to be told while the passes of a step run.
 
-    Yields a function to be called before each backward. Collective at the exit (ZeRO 3: throughout).
+    Args:
+        num_backwards: of this rank in this step.
+    """
+
+    def __init__(self, engine: Any, num_backwards: int) -> None:
+        self.num_backwards, self.started = num_backwards, 0
+        self._engine = engine
+        self._sharded = int(engine.zero_optimization_stage()) == 3
+        self._counts: dict[torch.nn.Module, int] = {}
+
+    def after_forward(self) -> None:
+        """To be called after each forward that will have a backward."""
+        if self._sharded and not self._counts:
+            # The same after every such forward: how many inputs of the module need gradients.
+            modules = self._engine.module.modules()
+            self._counts = {m: m.ds_grads_remaining for m in modules if hasattr(m, "ds_grads_remaining")}
+
+    def before_backward(self) -> None:
+        """To be called before each backward."""
+        self.started += 1
+        if self._sharded:
+            self._engine.set_gradient_accumulation_boundary(self.started == self.num_backwards)
+            self._engine.optimizer.clear_backward_seen_flag()
+            for module, count in self._counts.items():
+                module.ds_grads_remaining = count  # type: ignore[assignment]
+
+
+@contextmanager
+def one_reduction(engine: Any, num_backwards: int) -> Iterator[Reduction]:
+    """Run all passes of a step inside; at the exit the engine holds the reduced gradients, ready for `step`.
+
+    Collective at the exit (ZeRO 3: throughout).
     """
     stage = int(engine.zero_optimization_stage())
-    started = 0
-
-    def before_backward() -> None:
-        nonlocal started
-        started += 1
-        if stage == 3:
-            engine.set_gradient_accumulation_boundary(started == num_backwards)
-            engine.optimizer.clear_backward_seen_flag()
-
+    reduction = Reduction(engine, num_backwards)
     if stage == 0:
         with engine.no_sync():
-            yield before_backward
+            yield reduction
         engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
     elif stage < 3:
         with engine.coalesce_grad_reduction():
-            yield before_backward
+            yield reduction
         engine.set_gradient_accumulation_boundary(True)
     else:
-        yield before_backward
-    assert started == num_backwards, f"{started} of {num_backwards} backwards ran"
+        yield reduction
+    assert reduction.started == num_backwards, f"{reduction.started} of {num_backwards} backwards ran"
 
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:

@@ -3,13 +3,17 @@
     loss of a micro-batch = sum of its token losses * share / T,   T = target tokens of the global batch
 
 with share 1 where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages
-(ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan.
+(ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan: whole sequences or
+slices, forwards whose activations are kept or that are replayed before their backward, the same groups in both
+directions or others. The loss of a token is counted where it is computed with gradients, once.
 
 Measured against a plain run of the same weights, 2 gloo ranks, float32: see docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +30,16 @@ from ...core.workload import StepPlan
 from ...runtime.busy import BusyClock
 from ...runtime.kernels import choose_kernel
 from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
+from ...runtime.prefix import PrefixStore
 from ...runtime.world import World
 from ..host import Mark, StepResult, no_mark
 from . import attention, checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
-from .jobs import jobs_of_rank
-from .model import build_model
+from .jobs import Pass, num_added, passes_of_rank
+from .model import build_model, recompute_layers
+from .supported import refuse_unequal_replay, refuse_unsupported
+
+log = logging.getLogger("evenload")
 
 
 class DeepSpeedHost:
@@ -54,8 +62,14 @@ class DeepSpeedHost:
         self.plane_rank = world.rank
         self.world = world
         self.recipe = recipe
-        self.engine = make_engine(build_model(recipe), recipe, world.size)
+        model = build_model(recipe)
+        refuse_unsupported(model.config, recipe.data.max_length)
+        if recipe.train.recompute:
+            recompute_layers(model)
+        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(model) else {}
+        self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
+        self._told_of_dummies = False
 
     def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
         """See `Host.train_step`."""
@@ -113,29 +127,43 @@ class DeepSpeedHost:
 
     def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark) -> dict[str, Any]:
         """Forward and backward of this rank's micro-batches, gradients reduced; all of `StepResult` but the norm."""
-        micro_batches, order = jobs_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
+        passes = passes_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
         num_targets = count_targets(plan.sequences)
         if num_targets == 0:
             raise EvenloadError(
                 "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
             )
+        if plan.replayed:
+            refuse_unequal_replay(self.engine.module)
+        self._tell_of_dummies(plan, passes)
         mark("loading the samples")
-        packs = [build_pack(m, tokens_of, self.world.device) for m in micro_batches]
+        prefix = PrefixStore.of_plan(plan)
+        packs = {
+            micro_batch: build_pack(micro_batch, tokens_of, self.world.device, prefix)
+            for micro_batch in dict.fromkeys(one.micro_batch for one in passes)
+        }
         share = self.world.size if self.stage == 3 else 1
         clock = BusyClock(self.world.device)
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        with one_reduction(self.engine, len(packs)) as before_backward:
-            for number, (kind, index) in enumerate(order):
-                mark(f"{'forward' if kind == 'F' else 'backward'}, pass {number + 1} of {len(order)}")
-                with clock.running(kind):
-                    if kind == "F":
-                        losses[index] = loss_sum(self.engine, packs[index])
-                        total += losses[index].detach().double()
+        with one_reduction(self.engine, sum(one.is_backward for one in passes)) as reduction:
+            for number, one in enumerate(passes):
+                mark(f"{one.kind}, pass {number + 1} of {len(passes)}")
+                pack = packs[one.micro_batch]
+                with clock.running("F" if one.kind in ("forward", "prefix") else "B"):
+                    if one.kind == "prefix":
+                        with torch.no_grad():
+                            self.engine(**call_of(pack), **self._one_logit)
+                    elif one.is_backward:
+                        reduction.before_backward()
+                        self.engine.backward(losses.pop(one.graph) * (share / num_targets), scale_wrt_gas=False)
                     else:
-                        before_backward()
-                        self.engine.backward(losses.pop(index) * (share / num_targets), scale_wrt_gas=False)
+                        losses[one.graph] = loss_sum(self.engine, pack)
+                        total += losses[one.graph].detach().double()
+                        reduction.after_forward()
             mark("gradient reduction")
+        if prefix is not None:
+            prefix.check_empty()
         dist.all_reduce(total)
         busy = clock.read()
         return {
@@ -143,22 +171,43 @@ class DeepSpeedHost:
             "num_targets": num_targets,
             "busy_s": busy.total_s,
             "forward_s": busy.forward_s,
-            "executed": tuple(piece for pack in packs for piece in pack.slices),
+            "executed": tuple(piece for one in passes if one.is_backward for piece in one.micro_batch.slices),
         }
+
+    def _tell_of_dummies(self, plan: StepPlan, passes: tuple[Pass, ...]) -> None:
+        """Warn once where ZeRO 3 makes ranks run passes for nothing."""
+        added = num_added(plan, self.plane_rank, passes) if self.stage == 3 else 0
+        if added and not self._told_of_dummies:
+            self._told_of_dummies = True
+            log.warning(
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "%d are dummies that keep it in step",
+                added,
+                len(passes),
+                self.plane_rank,
+            )
 
 
 def loss_sum(model: Any, pack: Pack) -> torch.Tensor:
     """Sum of the token losses of a pack, in float32 at least; 0 with zero gradients for a dummy."""
-    out = model(
-        input_ids=pack.tokens_T[None],
-        position_ids=pack.positions_T[None],
-        use_cache=False,
-        **{attention.PACK: pack},
-    )
-    logits_TV = out.logits[0]
+    logits_TV = model(**call_of(pack)).logits[0]
     if logits_TV.dtype in (torch.bfloat16, torch.float16):
         logits_TV = logits_TV.float()
     return cross_entropy(logits_TV, pack.labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+def call_of(pack: Pack) -> dict[str, Any]:
+    """The arguments of the model's call for a pack."""
+    return {
+        "input_ids": pack.tokens_T[None],
+        "position_ids": pack.positions_T[None],
+        "use_cache": False,
+        attention.PACK: pack,
+    }
+
+
+def _parameters(model: Any) -> Mapping[str, Any]:
+    return inspect.signature(model.forward).parameters
 
 
 def _norm(tensors: Any) -> float:

@@ -1,66 +1,167 @@
-"""What one rank runs of a plan, and in which order; pure functions of the plan."""
+"""What one rank runs of a plan, and in which order; pure functions of the plan.
+
+A plan's ``F i`` becomes a forward, with gradients if its activations are kept for a backward and without otherwise. Its
+``B j`` becomes the backward of the kept forward, or, where j is replayed, a forward with gradients and its backward. A
+forward without gradients runs only the slices whose keys and values a replay will read: with one pipeline stage nothing
+else is wanted of it.
+
+Under ZeRO 3 parameters are gathered in every forward and every backward, by all ranks: all must run one sequence of
+forwards and backwards (whether a forward keeps gradients makes no difference to its gathers). `in_step` brings any plan
+into that form; where a rank has no pass of its own it runs a dummy, one token of no weight.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Row
+from typing import Literal, NamedTuple
+
 from ...core.errors import EvenloadError
-from ...core.workload import MicroBatch, Op, StepPlan
+from ...core.order import orders_of_stage
+from ...core.workload import MicroBatch, Op, Slice, StepPlan
 
 DUMMY = MicroBatch((), ())
 """Stands for: run one token of no weight, so that the engine does what its peers do."""
 
+Kind = Literal["forward", "prefix", "replay", "backward"]
 
-def jobs_of_rank(
-    plan: StepPlan, rank: int, num_ranks: int, *, equal: bool
-) -> tuple[tuple[MicroBatch, ...], tuple[Op, ...]]:
-    """The micro-batches of a rank and the order of their passes; `Op.micro_batch` counts within the first.
 
-    A rank without work gets a dummy; with `equal` (ZeRO 3) every rank gets as many as the busiest one.
+class Pass(NamedTuple):
+    """One pass of a rank."""
+
+    kind: Kind
+    """forward: with gradients, its loss counts. prefix: without gradients; only keys and values are wanted of it.
+    replay: a forward with gradients right before its backward, after a prefix pass; its loss counts. backward."""
+    micro_batch: MicroBatch
+    graph: int
+    """Ties a backward to its forward or replay; a prefix pass has none and carries -1."""
+
+    @property
+    def is_backward(self) -> bool:
+        return self.kind == "backward"
+
+
+def passes_of_rank(plan: StepPlan, rank: int, num_ranks: int, *, equal: bool) -> tuple[Pass, ...]:
+    """The passes of a rank in the order in which it runs them; at least one forward with its backward.
+
+    With `equal` (ZeRO 3) the ranks run forwards and backwards in one sequence, dummies where a rank has none.
 
     Raises:
-        EvenloadError: the plan asks for what this form of the integration does not run.
+        EvenloadError: the plan asks for what DeepSpeed cannot run.
     """
     _refuse_unsupported(plan, num_ranks)
-    mine = plan.of_rank(rank)
-    counts = [len(plan.of_rank(r)) for r in range(num_ranks)]
-    wanted = max(1, *counts) if equal else max(1, len(mine))
-    micro_batches = tuple(plan.micro_batches[i] for i in mine) + (DUMMY,) * (wanted - len(mine))
-    if not plan.order:
-        return micro_batches, tuple(Op(kind, i) for i in range(wanted) for kind in ("F", "B"))
-    place = {index: i for i, index in enumerate(mine)}
-    order = [Op(op.kind, place[op.micro_batch]) for op in plan.order[0] if op.micro_batch in place]
-    if equal and len({_kinds(plan, r) for r in range(num_ranks)}) > 1:
-        raise EvenloadError(
-            "under ZeRO 3 every rank must run the same order of forwards and backwards",
-            "; ".join(f"rank {r}: {_kinds(plan, r)}" for r in range(min(num_ranks, 4))),
-            "give every rank the same number of micro-batches in the same order, or use ZeRO 0, 1 or 2",
-        )
-    order += [Op(kind, i) for i in range(len(mine), wanted) for kind in ("F", "B")]
-    return micro_batches, tuple(order)
+    rows = _planned(plan)
+    if equal:
+        return in_step(rows)[rank]
+    return rows[rank] or (Pass("forward", DUMMY, 0), Pass("backward", DUMMY, 0))
 
 
-def _kinds(plan: StepPlan, rank: int) -> str:
-    mine = set(plan.of_rank(rank))
-    return "".join(op.kind for op in plan.order[0] if op.micro_batch in mine)
+def in_step(rows: Row[Row[Pass]]) -> tuple[tuple[Pass, ...], ...]:
+    """The same passes of every rank, with dummies between them so that all ranks meet in the same kind of pass.
+
+    Forwards go first: a backward starts when no rank has a forward to run before its next backward. So nothing but
+    dummies is held for longer than in the plan, and rows that are in step already stay as they are.
+    """
+    at = [0] * len(rows)
+    found: list[list[Pass]] = [[] for _ in rows]
+    spare: list[list[int]] = [[] for _ in rows]
+    graph = max((one.graph for row in rows for one in row), default=-1)
+    while any(place < len(row) for place, row in zip(at, rows, strict=True)):
+        heads = [row[place] if place < len(row) else None for place, row in zip(at, rows, strict=True)]
+        forward = any(head is not None and not head.is_backward for head in heads)
+        if not forward and any(head is None and not spare[rank] for rank, head in enumerate(heads)):
+            # A rank has no graph left for a dummy backward: all run one dummy forward more.
+            forward, heads = True, [None] * len(rows)
+        graph += 1
+        for rank, head in enumerate(heads):
+            if head is not None and head.is_backward != forward:
+                found[rank].append(head)
+                at[rank] += 1
+            elif forward:
+                found[rank].append(Pass("forward", DUMMY, graph))
+                spare[rank].append(graph)
+            else:
+                found[rank].append(Pass("backward", DUMMY, spare[rank].pop()))
+    return tuple(tuple(_without_graph(one, set(left)) for one in row) for row, left in zip(found, spare, strict=True))
+
+
+def num_added(plan: StepPlan, rank: int, passes: Row[Pass]) -> int:
+    """Passes of a rank that only keep it in step with its peers, those that are dummies in the plan left out."""
+    planned = sum(not plan.passes(kind)[i].slices for kind in ("F", "B") for i in plan.of_rank(rank, kind))
+    return max(0, sum(not one.micro_batch.slices for one in passes) - planned)
+
+
+def _without_graph(one: Pass, never_used: set[int]) -> Pass:
+    return Pass("prefix", one.micro_batch, -1) if one.graph in never_used else one
+
+
+def _planned(plan: StepPlan) -> list[tuple[Pass, ...]]:
+    """The passes of every rank as the plan has them."""
+    return [_of_rank(plan, rank, ops) for rank, ops in enumerate(orders_of_stage(plan, 0))]
+
+
+def _of_rank(plan: StepPlan, rank: int, ops: Row[Op]) -> tuple[Pass, ...]:
+    forward, backward, forward_of = plan.passes("F"), plan.passes("B"), plan.forward_of
+    read = _read_by_replays(plan)
+    # The plan's own dummies all look alike, so that `forward_of` cannot pair them: they are paired in turn.
+    to_keep = sum(not backward[j].slices and forward_of[j] is not None for j in plan.of_rank(rank, "B"))
+    dummies: list[int] = []
+    row: list[Pass] = []
+    for kind, index in ops:
+        micro_batch = (forward if kind == "F" else backward)[index]
+        if kind == "F":
+            kept = index in plan.kept if micro_batch.slices else to_keep > 0
+            if kept:
+                row.append(Pass("forward", micro_batch, index))
+            elif any(s in read for s in micro_batch.slices):
+                wanted = tuple(s for s in micro_batch.slices if s in read)
+                row.append(Pass("prefix", micro_batch._replace(slices=wanted), -1))
+            if kept and not micro_batch.slices:
+                dummies.append(index)
+                to_keep -= 1
+            continue
+        graph = forward_of[index]
+        if graph is not None and not micro_batch.slices:
+            graph = dummies.pop(0) if dummies else None
+        if graph is None:
+            # Replays count on from the forwards, so that no two graphs of a rank have one number.
+            graph = len(forward) + index
+            row.append(Pass("replay", micro_batch, graph))
+        row.append(Pass("backward", micro_batch, graph))
+    return tuple(row)
+
+
+def _read_by_replays(plan: StepPlan) -> frozenset[Slice]:
+    """Forward slices whose keys and values some replay reads and does not write itself.
+
+    The backward of a sequence starts with its last slice. A replay of that one writes its own keys and values, so
+    forward slices from its start on may be left out, if one of them starts right there.
+    """
+    if len(plan.kept) == len(plan.micro_batches):
+        return frozenset()
+    last: dict[int, int] = {}
+    for micro_batch in plan.passes("B"):
+        for s in micro_batch.slices:
+            last[s.sequence] = max(s.start, last.get(s.sequence, 0))
+    pieces = frozenset(s for m in plan.micro_batches for s in m.slices)
+    met = {s.sequence for s in pieces if s.start == last[s.sequence]}
+    return frozenset(s for s in pieces if s.start < last[s.sequence] or s.sequence not in met)
 
 
 def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
     found = ""
-    length = {s.index: s.length for s in plan.sequences}
     if plan.limits.num_ranks != num_ranks:
         found = f"a plan for {plan.limits.num_ranks} ranks in a world of {num_ranks}"
-    elif any(len(m.ranks) != 1 for m in plan.micro_batches):
+    elif any(len(m.ranks) != 1 for m in (*plan.micro_batches, *plan.backward)):
         found = "a micro-batch shared by several ranks"
-    elif any(s.start or s.stop != length[s.sequence] for m in plan.micro_batches for s in m.slices):
-        found = "a slice that is not a whole sequence"
     elif any(layers for row in plan.recompute for layers in row):
-        found = "layers to recompute"
+        found = "layers to recompute in single micro-batches"
     elif len(plan.order) > 1:
         found = f"an order for {len(plan.order)} pipeline stages"
     if found:
         raise EvenloadError(
             "trainer deepspeed cannot run this plan",
             found,
-            "plan whole sequences for the ranks there are (plugins.packing alone)",
+            "plan for the ranks there are, one rank for each micro-batch, and set train.recompute for recomputation",
         )
 
 

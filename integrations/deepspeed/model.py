@@ -82,6 +82,22 @@ def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME) ->
     return model
 
 
+def recompute_layers(model: Any) -> None:
+    """Keep only the inputs of the layers for the backward, which runs them again; Hugging Face's own means.
+
+    Raises:
+        EvenloadError: the model has no such means.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise EvenloadError(
+            f"the model '{model.config.model_type}' cannot recompute its activations",
+            "train.recompute true",
+            "set train.recompute to false, or use a model with gradient checkpointing",
+        )
+    # A reentrant checkpoint gives no gradients to a layer whose input needs none (a frozen embedding).
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def _read(path: Path) -> Any:
     try:
         fields = json.loads(path.read_text())

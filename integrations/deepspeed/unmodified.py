@@ -14,6 +14,7 @@ Four methods of DeepSpeedEngine are wrapped (the rows are in `patches.deepspeed`
                   batch: loss * weight * gradient_accumulation_steps * ranks, since DeepSpeed divides by both
     step          refuses a step whose backwards went past `engine.backward`
 
+Samples stay whole: a script that runs forward, backward and step of one batch after the other cannot run slices.
 A forward without gradients (evaluation) runs under the attention that the model came with. Whatever does not fit, a
 loss of summed tokens above all, has to be told apart by the user: a mean over the labels that are not -100 is assumed.
 """
@@ -28,12 +29,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from . import attention
 from .config import KEY, for_engine, parse_section, recipe_of
-from .loader import Planned, PlannedLoader
+from .loader import Planned, PlannedLoader, whole_sequences_chain
+from .supported import refuse_unsupported
 
 
 @dataclass
@@ -63,8 +64,8 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
     config, stage = engine.module.config, int(engine.zero_optimization_stage())
     chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype)
-    chain = PlanChain.of_recipe(chosen, chosen.layout(torch.distributed.get_world_size()))
     state = _attached.get(engine)
+    chain = whole_sequences_chain(chosen, torch.distributed.get_world_size(), warn=state is None)
     if state is None:
         state = _attached[engine] = Attached(config._attn_implementation)
         engine.module.set_attn_implementation(attention.NAME)
@@ -177,3 +178,4 @@ def _refuse_unsupported(engine: Any, stock: Any) -> None:
         found, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
     if found:
         raise EvenloadError("ds_config: the evenload section cannot be honoured here", found, do)
+    refuse_unsupported(module.config)

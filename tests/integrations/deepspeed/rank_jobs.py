@@ -83,7 +83,7 @@ def mutants(stage: int) -> dict[str, float]:
     made = recipe(stage)
     host = open_host(made, init_world())
     _, wanted = reference(made, host, tokens_of, sequences(LENGTHS))
-    good, build, run = PLANS["unequal counts"](), host_module.build_pack, engine_module.one_reduction
+    good, build = PLANS["unequal counts"](), host_module.build_pack
 
     def error(plan: StepPlan = good) -> float:
         return relative_error(host.gradients(plan, tokens_of)[1], wanted)
@@ -119,33 +119,18 @@ def mutants(stage: int) -> dict[str, float]:
     host_module.count_targets = count
 
     if stage == 3:
-        clear = type(host.engine.optimizer).clear_backward_seen_flag
         forwards_first = PLANS["forwards first"]()
         errors["none, forwards first"] = error(forwards_first)
+        before_backward = engine_module.Reduction.before_backward
 
-        def without_clear(engine: Any, num: int) -> Any:
-            context = run(engine, num)
+        def without_clear(reduction: Any) -> None:
+            host.engine.optimizer.clear_backward_seen_flag = lambda: None
+            before_backward(reduction)
+            del host.engine.optimizer.clear_backward_seen_flag
 
-            class Context:
-                def __enter__(self) -> Any:
-                    call = context.__enter__()
-
-                    def before() -> None:
-                        engine.optimizer.clear_backward_seen_flag = lambda: None
-                        call()
-                        del engine.optimizer.clear_backward_seen_flag
-
-                    return before
-
-                def __exit__(self, *args: Any) -> Any:
-                    return context.__exit__(*args)
-
-            return Context()
-
-        host_module.one_reduction = without_clear
+        engine_module.Reduction.before_backward = without_clear  # type: ignore[method-assign]
         errors["flag not cleared"] = error(forwards_first)
-        host_module.one_reduction = run
-        assert type(host.engine.optimizer).clear_backward_seen_flag is clear
+        engine_module.Reduction.before_backward = before_backward  # type: ignore[method-assign]
     host.close()
     return errors
 
@@ -198,14 +183,12 @@ def refused_plans() -> list[str]:
     host = open_host(recipe(3), init_world())
     batch = sequences(LENGTHS)
     whole = tuple(MicroBatch((Slice(i, 0, n),), (i % 2,)) for i, n in enumerate(LENGTHS))
-    halves = (MicroBatch((Slice(0, 0, 20),), (0,)), MicroBatch((Slice(0, 20, 40),), (0,)))
-    uneven = tuple(Op(kind, i) for kind, i in [("F", 0), ("F", 2), ("F", 1), ("B", 1), ("B", 2), ("B", 0)])  # type: ignore[arg-type]
+    both = tuple(Op(kind, i) for kind in ("F", "B") for i in range(len(whole)))  # type: ignore[arg-type]
     plans = [
         StepPlan(batch, whole, Limits(4, 64)),
-        StepPlan(batch, (*halves, *whole[1:]), Limits(2, 64)),
         StepPlan(batch, (whole[0]._replace(ranks=(0, 1)), *whole[1:]), Limits(2, 64)),
         StepPlan(batch, whole, Limits(2, 64), recompute=((1,) * len(whole),)),
-        StepPlan(sequences(LENGTHS[:3]), whole[:3], Limits(2, 64), order=(uneven,)),
+        StepPlan(batch, whole, Limits(2, 64, num_stages=2), order=(both, both)),
     ]
     told = []
     for plan in plans:

@@ -11,7 +11,8 @@ from evenload.core.errors import EvenloadError
 from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
-from evenload.integrations.deepspeed.jobs import into_exactly, jobs_of_rank
+from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
+from evenload.integrations.deepspeed.loader import whole_sequences_chain
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():
@@ -98,12 +99,12 @@ def _plan(counts):
 
 def test_equal_counts_only_where_the_stage_needs_them():
     plan = _plan((3, 1, 0))
-    assert [len(jobs_of_rank(plan, r, 3, equal=False)[0]) for r in range(3)] == [3, 1, 1]
-    for rank in range(3):
-        micro_batches, order = jobs_of_rank(plan, rank, 3, equal=True)
-        assert len(micro_batches) == 3
-        assert "".join(op.kind for op in order) == "FBFBFB"
-    assert sum(bool(m.slices) for r in range(3) for m in jobs_of_rank(plan, r, 3, equal=True)[0]) == 4
+    alone = [passes_of_rank(plan, r, 3, equal=False) for r in range(3)]
+    assert [len(passes) for passes in alone] == [6, 2, 2]
+    together = [passes_of_rank(plan, r, 3, equal=True) for r in range(3)]
+    for passes in together:
+        assert [one.kind for one in passes] == ["forward", "backward"] * 3
+    assert sum(bool(one.micro_batch.slices) for passes in together for one in passes) == 8
 
 
 def test_into_exactly_pads_and_refuses():
@@ -112,3 +113,15 @@ def test_into_exactly_pads_and_refuses():
     assert [[len(m.slices) for m in rank] for rank in mine] == [[1, 1, 1, 0], [1, 0, 0, 0]]
     with pytest.raises(EvenloadError, match=r"gradient_accumulation_steps to 3, or packing\.max_tokens"):
         into_exactly(plan, 2)
+
+
+def test_a_script_runs_whole_sequences_only_and_is_told_so_once(caplog):
+    recipe = recipe_of(parse_section({"packing": {"enabled": True, "slices": "even"}}), None)
+    with caplog.at_level("WARNING", logger="evenload"):
+        chain = whole_sequences_chain(recipe, 2, warn=True)
+        whole_sequences_chain(recipe, 2, warn=False)
+    assert chain.limits.whole_sequences
+    assert caplog.text.count("packing.slices even has no effect") == 1
+    caplog.clear()
+    whole_sequences_chain(recipe.changed({"plugins.packing.slices": "off"}), 2, warn=True)
+    assert not caplog.text

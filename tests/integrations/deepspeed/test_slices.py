@@ -1,0 +1,198 @@
+"""Slices, replays and regrouped backward passes: without an engine in float64, then on real DeepSpeed engines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from evenload.core import recipe as recipes
+from evenload.core.errors import EvenloadError
+from evenload.integrations.deepspeed.host import call_of, loss_sum
+from evenload.integrations.deepspeed.jobs import passes_of_rank
+from evenload.integrations.deepspeed.model import build_model, recompute_layers
+from evenload.integrations.deepspeed.verify import plain_gradients, relative_error
+from evenload.runtime.pack import build_pack, count_targets
+from evenload.runtime.prefix import PrefixStore
+
+ROUNDING = 2e-6
+HAND = ("chains none", "chains some", "chains all", "regrouped")
+EQUAL = ("chains none equal", "chains some equal", "chains all equal")
+RANDOM = tuple(f"random {seed}" for seed in range(12))
+
+
+def _model(family, plain=False):
+    groups = {} if family == "gpt" else {"num_query_groups": 2}
+    model = {"family": family, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
+    recipe = recipes.parse({"trainer": "deepspeed", "model": {**model, **groups}, "data": {"max_length": 200}})
+    return build_model(recipe, **({"attn_implementation": "sdpa"} if plain else {})).double()
+
+
+def _run(model, plan, tokens_of, *, equal=False):
+    """Loss and gradients of a plan on a bare model: the passes of one rank after those of the other."""
+    model.zero_grad(set_to_none=True)
+    total, num_targets = 0.0, count_targets(plan.sequences)
+    for rank in range(plan.limits.num_ranks):
+        store, losses = PrefixStore.of_plan(plan), {}
+        for one in passes_of_rank(plan, rank, plan.limits.num_ranks, equal=equal):
+            if one.is_backward:
+                losses.pop(one.graph).backward()
+                continue
+            pack = build_pack(one.micro_batch, tokens_of, "cpu", store)
+            if one.kind == "prefix":
+                with torch.no_grad():
+                    logits = model(**call_of(pack), logits_to_keep=1).logits
+                assert logits.shape[1] == 1
+            else:
+                losses[one.graph] = loss_sum(model, pack) / num_targets
+                total += float(losses[one.graph].detach())
+        if store is not None:
+            store.check_empty()
+        assert not losses
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _by_name(slice_plans, name):
+    """``random 7``, or a function of slice_plans with its arguments: ``chains some equal``."""
+    kind, *words = name.split()
+    if kind == "random":
+        return slice_plans.random_plan(int(words[0]))
+    return getattr(slice_plans, kind)(*words[:1], **dict.fromkeys(words[1:], True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt"])
+def test_every_plan_is_exact_in_float64(slice_plans, family, recompute):
+    model, plain = _model(family), _model(family, plain=True)
+    if recompute:
+        recompute_layers(model)
+    for name in (*HAND, *RANDOM[:6]):
+        plan = _by_name(slice_plans, name)
+        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.sequences)
+        found_loss, found = _run(model, plan, slice_plans.tokens_of(plan), equal=recompute)
+        assert found_loss == pytest.approx(loss, rel=1e-12), name
+        assert relative_error(found, wanted) < 1e-9, name
+
+
+def test_random_plans_are_of_every_kind(slice_plans):
+    plans = [slice_plans.random_plan(int(name.split()[1])) for name in RANDOM]
+    assert any(plan.cut and plan.backward for plan in plans)
+    assert any(plan.cut and plan.kept and plan.replayed for plan in plans)
+    assert any(plan.cut and not plan.replayed for plan in plans)
+    kinds = [tuple(op.kind for op in plan.order[0]) for plan in plans]
+    assert any(row != tuple(sorted(row, reverse=True)) for row in kinds)
+    assert max(len(plan.micro_batches) for plan in plans) >= 16
+
+
+def test_a_replay_needs_no_more_than_its_prefix(slice_plans):
+    """Of micro-batches without gradients only slices that a replay reads and does not write run."""
+    for name in ("chains all", "regrouped"):
+        for rank in (0, 1):
+            ran = passes_of_rank(_by_name(slice_plans, name), rank, 2, equal=False)
+            pieces = [s for one in ran if one.kind == "prefix" for s in one.micro_batch.slices]
+            assert {s.sequence for s in pieces} == {rank}
+            # Regrouped, no forward slice starts where the backward does: all of the sequence runs.
+            assert max(s.stop for s in pieces) == ((160, 75) if name == "regrouped" else (150, 60))[rank]
+
+
+def test_ranks_out_of_step_are_brought_into_step(slice_plans):
+    for name in (*HAND, *EQUAL, *(f"random {seed}" for seed in range(100))):
+        plan = _by_name(slice_plans, name)
+        rows = [passes_of_rank(plan, rank, 2, equal=True) for rank in (0, 1)]
+        assert [one.is_backward for one in rows[0]] == [one.is_backward for one in rows[1]], name
+        for rank, row in enumerate(rows):
+            own = [one for one in row if one.micro_batch.slices]
+            free = passes_of_rank(plan, rank, 2, equal=False)
+            assert own == [one for one in free if one.micro_batch.slices], name
+            started = [one.graph for one in row if one.kind in ("forward", "replay")]
+            ended = [one.graph for one in row if one.is_backward]
+            assert sorted(started) == sorted(ended) == sorted(set(ended)), name
+
+
+def test_ranks_in_step_get_no_dummies(slice_plans):
+    rows = [passes_of_rank(slice_plans.chains("none", equal=True), rank, 2, equal=True) for rank in (0, 1)]
+    assert [len(row) for row in rows] == [32, 32]
+    assert sum(not one.micro_batch.slices for one in rows[0]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "recompute", "names"),
+    [
+        (0, False, (*HAND, *RANDOM[:4])),
+        (1, True, (*HAND, *RANDOM[4:8])),
+        (2, False, (*HAND, *RANDOM[8:])),
+        (2, True, HAND),
+        (3, False, (*EQUAL, "regrouped", *RANDOM[:3])),
+        (3, True, ("chains some equal", "regrouped", *RANDOM[3:5])),
+    ],
+)
+def test_gradients_are_those_of_plain_training(on_ranks, slice_plans, stage, recompute, names):
+    results = on_ranks(2, "rank_slices.exactness", stage=stage, names=list(names), recompute=recompute)
+    for name in names:
+        for result in results:
+            assert result[name]["grad"] <= ROUNDING, name
+            assert result[name]["loss"] <= ROUNDING, name
+            # Under ZeRO 3 nothing stays gathered; before it nothing is.
+            assert result[name]["gathered"] == 0, name
+        plan = _by_name(slice_plans, name)
+        for rank, result in enumerate(results):
+            ran = [tuple(piece) for j in plan.of_rank(rank, "B") for piece in plan.passes("B")[j].slices]
+            assert sorted(result[name]["executed"]) == sorted(ran), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "recompute"), [(1, False), (3, True)])
+def test_bf16_within_its_rounding(on_ranks, stage, recompute):
+    names = ["whole_sequences", "chains some", "regrouped"]
+    for result in on_ranks(2, "rank_slices.exactness", stage=stage, names=names, recompute=recompute, dtype="bf16"):
+        for name in names:
+            assert result[name]["grad"] <= 3e-2, name
+            assert result[name]["loss"] <= 1e-2, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "recompute"), [(0, True), (2, False), (3, False)])
+def test_slices_train_like_whole_sequences(on_ranks, stage, recompute):
+    wanted, start, weights = on_ranks(2, "rank_slices.trained", stage=1, name="whole_sequences")[0]
+    for losses, _, found in on_ranks(2, "rank_slices.trained", stage=stage, name="chains some", recompute=recompute):
+        assert losses == pytest.approx(wanted, rel=2e-6)
+        for name, weight in weights.items():
+            moved = (weight - start[name]).norm()
+            assert (found[name] - weight).norm() <= 1e-3 * moved, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mutants_are_caught(on_ranks, stage):
+    for found in on_ranks(2, "rank_slices.mutants", stage=stage):
+        sound = {name: errors for name, errors in found.items() if name.startswith("sound")}
+        assert sound
+        assert all(max(errors) <= ROUNDING for errors in sound.values()), sound
+        broken = {name: errors for name, errors in found.items() if name not in sound}
+        assert len(broken) == (1 if stage == 3 else 3)
+        assert all(max(errors) > 1e-3 for errors in broken.values()), broken
+
+
+@pytest.mark.slow
+def test_backwards_in_a_row_release_what_they_gathered(on_ranks):
+    for seen in on_ranks(2, "rank_slices.gathered_while_backward_ends", counted=True):
+        assert len(seen) == 16
+        assert max(seen) <= seen[0] < 10
+    for seen in on_ranks(2, "rank_slices.gathered_while_backward_ends", counted=False):
+        assert seen[0] < 10 < min(seen[1:])
+
+
+@pytest.mark.slow
+def test_what_would_not_be_exact_is_refused(on_ranks):
+    for told in on_ranks(2, "rank_slices.refused"):
+        assert "act_fn drops 0.1" in told[0]
+        assert "shared by several ranks" in told[1]
+
+
+def test_a_model_without_layer_numbers_runs_no_slices(slice_plans):
+    model = _model("llama")
+    for layer in model.model.layers:
+        del layer.self_attn.layer_idx
+    cut, whole = slice_plans.chains("none"), slice_plans.whole_sequences()
+    with pytest.raises(EvenloadError, match="no layer_idx"):
+        _run(model, cut, slice_plans.tokens_of(cut))
+    _run(model, whole, slice_plans.tokens_of(whole))

@@ -1,0 +1,65 @@
+"""Models that packed causal attention would compute wrongly are refused from their config, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from evenload.core.errors import EvenloadError
+from evenload.integrations.deepspeed.supported import refuse_unequal_replay, refuse_unsupported
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (transformers.MistralConfig(**SMALL, sliding_window=128), "sliding_window = 128 tokens, data.max_length = 200"),
+        (
+            transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1),
+            "sliding_window = 64",
+        ),
+        (transformers.LlamaConfig(**SMALL, attention_dropout=0.1), "attention_dropout = 0.1"),
+        (transformers.GPT2Config(), "attn_pdrop = 0.1"),
+        (transformers.Gemma2Config(**SMALL), "attn_logit_softcapping = 50"),
+        (transformers.BertConfig(attention_probs_dropout_prob=0.0, is_decoder=True, add_cross_attention=True), "cross"),
+        (transformers.T5Config(), "is_encoder_decoder = True"),
+        (transformers.MambaConfig(), "no attention layers"),
+        (transformers.Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
+        (transformers.GemmaConfig(**SMALL, use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_what_the_config_tells_is_refused(config, told):
+    with pytest.raises(EvenloadError) as caught:
+        refuse_unsupported(config, 200)
+    assert told in str(caught.value)
+    assert caught.value.do
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SMALL),
+        transformers.Qwen3Config(**SMALL, sliding_window=64),
+        transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4),
+        transformers.MistralConfig(**SMALL, sliding_window=200),
+        transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+    ],
+    ids=lambda value: value.model_type,
+)
+def test_plain_causal_models_pass(config):
+    refuse_unsupported(config, 200)
+
+
+def test_a_window_passes_where_the_lengths_are_not_known():
+    refuse_unsupported(transformers.MistralConfig(**SMALL, sliding_window=128))
+
+
+def test_dropout_cannot_be_replayed():
+    config = transformers.GPTNeoXConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=97
+    )
+    refuse_unequal_replay(transformers.GPTNeoXForCausalLM(config))
+    config.hidden_dropout = 0.2
+    with pytest.raises(EvenloadError, match=r"drops 0\.2"):
+        refuse_unequal_replay(transformers.GPTNeoXForCausalLM(config))
