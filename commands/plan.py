@@ -12,12 +12,14 @@ import numpy as np
 
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError
-from ..core.predict import predict
+from ..core.memory import peaks_of_stage
+from ..core.predict import micro_batch_imbalance, predict
 from ..core.recipe import Recipe
 from ..core.workload import Sequence, StepPlan, sequences
 from ..data.cut import cut
 from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
+from .drawing import Drawing
 
 _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
@@ -36,15 +38,17 @@ def plan(recipe: Recipe, lengths: Path, steps: int, out: Path | None = None) -> 
             f"{len(samples)} samples, train.global_batch_size {size}",
             "lower train.global_batch_size",
         )
-    order = SampleOrder(len(samples), recipe.train.seed)
+    drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
     rows, plans = [], []
     for step in range(steps):
-        drawn, order = order.take(size)
-        batch = sequences(samples[drawn])
+        draw = drawing()
+        batch = sequences(draw.lengths)
         start = time.perf_counter()
         step_plan = chain.plan(batch)
         plan_s = time.perf_counter() - start
-        rows.append({"step": step, "plan_s": plan_s, **_judge(step_plan, chain), "baselines": _baselines(chain, batch)})
+        judged = _judge(step_plan, chain)
+        memory = {"peak_activation_bytes": _peak_bytes(step_plan), "delay_steps": draw.delay_steps}
+        rows.append({"step": step, "plan_s": plan_s, **judged, **memory, "baselines": _baselines(chain, batch)})
         plans.append(step_plan)
     if out is not None:
         _write(out, plans)
@@ -66,6 +70,7 @@ def _judge(step_plan: StepPlan, chain: PlanChain) -> dict[str, Any]:
         "imbalance": predicted.imbalance,
         "padding_frac": step_plan.padding_frac,
         "bubble_frac": predicted.bubble_frac,
+        "micro_batch_imbalance": _imbalance(step_plan, chain),
         "micro_batches": len(step_plan.micro_batches),
         "tokens": step_plan.num_tokens,
         "notes": [*step_plan.notes, *_bound_note(step_plan, chain)],
@@ -87,9 +92,25 @@ def _baselines(chain: PlanChain, batch: tuple[Sequence, ...]) -> dict[str, Any]:
     for name in chain.baseline_names:
         if name == "karmarkar_karp" and len(batch) * chain.limits.num_ranks > _DIFFERENCING_LIMIT:
             continue
-        predicted = predict(replace(chain, instead=name).plan(batch), chain.situation.costs)
-        out[name] = {"step_s": predicted.step_s, "imbalance": predicted.imbalance}
+        step_plan = replace(chain, instead=name).plan(batch)
+        predicted = predict(step_plan, chain.situation.costs)
+        out[name] = {
+            "step_s": predicted.step_s,
+            "imbalance": predicted.imbalance,
+            "micro_batch_imbalance": _imbalance(step_plan, chain),
+        }
     return out
+
+
+def _imbalance(step_plan: StepPlan, chain: PlanChain) -> dict[str, float]:
+    """Costliest micro-batch over mean in each direction."""
+    return dict(zip(("forward", "backward"), micro_batch_imbalance(step_plan, chain.situation.costs), strict=True))
+
+
+def _peak_bytes(step_plan: StepPlan) -> float:
+    """The most activations and prefix KV that any rank holds."""
+    stages = range(step_plan.limits.num_stages)
+    return max(peak for stage in stages for peak, _ in peaks_of_stage(step_plan, stage))
 
 
 def _write(path: Path, plans: list[StepPlan]) -> None:

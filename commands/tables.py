@@ -90,6 +90,7 @@ def plan(result: Result) -> Table:
         "imbalance",
         "padding",
         "bubble",
+        "micro-batches F, B",
         *(f"{n} is slower by" for n in names),
     )
     rows = [
@@ -101,12 +102,14 @@ def plan(result: Result) -> Table:
             s["imbalance"],
             percent(s["padding_frac"]),
             percent(s["bubble_frac"]),
+            "{forward:.3f}, {backward:.3f}".format(**s["micro_batch_imbalance"]),
             *(f"{s['baselines'][n]['step_s'] / s['step_s']:.2f}x" if n in s["baselines"] else "-" for n in names),
         )
         for s in result["steps"]
     ]
     notes = sorted({note for s in result["steps"] for note in s["notes"]})
-    caption = "\n".join([f"all times predicted; costs: {result['costs']}", *notes[:3]])
+    about = "micro-batches: costliest over mean, forward and backward"
+    caption = "\n".join([f"all times predicted; costs: {result['costs']}", about, *notes[:3]])
     return grid("plan", head, rows, caption)
 
 

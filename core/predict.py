@@ -13,7 +13,7 @@ from typing import Literal
 
 from .costs import Costs
 from .order import orders_of_stage
-from .workload import Op, StepPlan
+from .workload import MicroBatch, Op, StepPlan
 
 _BOTH: tuple[Literal["F", "B"], ...] = ("F", "B")
 
@@ -67,6 +67,21 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     for j in () if costs.recompute else plan.replayed:
         backward[j] += back[j][0]
     return [seconds for seconds, _ in both], backward
+
+
+def micro_batch_imbalance(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:
+    """Costliest micro-batch over mean, forward and backward (replays included, dummies and launches left out)."""
+    forward, backward = passes or pass_seconds(plan, costs)
+    return (
+        _over_mean(forward, plan.passes("F"), costs.forward.launch_s),
+        _over_mean(backward, plan.passes("B"), costs.backward.launch_s),
+    )
+
+
+def _over_mean(seconds: list[float], micro_batches: tuple[MicroBatch, ...], launch_s: float) -> float:
+    busy = [s - launch_s for s, m in zip(seconds, micro_batches, strict=True) if m.slices]
+    total = sum(busy)
+    return max(busy) * len(busy) / total if total else 1.0
 
 
 def _rounds_s(plan: StepPlan, forward: list[float], backward: list[float]) -> float:

@@ -112,6 +112,8 @@ def _sequences(pack: list[Slice]) -> set[int]:
 
 def _in_chains(forward: list[set[int]], backward: list[set[int]], *, reverse: bool) -> _Rank:
     """Chains by shared sequences; ``reverse`` runs a chain's backwards in the reverse order of their numbers."""
+    if len(forward) == len(backward) == 1:
+        return _Rank([0], [0], [1], [([0], [0])])
     owner: dict[int, int] = {}
     chain_of: list[int] = []
     parent: list[int] = []

@@ -29,9 +29,9 @@ import numpy as np
 from ...core.costs import Costs, PassCost
 from ...core.errors import EvenloadError
 from ...core.partition import Ints, Load, balance
-from ...core.predict import Passes, pass_seconds, predict
+from ...core.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.registry import Situation
-from ...core.workload import Limits, MicroBatch, Slice, StepPlan
+from ...core.workload import Limits, Slice, StepPlan
 from .assemble import assemble
 from .bound import lower_bound_s
 from .config import PackingConfig
@@ -79,7 +79,7 @@ class _Judged(NamedTuple):
 
 def _judge(plan: StepPlan, costs: Costs) -> _Judged:
     passes = pass_seconds(plan, costs)
-    return _Judged(plan, predict(plan, costs, passes).step_s, unevenness(plan, costs, passes))
+    return _Judged(plan, predict(plan, costs, passes).step_s, micro_batch_imbalance(plan, costs, passes))
 
 
 def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
@@ -104,21 +104,6 @@ def refuse_longer(lengths: Ints, config: PackingConfig) -> None:
             "raise max_tokens, let it be cut (plugins.packing.slices=even, where the host can), or lower "
             "data.max_length (longer samples are split, truncated or dropped)",
         )
-
-
-def unevenness(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:
-    """Costliest micro-batch over mean, forward and backward (replays included, dummies and launches left out)."""
-    forward, backward = passes or pass_seconds(plan, costs)
-    return (
-        _over_mean(forward, plan.passes("F"), costs.forward.launch_s),
-        _over_mean(backward, plan.passes("B"), costs.backward.launch_s),
-    )
-
-
-def _over_mean(seconds: list[float], micro_batches: tuple[MicroBatch, ...], launch_s: float) -> float:
-    busy = [s - launch_s for s, m in zip(seconds, micro_batches, strict=True) if m.slices]
-    total = sum(busy)
-    return max(busy) * len(busy) / total if total else 1.0
 
 
 def _ways(
@@ -197,7 +182,7 @@ def _in_slots(
     order = np.argsort(-lengths, kind="stable")
     weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
     ways = slots(weights, limits.num_ranks, per_rank)
-    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
+    items = [order[mine].tolist() for mine in dispatch(weights, ways, config.polish_nodes)]
     fits, grouped = True, []
     for way, price in zip(ways, prices, strict=True):
         wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts

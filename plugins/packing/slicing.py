@@ -36,7 +36,9 @@ def fill(
     ``price`` says what is to be even (launch left out); no micro-batch is over ``cap`` tokens. None if no way was
     found: more micro-batches always help in the end. Without ``even`` only sequences over the cap are cut.
     """
-    tokens = {i: int(lengths[i]) for i in items}
+    tokens = dict(zip(items, lengths[items].tolist(), strict=True))
+    if count == 1:
+        return [[Slice(i, 0, n) for i, n in tokens.items()]] if sum(tokens.values()) <= cap else None
     cost = {i: float(price.seconds(n)) for i, n in tokens.items()}
     target = sum(cost.values()) / count
     by_cost = sorted(items, key=lambda i: (-cost[i], i))

@@ -11,12 +11,12 @@ from evenload.core.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.layout import Layout
 from evenload.core.memory import peaks_of_stage
-from evenload.core.predict import predict
+from evenload.core.predict import micro_batch_imbalance, predict
 from evenload.core.registry import Situation
 from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.packing import baselines
 from evenload.plugins.packing.config import PackingConfig
-from evenload.plugins.packing.plan import plan, unevenness
+from evenload.plugins.packing.plan import plan
 from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,12 +121,12 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int)
     lengths = np.append(heavy_tail(seed, 511, 20_000), 40_000)
     made = planned(lengths, 64, costs)
     assert made.backward
-    assert max(unevenness(made, costs)) < 1.03
+    assert max(micro_batch_imbalance(made, costs)) < 1.03
     assert max(predict(made, costs).busy_s) < 1.01 * made.bound_s
     bare = StepPlan(sequences(lengths), (), Limits(64, 1 << 40))
     situation = Situation(costs, Layout(dp=64), None)  # type: ignore[arg-type]
     whole = baselines.whole(bare, situation, PackingConfig(enabled=True))
-    assert min(unevenness(whole, costs)) > 2.0
+    assert min(micro_batch_imbalance(whole, costs)) > 2.0
 
 
 def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward() -> None:
