@@ -95,6 +95,8 @@ class PlannedSteps:
         gpt, config = bare_model(chunk), get_model_config(chunk)
         if first := gpt not in self._chains:
             warn_of_dropout(config)
+            if not self._chains and dist.get_rank() == 0:
+                warn_of_slices(self._recipe)
             self._chains[gpt] = _chain(self._recipe, config, gpt.vocab_size)
         packs = self._plan_step(data_iterator, num_microbatches, self._chains[gpt], config)
         running = _Running(packs, forward_step_func, gpt, checks=first)
@@ -249,7 +251,6 @@ def _chain(recipe: Recipe, config: Any, vocab_size: int) -> PlanChain:
         dp=parallel_state.get_data_parallel_world_size(),
     )
     chain = PlanChain.of_recipe(for_config(recipe, config, vocab_size, layout), layout)
-    warn_of_slices(recipe)
     return replace(chain, limits=replace(chain.limits, whole_sequences=True))
 
 
