@@ -28,6 +28,7 @@ from torch import Tensor
 from .kernels import has, on_gpu
 
 log = logging.getLogger("evenload")
+aten = torch.ops.aten
 
 _SCORES = 1 << 24
 """Scores that the plain row holds at once."""
@@ -97,7 +98,7 @@ def _has_flash_attn() -> bool:
 
 def _torch_flash_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     num_queries, num_keys = len(x.q_NHD), len(x.k_MGD)
-    out_1NHD, lse_1HN, *_ = torch.ops.aten._flash_attention_forward(
+    out_1NHD, lse_1HN, *_ = aten._flash_attention_forward(
         *(t[None] for t in x[:3]), None, None, num_queries, num_keys, 0.0, x.causal, False, scale=x.scale
     )
     return out_1NHD[0], lse_1HN[0]
@@ -107,7 +108,7 @@ def _torch_flash_backward(
     dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = torch.empty(2, dtype=torch.uint64, device=lse_HN.device)
-    grads = torch.ops.aten._flash_attention_backward(
+    grads = aten._flash_attention_backward(
         *(t[None] for t in (dout_NHD, *x[:3], out_NHD)),
         lse_HN.contiguous()[None],  # the kernel reads it without looking at strides
         None,
@@ -131,47 +132,82 @@ def _has_torch_flash() -> bool:
 
 def _cpu_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """torch's CPU kernel, whose causal mask is top-left: what lies before the queries is a block without mask."""
-    before = len(x.k_MGD) - len(x.q_NHD) if x.causal else 0
-    if before == 0:
-        return _cpu_square_forward(x)
-    prefix, own = _cpu_split(x, before)
-    return merge(*_cpu_square_forward(prefix), *_cpu_square_forward(own))
+    if not x.causal:
+        return _cpu_unmasked_forward(x)
+    prefix, own = _cpu_split(x)
+    out_1HND, lse_1HN = aten._scaled_dot_product_flash_attention_for_cpu(
+        *map(_heads_first, own[:3]), 0.0, True, scale=x.scale
+    )
+    done = _tokens_first(out_1HND), lse_1HN[0]
+    return merge(*_cpu_unmasked_forward(prefix), *done) if prefix else done
 
 
 def _cpu_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    before = len(x.k_MGD) - len(x.q_NHD) if x.causal else 0
-    if before == 0:
-        return _cpu_square_backward(dout_NHD, x, out_NHD, lse_HN)
-    (dq, *dkv), (own_dq, *own_dkv) = (
-        _cpu_square_backward(dout_NHD, part, out_NHD, lse_HN) for part in _cpu_split(x, before)
+    if not x.causal:
+        return _cpu_unmasked_backward(dout_NHD, x, out_NHD, lse_HN)
+    prefix, own = _cpu_split(x)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *map(_heads_first, (dout_NHD, *own[:3], out_NHD)), lse_HN[None], 0.0, True, scale=x.scale
     )
-    dk, dv = (torch.cat(pair) for pair in zip(dkv, own_dkv, strict=True))
-    return dq.add_(own_dq), dk, dv
+    dq, dk, dv = map(_tokens_first, grads)
+    if prefix is None:
+        return dq, dk, dv
+    dq_prefix, dk_prefix, dv_prefix = _cpu_unmasked_backward(dout_NHD, prefix, out_NHD, lse_HN)
+    return dq.add_(dq_prefix), torch.cat([dk_prefix, dk]), torch.cat([dv_prefix, dv])
 
 
-def _cpu_split(x: Inputs, before: int) -> tuple[Inputs, Inputs]:
+def _cpu_split(x: Inputs) -> tuple[Inputs | None, Inputs]:
+    before = len(x.k_MGD) - len(x.q_NHD)
     prefix = x._replace(k_MGD=x.k_MGD[:before], v_MGD=x.v_MGD[:before], causal=False)
-    return prefix, x._replace(k_MGD=x.k_MGD[before:], v_MGD=x.v_MGD[before:])
+    return prefix if before else None, x._replace(k_MGD=x.k_MGD[before:], v_MGD=x.v_MGD[before:])
 
 
-def _cpu_square_forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    out_1HND, lse_1HN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(t.transpose(0, 1)[None] for t in x[:3]), 0.0, x.causal, scale=x.scale
+# Without a mask the queries of the heads that share keys may stand in one row of N * H / G queries. The kernel takes
+# larger tiles for more queries: 520 queries of 8 heads over 8,192 keys of 2 heads, D 64, float32, one core: forward
+# 0.16 to 0.12 s, backward 0.43 to 0.34 s; from 1,024 queries on there is no difference.
+
+
+def _cpu_unmasked_forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    keys, values = map(_heads_first, x[1:3])
+    out_1GRD, lse_1GR = aten._scaled_dot_product_flash_attention_for_cpu(
+        _folded(x.q_NHD, x), keys, values, 0.0, False, scale=x.scale
     )
-    return out_1HND[0].transpose(0, 1), lse_1HN[0]
+    return _unfolded(out_1GRD, x), lse_1GR.view(keys.shape[1], len(x.q_NHD), -1).transpose(1, 2).flatten(0, 1)
 
 
-def _cpu_square_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(t.transpose(0, 1)[None] for t in (dout_NHD, *x[:3], out_NHD)), lse_HN[None], 0.0, x.causal, scale=x.scale
+def _cpu_unmasked_backward(
+    dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, dout, out = (_folded(t, x) for t in (x.q_NHD, dout_NHD, out_NHD))
+    keys, values = map(_heads_first, x[1:3])
+    lse_1GR = lse_HN.reshape(keys.shape[1], -1, len(x.q_NHD)).transpose(1, 2).flatten(1)[None]
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, keys, values, out, lse_1GR, 0.0, False, scale=x.scale
     )
-    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
-    return dq, dk, dv
+    return _unfolded(grads[0], x), _tokens_first(grads[1]), _tokens_first(grads[2])
+
+
+def _folded(t_NHD: Tensor, x: Inputs) -> Tensor:
+    """[1, G, N * H / G, D]"""
+    return _by_group(t_NHD, x).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _unfolded(t_1GRD: Tensor, x: Inputs) -> Tensor:
+    groups, _, dim = t_1GRD[0].shape
+    return t_1GRD.view(groups, len(x.q_NHD), -1, dim).transpose(0, 1).flatten(1, 2)
+
+
+def _heads_first(t_NHD: Tensor) -> Tensor:
+    return t_NHD.transpose(0, 1)[None]
+
+
+def _tokens_first(t_1HND: Tensor) -> Tensor:
+    return t_1HND[0].transpose(0, 1)
 
 
 def _has_cpu_flash() -> bool:
-    """With grouped heads, which the kernel takes since torch 2.9 and before that read wrongly without an error."""
-    known = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
+    """With grouped heads, which the kernel knows since torch 2.9 (pytorch/pytorch#157893)."""
+    known = hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
     return known and Version(torch.__version__).release >= (2, 9)
 
 
