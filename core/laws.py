@@ -203,6 +203,7 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
     if not plan.order or not (plan.cut or plan.backward):
         return
     forward, backward = _chains(plan, plan.passes("F")), _chains(plan, plan.passes("B"))
+    pairs = _regrouped(plan)
     for stage, ops in enumerate(plan.order):
         place = {op: at for at, op in enumerate(ops)}
         for sequence, chain in forward.items():
@@ -218,18 +219,30 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
             if place[Op("B", back[-1])] < place[Op("F", chain[-1])]:
                 found = f"stage {stage}, sequence {sequence}: B{back[-1]} before F{chain[-1]}"
                 raise PlanError("backward of a sequence starts before its forward has ended", found)
+        for index, other in pairs:
+            if place[Op("B", other)] < place[Op("F", index)]:
+                raise PlanError(
+                    "backward of a sequence starts before its forward has ended", f"B{other} before F{index}"
+                )
 
 
 def _chains(plan: StepPlan, micro_batches: tuple[MicroBatch, ...]) -> dict[int, list[int]]:
-    """The micro-batches, by ascending slice, of each sequence that is cut, or runs backward in another group."""
+    """The micro-batches of each cut sequence by ascending slice."""
     found: dict[int, list[tuple[int, int]]] = {}
-    regrouped = {s.sequence for j in plan.replayed for s in plan.backward[j].slices} if plan.backward else set()
-    wanted = plan.cut | regrouped
+    cut = plan.cut
     for index, micro_batch in enumerate(micro_batches):
         for s in micro_batch.slices:
-            if s.sequence in wanted:
+            if s.sequence in cut:
                 found.setdefault(s.sequence, []).append((s.start, index))
     return {sequence: [index for _, index in sorted(chain)] for sequence, chain in found.items()}
+
+
+def _regrouped(plan: StepPlan) -> set[tuple[int, int]]:
+    """Forward and backward micro-batches, as pairs of numbers, that share a whole sequence in a plan of own groups."""
+    if not plan.backward:
+        return set()
+    home = {s.sequence: index for index, m in enumerate(plan.micro_batches) for s in m.slices}
+    return {(home[s.sequence], j) for j, m in enumerate(plan.backward) for s in m.slices}
 
 
 def _links_keep_their_order(plan: StepPlan) -> None:

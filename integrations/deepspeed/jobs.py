@@ -22,6 +22,8 @@ from ...core.workload import MicroBatch, Op, Slice, StepPlan
 DUMMY = MicroBatch((), ())
 """Stands for: run one token of no weight, so that the engine does what its peers do."""
 
+_BOTH: tuple[Literal["F", "B"], ...] = ("F", "B")
+
 Kind = Literal["forward", "prefix", "replay", "backward"]
 
 
@@ -85,9 +87,9 @@ def in_step(rows: Row[Row[Pass]]) -> tuple[tuple[Pass, ...], ...]:
 
 
 def num_added(plan: StepPlan, rank: int, passes: Row[Pass]) -> int:
-    """Passes of a rank that only keep it in step with its peers, those that are dummies in the plan left out."""
-    planned = sum(not plan.passes(kind)[i].slices for kind in ("F", "B") for i in plan.of_rank(rank, kind))
-    return max(0, sum(not one.micro_batch.slices for one in passes) - planned)
+    """By how many passes a rank runs more than the plan has for it, to stay in step with its peers."""
+    replays = sum(one.kind == "replay" for one in passes)
+    return max(0, len(passes) - replays - sum(len(plan.of_rank(rank, kind)) for kind in _BOTH))
 
 
 def _without_graph(one: Pass, never_used: set[int]) -> Pass:

@@ -36,6 +36,8 @@ def assemble(
     if limits.equal_counts:
         forward = _equal(forward)
         backward = _equal(backward) if backward else None
+    if backward and all(_same(f, b) for f, b in zip(forward, backward, strict=True)):
+        backward = None
     forward = [packs or [[]] for packs in forward]
     micro_batches, numbers = _launch_order(forward)
     plan = replace(
@@ -79,6 +81,10 @@ def chains_of_rank(plan: StepPlan, rank: int) -> list[list[int]]:
     mine = plan.of_rank(rank)
     rows = _symmetric([list(plan.micro_batches[i].slices) for i in mine]).chains
     return [[mine[k] for k in forward] for forward, _ in rows]
+
+
+def _same(forward: Packs, backward: Packs) -> bool:
+    return {tuple(sorted(pack)) for pack in forward} == {tuple(sorted(pack)) for pack in backward}
 
 
 def _equal(packs: list[Packs]) -> list[Packs]:

@@ -141,15 +141,21 @@ def _by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) ->
 
 
 def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
-    """How many micro-batches an ordinary rank may have: the fewest that fit, more where a pipeline gains by them."""
+    """How many micro-batches an ordinary rank may have: as many as hold short sequences for its share of the cost, or
+    more where a pipeline gains by them."""
+    cost_s = costs.sequence_s(lengths)
+    own = cost_s > cost_s.sum() / limits.num_ranks
+    # Outliers have ranks of their own; the mean is that of the others.
+    mean_s = float(cost_s[~own].sum()) / max(1, limits.num_ranks - int(own.sum()))
+    token_s = costs.forward.token_s + costs.backward.token_s
     fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
+    if token_s:
+        fewest = max(fewest, min(2 * fewest, int(np.ceil(mean_s / (token_s * limits.max_tokens)))))
     if limits.num_stages == 1:
         return [fewest]
-    mean_s = float(costs.sequence_s(lengths).sum()) / limits.num_ranks
 
     def step_s(count: int) -> float:
-        slot_s = mean_s / count + costs.launch_s
-        return (count + limits.num_stages - 1) * slot_s
+        return (count + limits.num_stages - 1) * (mean_s / count + costs.launch_s)
 
     tried = sorted({max(fewest, round(fewest * factor)) for factor in (1, 1.5, 2, 3, 4, 6, 8, 12, 16)}, key=step_s)
     return tried[:2]
@@ -158,18 +164,20 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
 def _even(
     bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int
 ) -> Iterator[StepPlan]:
-    """Equal micro-batches; more of them until none is over the cap. Then the same with backward groups of its own."""
-    both = _both(costs)
-    plan, fits = _in_slots(bare, lengths, limits, config, (both,), per_rank)
-    for more in range(1, _MOST_TRIES):
-        if fits:
-            break
-        per_rank += more
-        plan, fits = _in_slots(bare, lengths, limits, config, (both,), per_rank)
-    yield plan
-    # Groups of its own cost the backward one more forward, unless it runs one anyway.
-    if config.asymmetric and plan.cut and costs.recompute:
-        yield _in_slots(bare, lengths, limits, config, (costs.forward, costs.backward), per_rank)[0]
+    """Equal micro-batches, more of them until none is over the cap.
+
+    Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
+    its micro-batch at once, so under a memory cap both forms are offered.
+    """
+    forms: list[tuple[PassCost, ...]] = [(_both(costs),)]
+    if config.asymmetric and costs.recompute:
+        forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
+    for prices in forms:
+        for more in range(_MOST_TRIES):
+            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more)
+            if fits:
+                break
+        yield plan
 
 
 def _in_slots(

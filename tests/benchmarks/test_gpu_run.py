@@ -122,3 +122,33 @@ def test_attention_is_measured_against_float64() -> None:
         assert "failed" not in row
         assert max(row["error"].values()) < 1e-5
         assert row["forward_ms"] > 0
+
+
+def slices(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", GPU / "slices.py", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+
+
+def test_slices_are_measured_with_every_kernel_there_is() -> None:
+    done = slices("--tiny", "--tokens", "320", "--slices", "4", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    ran = {row["kernel"] for row in result["attention"] if "error" in row}
+    assert ran >= {"torch_cpu", "plain"}
+    assert {row["kernel"] for row in result["attention"] if "unavailable" in row} == {"flash_attn", "torch_flash"}
+    assert all(max(row["error"].values()) < 1e-5 for row in result["attention"] if "error" in row)
+    (run,) = result["sequences"]
+    assert [row["variant"] for row in run["rows"]] == ["whole", "recomputed", "sliced", "sliced, replayed"]
+    assert all(row["grad_rel_err"] < 1e-5 and row["tokens_per_s"] > 0 for row in run["rows"])
+
+
+def test_slices_start_nothing_when_time_is_up_and_say_what_they_need() -> None:
+    done = slices("--tiny", "--tokens", "320", "--limit", "0", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = json.loads(done.stdout)["sequences"]
+    assert {row["failed"] for row in run["rows"]} == {"no time left"}
+    done = slices("--tokens", "320")
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr
+    assert done.stdout == ""
