@@ -1,0 +1,498 @@
+"""Slices against whole sequences: a small float64 model, its loss and gradients, over random cuts, packs and orders."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.runtime import blocks
+from evenload.runtime.attention import packed_attention
+from evenload.runtime.pack import build_pack
+from evenload.runtime.prefix import PrefixStore
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+DIM, WIDTH, VOCABULARY, LAYERS = 4, 12, 50, 3
+HEADS = [(2, 2), (4, 2), (4, 1)]
+
+
+class Model:
+    """Embedding, positions, attention layers with a residual, and a loss with a weight of its own for each token."""
+
+    def __init__(self, heads, groups, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(heads + groups)
+        self.heads, self.groups = heads, groups
+        self.parameters = {"embedding": torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)}
+        for layer in range(LAYERS):
+            for name, rows in (("q", heads), ("k", groups), ("v", groups), ("o", heads)):
+                weight = torch.randn(WIDTH, rows * DIM, generator=generator, dtype=torch.float64) / WIDTH**0.5
+                self.parameters[f"{name}{layer}"] = weight
+        self.parameters = {name: p.to(dtype).requires_grad_() for name, p in self.parameters.items()}
+
+    def run(self, tokens_T, positions_T, attend, wrap=None):
+        """Sum of the tokens' losses; a third of the tokens weighs nothing, padding (token 0) among them."""
+        angles = positions_T[:, None] / 3.0 + torch.arange(WIDTH, dtype=torch.float64)
+        x = self.parameters["embedding"][tokens_T]
+        x = x + angles.sin().to(x.dtype)
+        for layer in range(LAYERS):
+            x = wrap(self.layer, x, layer, attend) if wrap else self.layer(x, layer, attend)
+        weights = (tokens_T % 3).to(x.dtype) * (1 + positions_T.to(x.dtype) / 10)
+        return (x.tanh().sum(-1) * weights).sum()
+
+    def layer(self, x, layer, attend):
+        q, k, v = ((x @ self.parameters[f"{name}{layer}"]).unflatten(1, (-1, DIM)) for name in "qkv")
+        return x + attend(q, k, v, layer).flatten(1).tanh() @ self.parameters[f"o{layer}"].T
+
+    def take_gradients(self):
+        taken = {name: p.grad for name, p in self.parameters.items()}
+        for p in self.parameters.values():
+            p.grad = None
+        return taken
+
+
+def tokens_of(lengths):
+    return lambda index: np.random.default_rng(index).integers(0, VOCABULARY, lengths[index])
+
+
+def dense(q, k, v, _):
+    """Explicit causal softmax of one whole sequence."""
+    n, repeat = len(q), q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * DIM**-0.5
+    unseen = torch.ones(n, n, dtype=torch.bool).triu(1)
+    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
+
+
+def plain(model, lengths):
+    """Loss and gradients of whole sequences, one by one."""
+    total = 0.0
+    for index, length in enumerate(lengths):
+        tokens = torch.from_numpy(tokens_of(lengths)(index))
+        loss = model.run(tokens, torch.arange(length), dense)
+        loss.backward()
+        total += loss.item()
+    return total, model.take_gradients()
+
+
+def attend(pack):
+    return lambda q, k, v, layer: packed_attention(q, k, v, pack, layer, DIM**-0.5)
+
+
+def reentrant(function, *inputs):
+    return checkpoint(function, *inputs, use_reentrant=True)
+
+
+def non_reentrant(function, *inputs):
+    return checkpoint(function, *inputs, use_reentrant=False)
+
+
+WRAPS = {"plain": None, "reentrant": reentrant, "non-reentrant": non_reentrant}
+
+
+def execute(model, plan, wrap=None, change=lambda pack: pack, **layout):
+    """Run a plan's only stage in its order: loss and gradients. Leaves nothing in the store."""
+    lengths = [s.length for s in plan.sequences]
+    store = PrefixStore.of_plan(plan)
+
+    def pack_of(micro_batch):
+        return change(build_pack(micro_batch, tokens_of(lengths), prefix=store, **layout))
+
+    def run(pack):
+        return model.run(pack.tokens_T, pack.positions_T, attend(pack), wrap)
+
+    total, losses = 0.0, {}
+    for kind, index in plan.order[0]:
+        if kind == "F" and index in plan.kept:
+            losses[index] = run(pack_of(plan.micro_batches[index]))
+            total += losses[index].item()
+        elif kind == "F":
+            with torch.no_grad():
+                run(pack_of(plan.micro_batches[index]))
+        else:
+            twin = plan.forward_of[index]
+            loss = losses.pop(twin) if twin is not None else run(pack_of(plan.passes("B")[index]))
+            total += loss.item() if twin is None else 0.0
+            loss.backward()
+    if store is not None:
+        store.check_empty()
+        assert store.num_bytes == 0
+    return total, model.take_gradients()
+
+
+def error(found, wanted):
+    loss, gradients = found
+    wanted_loss, wanted_gradients = wanted
+    worst = max(
+        ((gradients[name].double() - g.double()).norm() / g.double().norm()).item()
+        for name, g in wanted_gradients.items()
+    )
+    return max(worst, abs(loss - wanted_loss) / abs(wanted_loss))
+
+
+def pieces_of(lengths, cuts):
+    """For each sequence its slices, ascending."""
+    return [
+        [Slice(i, a, b) for a, b in pairwise(sorted({0, n, *(c % n for c in cut)}))]
+        for i, (n, cut) in enumerate(zip(lengths, cuts, strict=True))
+    ]
+
+
+def grouped(draw, chains):
+    """Micro-batches that take the chains from their heads, some heads at a time."""
+    waiting = [list(chain) for chain in chains]
+    micro_batches = []
+    while any(waiting):
+        ready = [i for i, chain in enumerate(waiting) if chain]
+        chosen = draw(st.lists(st.sampled_from(ready), min_size=1, max_size=3, unique=True))
+        micro_batches.append(MicroBatch(tuple(waiting[i].pop(0) for i in chosen), (0,)))
+    return tuple(micro_batches)
+
+
+@st.composite
+def plans(draw):
+    """A lawful plan of one rank: any cuts, packs and order; symmetric or not, some or all of it replayed."""
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))
+    cuts = st.lists(st.lists(st.integers(0, 100), max_size=4), min_size=len(lengths), max_size=len(lengths))
+    forward = grouped(draw, pieces_of(lengths, draw(cuts)))
+    if draw(st.booleans()):
+        chains = pieces_of(lengths, draw(cuts))
+        backward = grouped(draw, [chain[::-1] for chain in chains])
+        replayed = tuple(range(len(backward)))
+        order = [*(Op("F", i) for i in range(len(forward))), *(Op("B", j) for j in range(len(backward)))]
+    else:
+        backward = ()
+        replayed = tuple(sorted(draw(st.sets(st.sampled_from(range(len(forward)))))))
+        order = legal_order(draw, forward)
+    limits = Limits(num_ranks=1, max_tokens=1000)
+    return StepPlan(sequences(lengths), forward, limits, (tuple(order),), backward=backward, replayed=replayed).check()
+
+
+def legal_order(draw, forward):
+    """Any order of F and B in which slices ascend forward, then descend backward."""
+    chains = {}
+    for index, micro_batch in enumerate(forward):
+        for piece in micro_batch.slices:
+            chains.setdefault(piece.sequence, []).append(index)
+    before = {Op(kind, i): set() for kind in "FB" for i in range(len(forward))}
+    for chain in chains.values():
+        for a, b in pairwise(chain):
+            before[Op("F", b)].add(Op("F", a))
+            before[Op("B", a)].add(Op("B", b))
+        before[Op("B", chain[-1])].add(Op("F", chain[-1]))
+    for index in range(len(forward)):
+        before[Op("B", index)].add(Op("F", index))
+    order = []
+    while before:
+        ready = sorted(op for op, needs in before.items() if needs <= set(order))
+        order.append(draw(st.sampled_from(ready)))
+        del before[order[-1]]
+    return order
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint under no_grad
+@settings(max_examples=60)
+@given(plans(), st.sampled_from(HEADS), st.sampled_from(sorted(WRAPS)), st.integers(1, 4))
+def test_any_plan_gives_the_gradients_of_whole_sequences(plan, heads, wrap, multiple):
+    model = Model(*heads)
+    wanted = plain(model, [s.length for s in plan.sequences])
+    assume(wanted[0] != 0)  # else every token of the batch weighs nothing
+    found = execute(model, plan, WRAPS[wrap], segment_multiple=multiple)
+    assert error(found, wanted) < 1e-11
+
+
+def chain(lengths, cuts, replayed=()):
+    """Sequences in slices, each in a micro-batch of its own beside an uncut sequence if there is one left."""
+    waiting = pieces_of(lengths, cuts)
+    micro_batches = []
+    while any(waiting):
+        micro_batches.append(MicroBatch(tuple(c[0] for c in waiting if c), (0,)))
+        waiting = [c[1:] for c in waiting]
+    count = len(micro_batches)
+    order = [*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count)))]
+    limits = Limits(num_ranks=1, max_tokens=10_000)
+    return StepPlan(sequences(lengths), tuple(micro_batches), limits, (tuple(order),), replayed=tuple(replayed)).check()
+
+
+LENGTHS = [40, 9, 30]
+CUTS = [[5, 16, 17, 31], [], [11, 20]]
+SLICED = chain(LENGTHS, CUTS)
+REPLAYED = chain(LENGTHS, CUTS, range(5))
+
+
+def dropped_accumulator(monkeypatch):
+    settle = PrefixStore.settle
+
+    def forgets(self, layer, piece, dk, dv):
+        own = settle(self, layer, piece, dk, dv)
+        for entry in self._entries.values():
+            entry.dk_PGD = entry.dv_PGD = None
+        return own
+
+    monkeypatch.setattr(PrefixStore, "settle", forgets)
+
+
+def shorter_prefix(monkeypatch):
+    """The oldest token is not seen; its place takes the one behind it."""
+    write = PrefixStore.write
+
+    def cuts(self, layer, piece, k, v, **more):
+        keys, values = write(self, layer, piece, k, v, **more)
+        return (torch.cat([t[1:2], t[1:]]) if piece.start else t for t in (keys, values))
+
+    monkeypatch.setattr(PrefixStore, "write", cuts)
+
+
+def restarted_positions(pack):
+    starts = torch.cat([torch.full((p.length,), p.start) for p in pack.slices])
+    return replace(pack, positions_T=pack.positions_T - starts)
+
+
+def shifted_positions(pack):
+    later = torch.cat([torch.full((p.length,), int(p.start > 0)) for p in pack.slices])
+    return replace(pack, positions_T=pack.positions_T - later)
+
+
+def unscaled_merge(monkeypatch):
+    merge = blocks.merge
+    monkeypatch.setattr(blocks, "merge", lambda out, lse, more, last: (out + more, merge(out, lse, more, last)[1]))
+
+
+def own_log_sum_exp(monkeypatch):
+    """The backward of a slice takes the log-sum-exp of its own tokens only."""
+    merge = blocks.merge
+    monkeypatch.setattr(blocks, "merge", lambda out, lse, more, last: (merge(out, lse, more, last)[0], last))
+
+
+def double_write(monkeypatch):
+    """A forward that runs again adds its keys and values to those that are there."""
+    write = PrefixStore.write
+
+    def adds(self, layer, piece, k, v, **more):
+        there = (layer, piece.sequence) in self._entries
+        again = there and piece.stop <= self._entries[layer, piece.sequence].written
+        keys, values = write(self, layer, piece, k, v, **more)
+        if again:
+            keys[piece.start :] += k
+            values[piece.start :] += v
+        return keys, values
+
+    monkeypatch.setattr(PrefixStore, "write", adds)
+
+
+@pytest.mark.parametrize("plan", [SLICED, REPLAYED], ids=["kept", "replayed"])
+@pytest.mark.parametrize("mutant", [dropped_accumulator, shorter_prefix, unscaled_merge, own_log_sum_exp])
+def test_mutants_are_caught(monkeypatch, plan, mutant):
+    model = Model(4, 2)
+    wanted = plain(model, LENGTHS)
+    assert error(execute(model, plan), wanted) < 1e-12
+    mutant(monkeypatch)
+    assert error(execute(model, plan), wanted) > 1e-4
+
+
+@pytest.mark.parametrize("mutant", [restarted_positions, shifted_positions])
+def test_wrong_positions_are_caught(mutant):
+    model = Model(4, 2)
+    assert error(execute(model, SLICED, change=mutant), plain(model, LENGTHS)) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_store_that_writes_twice_is_caught(monkeypatch):
+    model = Model(4, 2)
+    wanted = plain(model, LENGTHS)
+    double_write(monkeypatch)
+    assert error(execute(model, REPLAYED), wanted) > 1e-4
+    assert error(execute(model, SLICED, reentrant), wanted) > 1e-4
+
+
+def test_a_loss_that_is_not_connected_is_told():
+    model, store = Model(4, 2), PrefixStore({0: 20})
+    packs = [
+        build_pack(MicroBatch((Slice(0, a, b),), (0,)), tokens_of([20]), prefix=store) for a, b in ((0, 8), (8, 20))
+    ]
+    losses = [model.run(p.tokens_T, p.positions_T, attend(p)) for p in packs]
+    losses[1].backward()
+    with pytest.raises(
+        EvenloadError, match=r"backward of a slice is missing.*\n.*tokens before 8 of sequence 0 in layer 0; 3"
+    ):
+        store.check_empty()
+    store.check_empty()
+
+
+A, B, C = Slice(0, 0, 8), Slice(0, 8, 14), Slice(0, 14, 20)
+
+
+def kv(piece, value=1.0, dtype=torch.float64):
+    return [torch.full((piece.length, 2, DIM), value, dtype=dtype) for _ in range(2)]
+
+
+def acts(store, *steps):
+    """F: write; B: read and settle; of one layer."""
+    for kind, piece in steps:
+        if kind == "F":
+            store.write(0, piece, *kv(piece))
+        else:
+            keys, values = store.read(0, piece)
+            store.settle(0, piece, torch.ones_like(keys), torch.ones_like(values))
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([("F", B)], "a slice runs forward out of order"),
+        ([("F", A), ("F", C)], "a slice runs forward out of order"),
+        ([("F", A), ("F", Slice(0, 4, 14))], "a slice runs forward out of order"),
+        ([("F", A), ("F", B), ("F", Slice(0, 14, 21))], "a slice is longer than its sequence"),
+        ([("F", A), ("B", A)], "a slice runs backward out of order"),
+        ([("F", A), ("F", B), ("B", C)], "before all slices of its sequence ran forward"),
+        ([("F", A), ("F", B), ("F", C), ("B", B)], "a slice runs backward out of order"),
+        ([("F", A), ("F", B), ("F", C), ("B", C), ("B", C)], "a slice runs backward out of order"),
+        ([("F", A), ("F", B), ("F", C), ("B", C), ("F", C)], "a slice runs forward after its backward"),
+        ([("F", A), ("F", B), ("F", C), ("B", C), ("B", B), ("B", A), ("B", A)], "a slice runs backward out of order"),
+        (
+            [("F", A), ("F", B), ("F", C), ("B", C), ("B", B), ("B", A), ("F", A)],
+            "a slice runs forward after its backward",
+        ),
+    ],
+)
+def test_illegal_orders_are_refused(steps, told):
+    store = PrefixStore({0: 20})
+    acts(store, *steps[:-1])
+    with pytest.raises(EvenloadError, match=told):
+        acts(store, steps[-1])
+
+
+def test_a_slice_without_its_store_is_refused():
+    pack = build_pack(MicroBatch((Slice(0, 3, 6),), (0,)), tokens_of([9]))
+    with pytest.raises(EvenloadError, match="no prefix to attend to"):
+        attend(pack)(*(torch.zeros(3, 2, DIM) for _ in range(3)), 0)
+
+
+def test_what_the_store_holds_and_when():
+    store, size = PrefixStore({0: 20}), 2 * DIM * 8
+    acts(store, ("F", A))
+    assert store.num_bytes == 2 * 20 * size  # all of K and V in one piece each
+    keys, _ = store.write(0, B, *kv(B, 2.0))
+    again, _ = store.write(0, A, *kv(A, 7.0))
+    assert keys.data_ptr() == again.data_ptr()
+    assert (again == 1).all()  # a forward that runs again changes nothing
+    acts(store, ("F", C), ("B", C))
+    assert store.num_bytes == 2 * 20 * size + 2 * C.start * size
+    acts(store, ("B", B))
+    keys, values = store.read(0, A)
+    own = store.settle(0, A, torch.ones_like(keys), torch.ones_like(values))
+    assert all((t == 3).all() for t in own)
+    assert store.num_bytes == 0
+    store.check_empty()
+
+
+def test_gradients_of_half_precision_are_summed_in_float32():
+    store = PrefixStore({0: 514})
+    pieces = [Slice(0, a, a + 2) for a in range(0, 514, 2)]
+    for piece in pieces:
+        store.write(0, piece, *kv(piece, dtype=torch.bfloat16))
+    for piece in reversed(pieces):
+        keys, values = store.read(0, piece)
+        own = store.settle(0, piece, torch.ones_like(keys), torch.ones_like(values))
+        assert own[0].dtype == own[1].dtype == torch.float32
+    assert (own[0] == 257).all()  # bfloat16 stops counting at 256
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_layers_that_need_no_gradients_leave_nothing_to_wait_for(frozen):
+    store = PrefixStore({0: 20})
+    for piece in (A, B, C):
+        pack = build_pack(MicroBatch((piece,), (0,)), tokens_of([20]), prefix=store)
+        q, k, v = (torch.randn(piece.length, 2, DIM) for _ in range(3))
+        attend(pack)(q.requires_grad_(not frozen), k, v, 0)
+    if frozen:
+        store.check_empty()
+    else:
+        with pytest.raises(EvenloadError, match="backward of a slice is missing"):
+            store.check_empty()
+
+
+def recorded(function):
+    """What autograd saves while a function runs, and its result."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        return saved, function()
+
+
+def test_the_node_keeps_neither_keys_nor_values():
+    """What is saved for backward: q, out and a log-sum-exp per query and head, whatever the prefix."""
+    store, heads, groups = PrefixStore({0: 120, 1: 30}), 4, 2
+    for slices in ([Slice(0, 0, 100)], [Slice(1, 0, 10)], [Slice(0, 100, 120), Slice(1, 10, 30)]):
+        pack = build_pack(MicroBatch(tuple(slices), (0,)), tokens_of([120, 30]), prefix=store)
+        q, k, v = (torch.randn(pack.num_slots, h, DIM, requires_grad=True) for h in (heads, groups, groups))
+        saved, out = recorded(lambda q=q, k=k, v=v, pack=pack: attend(pack)(q, k, v, 0))
+        per_token = heads * (2 * DIM + 1) * q.element_size()
+        assert sum(t.untyped_storage().nbytes() for t in saved) == pack.num_slots * per_token
+        held = {t.untyped_storage().data_ptr() for t in saved}
+        assert held >= {q.untyped_storage().data_ptr(), out.untyped_storage().data_ptr()}
+        assert not held & {t.untyped_storage().data_ptr() for t in (k, v)}
+
+
+def test_under_no_grad_nothing_but_keys_and_values_stays():
+    store = PrefixStore({0: 20})
+    pack = build_pack(MicroBatch((A,), (0,)), tokens_of([20]), prefix=store)
+    q, k, v = (torch.randn(8, 2, DIM, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        out = attend(pack)(q, k, v, 0)
+    assert not out.requires_grad
+    keys, values = store.write(0, A, k, v)
+    assert torch.equal(keys, k)
+    assert torch.equal(values, v)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_bfloat16_within_its_rounding(heads):
+    """Eight slices against the same numbers in float64; a whole sequence in bfloat16 errs as much."""
+    generator = torch.Generator().manual_seed(0)
+    length, dim = 512, 32
+    exact = [
+        torch.randn(length, h, dim, generator=generator).bfloat16().double() for h in (heads[0], heads[1], heads[1])
+    ]
+    weight = torch.randn(length, heads[0], dim, generator=generator).bfloat16()
+
+    def run(slices, dtype):
+        store = PrefixStore({0: length}) if slices > 1 else None
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in exact]
+        borders = [length * i // slices for i in range(slices + 1)]
+        outs = []
+        for a, b in pairwise(borders):
+            pack = build_pack(MicroBatch((Slice(0, a, b),), (0,)), tokens_of([length]), prefix=store)
+            outs.append(packed_attention(*(t[a:b] for t in leaves), pack, 0, dim**-0.5))
+        for out, (a, b) in reversed(list(zip(outs, pairwise(borders), strict=True))):
+            out.backward(weight[a:b].to(dtype))
+        if store:
+            store.check_empty()
+        return [torch.cat(outs).detach(), *(t.grad for t in leaves)]
+
+    want = run(1, torch.float64)
+    whole, sliced = (
+        max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(run(n, torch.bfloat16), want, strict=True))
+        for n in (1, 8)
+    )
+    assert sliced < 1e-2
+    assert sliced < 2 * whole
+    assert max((a - b).norm() / b.norm() for a, b in zip(run(8, torch.float64), want, strict=True)) < 1e-14
+
+
+def test_the_store_of_a_plan():
+    store = PrefixStore.of_plan(SLICED)
+    assert [index in store for index in range(3)] == [True, False, True]
+    whole = StepPlan(sequences([5]), (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 10))
+    assert PrefixStore.of_plan(whole) is None
+
+
+def test_one_node_for_neighbouring_slices():
+    store = PrefixStore({0: 20, 1: 9})
+    acts(store, ("F", A))
+    pack = build_pack(MicroBatch((B, Slice(1, 0, 4)), (0,)), tokens_of([20, 9]), prefix=store)
+    q, k, v = (torch.randn(10, 2, DIM, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = attend(pack)(q, k, v, 0)
+    assert out.grad_fn.name().startswith("_CutAttention")
