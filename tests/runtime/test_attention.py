@@ -3,11 +3,17 @@
 import logging
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from evenload.core.workload import MicroBatch, Slice
 from evenload.runtime import kernels
-from evenload.runtime.attention import packed_causal_attention
+from evenload.runtime.attention import packed_attention, packed_causal_attention
 from evenload.runtime.kernels import KERNELS, Call, Kernel, choose_kernel
+from evenload.runtime.pack import build_pack
+from evenload.runtime.prefix import PrefixStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 SDPA = KERNELS[-1]
@@ -134,6 +140,92 @@ def test_padding_at_the_end_of_a_segment_changes_no_real_token():
     real = torch.cat([torch.arange(n) + i * pad_to for i, n in enumerate(lengths)])
     padded = packed([pad_to] * 4)(q, k, v)[real]
     assert torch.allclose(padded, packed(lengths)(q[real], k[real], v[real]), rtol=0, atol=1e-14)
+
+
+def two_steps(parts, heads, slices, layout, rubbish=None):
+    """Forward and backward of two packs in which some sequences are cut: out, dq, dk, dv of each slice.
+
+    Args:
+        parts: q, k, v and dout of each sequence.
+        rubbish: what padding holds in q, k, v and dout; None: zeros.
+    """
+    lengths = [len(part[0]) for part in parts]
+    cut = {piece.sequence: lengths[piece.sequence] for piece in slices[1]}
+    store = PrefixStore(cut) if cut else None
+    runs, found = [], {}
+    for row in filter(None, slices):
+        pack = build_pack(MicroBatch(tuple(row), (0,)), lambda i: np.zeros(lengths[i]), prefix=store, **layout)
+        tensors = []
+        for kind, count in enumerate((heads[0], heads[1], heads[1], heads[0])):
+            t = torch.full((pack.num_slots, count, DIM), 0.0 if rubbish is None else rubbish, dtype=torch.float64)
+            for piece, first in zip(row, pack.segments, strict=False):
+                t[first : first + piece.length] = parts[piece.sequence][kind][piece.start : piece.stop]
+            tensors.append(t)
+        leaves = [t.requires_grad_() for t in tensors[:3]]
+        runs.append((pack, leaves, packed_attention(*leaves, pack, 0, DIM**-0.5), tensors[3]))
+    for pack, leaves, out, weight in reversed(runs):
+        all_of = [out, *torch.autograd.grad(out, leaves, weight)]
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            found[piece] = [t[first : first + piece.length] for t in all_of]
+    if store:
+        store.check_empty()
+    return found
+
+
+@st.composite
+def layouts(draw):
+    """Lengths, one pack or two in which the later slices are, and how they are padded."""
+    lengths = draw(st.lists(st.integers(1, 20), min_size=2, max_size=5))
+    first, second = [], []
+    for index, length in enumerate(lengths):
+        at = draw(st.integers(1, length))
+        first.append(Slice(index, 0, at))
+        second += [Slice(index, at, length)] if at < length else []
+    layout = {"segment_multiple": draw(st.sampled_from([1, 4, 7])), "pack_multiple": draw(st.sampled_from([1, 5]))}
+    return lengths, [draw(st.permutations(first)), draw(st.permutations(second))], layout
+
+
+def random_parts(lengths, heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    return [[torch.randn(n, h, DIM, generator=generator, dtype=torch.float64) for h in counts] for n in lengths]
+
+
+@settings(max_examples=50)
+@given(layouts(), st.sampled_from(HEADS), st.data())
+def test_no_sequence_ever_touches_another(drawn, heads, data):
+    """Other numbers in one sequence: every output and gradient of all others stays the same to the last bit."""
+    lengths, slices, layout = drawn
+    parts = random_parts(lengths, heads, 1)
+    before = two_steps(parts, heads, slices, layout)
+    victim = data.draw(st.integers(0, len(lengths) - 1))
+    parts[victim] = random_parts(lengths, heads, 2)[victim]
+    after = two_steps(parts, heads, slices, layout)
+    for piece, found in after.items():
+        same = all(torch.equal(a, b) for a, b in zip(before[piece], found, strict=True))
+        assert same == (piece.sequence != victim)
+
+
+@settings(max_examples=50)
+@given(layouts(), st.sampled_from(HEADS))
+def test_padding_is_left_alone(drawn, heads):
+    """Whatever lies on padding, NaN included, the tokens get what they get without padding."""
+    lengths, slices, layout = drawn
+    parts = random_parts(lengths, heads, 1)
+    bare = two_steps(parts, heads, slices, {})
+    for piece, found in two_steps(parts, heads, slices, layout, rubbish=float("nan")).items():
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(bare[piece], found, strict=True))
+
+
+def test_padding_comes_out_as_zero_with_gradients_of_zero():
+    pack = build_pack(MicroBatch((Slice(0, 0, 3), Slice(1, 0, 2)), (0,)), lambda i: np.zeros(3), segment_multiple=4)
+    q, k, v = (torch.randn(8, 2, DIM, requires_grad=True) for _ in range(3))
+    out = packed_attention(q, k, v, pack, 0, 0.3)
+    real = pack.sequence_ids_T >= 0
+    assert real.tolist() == [True] * 3 + [False] + [True] * 2 + [False] * 2
+    assert not out[~real].any()
+    for grad in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
+        assert not grad[~real].any()
 
 
 def test_the_cpu_always_takes_the_exact_kernel():

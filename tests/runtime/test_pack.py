@@ -7,7 +7,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.workload import MicroBatch, Slice, sequences
-from evenload.runtime.pack import IGNORE, build_pack, count_targets
+from evenload.runtime.pack import IGNORE, PADDING, build_pack, count_targets, padded_borders, slice_losses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 def tokens_of(lengths):
     """Token p of sample i is 1000 i + p + 1: the next token of a token t is t + 1, and 0 is none."""
     return lambda index: np.arange(lengths[index], dtype=np.uint16) + 1000 * index + 1
+
+
+multiples = st.fixed_dictionaries({"segment_multiple": st.integers(1, 8), "pack_multiple": st.integers(1, 6)})
 
 
 @st.composite
@@ -64,6 +67,89 @@ def test_segments_and_positions(batch):
             assert (pack.tokens_T[first:real] // 1000).unique().tolist() == [piece.sequence]
             assert (pack.labels_T[real:end] == IGNORE).all()
             assert (pack.tokens_T[real:end] == 0).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), multiples)
+def test_padded_borders_hold_their_multiples_and_waste_nothing(lengths, wanted):
+    borders = padded_borders(lengths, **wanted)
+    slots = [b - a for a, b in pairwise(borders)]
+    each, whole = wanted["segment_multiple"], wanted["pack_multiple"]
+    assert borders[0] == 0
+    assert all(n % each == 0 for n in slots)
+    assert borders[-1] % whole == 0
+    assert all(length <= n < length + each for length, n in zip(lengths[:-1], slots[:-1], strict=True))
+    # The last one is the smallest that makes both divisible.
+    rest = borders[-2]
+    assert slots[-1] == next(n for n in range(lengths[-1], 1000) if n % each == 0 and (rest + n) % whole == 0)
+
+
+@given(cut_batches(), multiples)
+def test_padding_to_multiples_moves_tokens_and_changes_none(batch, wanted):
+    lengths, micro_batches = batch
+    for micro_batch in micro_batches:
+        bare = build_pack(micro_batch, tokens_of(lengths))
+        pack = build_pack(micro_batch, tokens_of(lengths), **wanted)
+        assert pack.segments == padded_borders(bare.lengths, **wanted)
+        assert pack.cu_seqlens_padded.dtype == pack.cu_seqlens.dtype == torch.int32
+        assert tuple(pack.cu_seqlens_padded.tolist()) == pack.segments
+        assert torch.equal(pack.cu_seqlens, bare.cu_seqlens)
+        assert (pack.lengths, pack.max_seqlen, pack.num_targets) == (bare.lengths, bare.max_seqlen, bare.num_targets)
+        assert (pack.num_slots % wanted["segment_multiple"], pack.num_slots % wanted["pack_multiple"]) == (0, 0)
+        assert len(pack.tokens_T) == len(pack.labels_T) == len(pack.positions_T) == pack.num_slots
+        there = torch.cat([torch.arange(a, a + n) for a, n in zip(pack.segments, pack.lengths, strict=False)])
+        for name in ("tokens_T", "labels_T", "positions_T", "sequence_ids_T"):
+            assert torch.equal(getattr(pack, name)[there], getattr(bare, name))
+        padding = torch.ones(pack.num_slots, dtype=torch.bool).index_fill(0, there, False)
+        assert (pack.tokens_T[padding] == 0).all()
+        assert (pack.labels_T[padding] == IGNORE).all()
+        assert (pack.sequence_ids_T[padding] == PADDING).all()
+
+
+@given(cut_batches())
+def test_sequence_ids(batch):
+    lengths, micro_batches = batch
+    for micro_batch in micro_batches:
+        pack = build_pack(micro_batch, tokens_of(lengths))
+        real = pack.sequence_ids_T != PADDING
+        assert torch.equal(real, pack.tokens_T > 0)
+        assert torch.equal(pack.sequence_ids_T[real], (pack.tokens_T[real] - 1) // 1000)
+
+
+@given(cut_batches(), multiples)
+def test_losses_of_slices_add_up_to_those_of_samples(batch, wanted):
+    """Whatever the cuts and packs, and with rubbish on every slot without a target."""
+    lengths, micro_batches = batch
+    sums, counts = torch.zeros(len(lengths)), torch.zeros(len(lengths), dtype=torch.int64)
+    for micro_batch in micro_batches:
+        pack = build_pack(micro_batch, tokens_of(lengths), **wanted)
+        losses = torch.where(pack.labels_T != IGNORE, pack.labels_T % 1000, torch.nan).float()
+        of_slices, targets = slice_losses(losses, pack)
+        owners = torch.tensor([piece.sequence for piece in pack.slices])
+        sums.index_add_(0, owners, of_slices)
+        counts.index_add_(0, owners, targets)
+    assert counts.tolist() == [n - 1 for n in lengths]
+    assert sums.tolist() == [n * (n + 1) / 2 - 1 for n in lengths]  # the labels of a sample are 2 .. n
+
+
+def test_samples_weighted_anew_get_gradients_in_proportion():
+    pack = build_pack(
+        MicroBatch((Slice(0, 0, 4), Slice(1, 0, 3), Slice(2, 0, 1)), (0,)), tokens_of([4, 3, 1]), segment_multiple=3
+    )
+    losses = torch.ones(pack.num_slots, requires_grad=True)
+    sums, counts = slice_losses(losses, pack)
+    assert sums.tolist() == counts.tolist() == [3, 2, 0]
+    (sums / counts.clamp(min=1) * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    assert losses.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0, 0, 5, 5, 0, 0, 0, 0])
+
+
+def test_the_losses_of_a_dummy_are_none_and_connected():
+    pack = build_pack(MicroBatch((), (0,)), tokens_of([]), pack_multiple=4)
+    assert (pack.num_slots, pack.lengths, pack.padding) == (4, (1,), (3,))
+    losses = torch.ones(4, requires_grad=True)
+    sums, counts = slice_losses(losses.bfloat16(), pack)
+    assert (sums.shape, counts.shape, sums.dtype) == ((0,), (0,), torch.float32)
+    sums.sum().backward()
+    assert losses.grad.tolist() == [0] * 4
 
 
 def test_the_label_of_a_cut_is_the_next_token_of_the_same_sequence():
