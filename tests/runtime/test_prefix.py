@@ -448,23 +448,29 @@ def test_under_no_grad_nothing_but_keys_and_values_stays():
     assert torch.equal(values, v)
 
 
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("heads", HEADS)
-def test_bfloat16_within_its_rounding(heads):
+def test_bfloat16_within_its_rounding(heads, device):
     """Eight slices against the same numbers in float64; a whole sequence in bfloat16 errs as much."""
     generator = torch.Generator().manual_seed(0)
     length, dim = 512, 32
-    exact = [
-        torch.randn(length, h, dim, generator=generator).bfloat16().double() for h in (heads[0], heads[1], heads[1])
-    ]
-    weight = torch.randn(length, heads[0], dim, generator=generator).bfloat16()
+    q, k, v, weight = (
+        torch.randn(length, h, dim, generator=generator).bfloat16().to(device)
+        for h in (heads[0], heads[1], heads[1], heads[0])
+    )
 
     def run(slices, dtype):
         store = PrefixStore({0: length}) if slices > 1 else None
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in exact]
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
         borders = [length * i // slices for i in range(slices + 1)]
         outs = []
         for a, b in pairwise(borders):
-            pack = build_pack(MicroBatch((Slice(0, a, b),), (0,)), tokens_of([length]), prefix=store)
+            pack = build_pack(MicroBatch((Slice(0, a, b),), (0,)), tokens_of([length]), device, store)
             outs.append(packed_attention(*(t[a:b] for t in leaves), pack, 0, dim**-0.5))
         for out, (a, b) in reversed(list(zip(outs, pairwise(borders), strict=True))):
             out.backward(weight[a:b].to(dtype))
