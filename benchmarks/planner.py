@@ -1,13 +1,15 @@
 """How fast and how even evenload plans, beside every baseline: K sequences on R ranks; imbalance is predicted.
 
     python benchmarks/planner.py [--lengths FILE] [--max-length 8192] [--sizes 512x64,4096x256,65536x1024] [--runs 5]
-                                 [--json] [--out FILE]
+                                 [--json] [--out FILE] [key=value ...]
 
 Without --lengths, lengths are a log-normal of median 1,100 tokens and shape 1.2, a heavy tail like that of web text.
 With it, batches are drawn from the file as training would draw them. Longer samples than --max-length are split, and a
-micro-batch holds twice as many tokens. Model, cluster and costs are those of recipes/gpu-node.yaml. Planning includes
-the check of every law. "longest / mean" is what the costliest sequence costs over a rank's mean share: above 1, that
-sequence alone bounds the step, and planners cannot differ much.
+micro-batch holds twice as many tokens. Model, cluster and costs are those of recipes/gpu-node.yaml; trailing words
+override any of its keys (plugins.packing.max_tokens=16384 train.recompute=true costs=verl-7b). Planning includes the
+check of every law. "longest / mean" is what the costliest sequence costs over a rank's mean share: above 1, that
+sequence alone bounds the step, and planners cannot differ much. "micro-batches F, B" is the costliest micro-batch over
+the mean one, forward and backward.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from evenload.commands.show import emit, grid, seconds
 from evenload.core.chain import PlanChain
-from evenload.core.predict import predict
+from evenload.core.predict import micro_batch_imbalance, predict
 from evenload.core.setting import RECIPES
 from evenload.core.workload import Sequence, StepPlan, sequences
 from evenload.data.cut import cut
@@ -56,7 +58,9 @@ def batches(lengths: Lengths, size: int, count: int) -> Iterator[tuple[Sequence,
         yield sequences(lengths[drawn])
 
 
-def measure(lengths: Lengths, max_length: int, size: int, num_ranks: int, runs: int) -> list[dict[str, Any]]:
+def measure(
+    lengths: Lengths, max_length: int, size: int, num_ranks: int, runs: int, words: list[str]
+) -> list[dict[str, Any]]:
     """One row a planner: medians over ``runs`` batches, the same for all."""
     sizes = {
         "parallel.dp": num_ranks,
@@ -64,7 +68,7 @@ def measure(lengths: Lengths, max_length: int, size: int, num_ranks: int, runs: 
         "data.max_length": max_length,
         "plugins.packing.max_tokens": 2 * max_length,
     }
-    recipe = load_recipe(RECIPES / "gpu-node.yaml", [f"{key}={value}" for key, value in sizes.items()])
+    recipe = load_recipe(RECIPES / "gpu-node.yaml", [*(f"{key}={value}" for key, value in sizes.items()), *words])
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     drawn = list(batches(lengths, size, runs))
     bounds = [chain.plan(batch).bound_s for batch in drawn]
@@ -83,18 +87,24 @@ def _step(chain: PlanChain, batch: tuple[Sequence, ...], bound_s: float) -> dict
     plan: StepPlan = chain.plan(batch)
     plan_s = time.perf_counter() - began
     predicted = predict(plan, chain.situation.costs)
+    forward, backward = micro_batch_imbalance(plan, chain.situation.costs)
     cost_s = chain.situation.costs.sequence_s([s.length for s in batch])
     return {
         "plan_s": plan_s,
         "imbalance": predicted.imbalance,
         "step_over_bound": predicted.step_s / bound_s,
+        "busiest_over_bound": max(predicted.busy_s) / bound_s,
+        "micro_batch_imbalance_forward": forward,
+        "micro_batch_imbalance_backward": backward,
         "longest_over_mean": float(cost_s.max() / cost_s.sum() * chain.limits.num_ranks),
         "padding_frac": plan.padding_frac,
         "micro_batches": len(plan.micro_batches),
     }
 
 
-def benchmark(file: Path | None, max_length: int, sizes: list[tuple[int, int]], runs: int) -> dict[str, Any]:
+def benchmark(
+    file: Path | None, max_length: int, sizes: list[tuple[int, int]], runs: int, words: list[str]
+) -> dict[str, Any]:
     """All sizes on one source of lengths. Raises EvenloadError for a file that holds none."""
     largest = max(size for size, _ in sizes)
     if file is None:
@@ -107,7 +117,8 @@ def benchmark(file: Path | None, max_length: int, sizes: list[tuple[int, int]], 
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
         "max_length": max_length,
         "runs": runs,
-        "rows": [row for size, ranks in sizes for row in measure(lengths, max_length, size, ranks, runs)],
+        "overrides": words,
+        "rows": [row for size, ranks in sizes for row in measure(lengths, max_length, size, ranks, runs, words)],
     }
 
 
@@ -120,10 +131,19 @@ def table(result: dict[str, Any]) -> Any:
             f"{r['imbalance']:.4f}",
             f"{r['step_over_bound']:.4f}",
             f"{r['longest_over_mean']:.2f}",
+            f"{r['micro_batch_imbalance_forward']:.3f}, {r['micro_batch_imbalance_backward']:.3f}",
         )
         for r in result["rows"]
     ]
-    head = ("sequences x ranks", "planner", "planning", "imbalance", "step / bound", "longest / mean")
+    head = (
+        "sequences x ranks",
+        "planner",
+        "planning",
+        "imbalance",
+        "step / bound",
+        "longest / mean",
+        "micro-batches F, B",
+    )
     caption = f"medians of {result['runs']} batches; planning measured on {result['machine']}, all else predicted"
     return grid(f"planners on {result['lengths']} lengths", head, rows, caption)
 
@@ -140,9 +160,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=_sizes, default=_sizes("512x64,4096x256,65536x1024"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="Overrides of the recipe.")
     parser.add_argument("--out", type=Path, help="Write the JSON here too.")
     arguments = parser.parse_args()
-    result = benchmark(arguments.lengths, arguments.max_length, arguments.sizes, arguments.runs)
+    result = benchmark(arguments.lengths, arguments.max_length, arguments.sizes, arguments.runs, arguments.words)
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     emit(result, arguments.json, table)

@@ -2,6 +2,8 @@
 
 whole           whole sequences, longest first onto the cheapest rank, then onto its cheapest micro-batch: balanced
                 packing of samples without cutting any (Hydraulis's two stages; `whole`)
+chunks          sequences to ranks by cost; on each, long ones in chunks of ``max_tokens`` tokens, a micro-batch each,
+                the others best-fit (ChunkFlow, arXiv 2503.02356)
 in_order        pack in the order of the batch up to the cap, deal the packs out in turn (Megatron-Core's
                 DpBalancedScheduler, core/datasets/data_schedule.py on main, does this in spite of its name)
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
@@ -9,8 +11,8 @@ karmarkar_karp  sequences to ranks, then to micro-batches, by largest differenci
                 seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
 
 Equal numbers of packs on every rank, by halving the widest, are this module's addition to the first two: stronger
-baselines than packs dealt as they come. None of them changes the batch or cuts a sequence: where one is longer than
-``max_tokens`` they get a cap that holds it. All are run by the same code as evenload's own plans.
+baselines than packs dealt as they come. None of them changes the batch, and none but ``chunks`` cuts a sequence: where
+one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as evenload's own plans.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp
+from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp, longest_first
 from ...core.registry import Situation
 from ...core.workload import Slice, StepPlan
 from .assemble import assemble
@@ -36,6 +38,20 @@ def whole(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPl
     limits = replace(bare.limits, max_tokens=cap)
     bound_s = lower_bound_s(lengths, limits, situation.costs)
     return _planned(bare, cap, "whole", whole_packs(lengths, limits, situation.costs, bound_s))
+
+
+def chunks(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+    lengths, longest = _sizes(bare, config)
+    cap = longest if bare.limits.whole_sequences else config.max_tokens
+    ranks = longest_first(situation.costs.sequence_s(lengths), bare.limits.num_ranks)
+    packs = []
+    for rank in range(bare.limits.num_ranks):
+        mine = [(i, int(lengths[i])) for i in np.flatnonzero(ranks == rank).tolist()]
+        cut = [[Slice(i, start, min(start + cap, n))] for i, n in mine if n > cap for start in range(0, n, cap)]
+        short = [(i, n) for i, n in mine if n <= cap]
+        filled = best_fit_decreasing([n for _, n in short], cap)
+        packs.append(cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled])
+    return assemble(bare, replace(bare.limits, max_tokens=cap), packs, made_by="chunks")
 
 
 def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
@@ -75,6 +91,7 @@ def differencing(bare: StepPlan, situation: Situation, config: PackingConfig) ->
 
 BASELINES: dict[str, Callable[[StepPlan, Situation, PackingConfig], StepPlan]] = {
     "whole": whole,
+    "chunks": chunks,
     "in_order": in_order,
     "best_fit": best_fit,
     "karmarkar_karp": differencing,
