@@ -58,11 +58,11 @@ class _Booked:
     num_bytes: int = 0
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operators make while it is entered; `peak_bytes` is how to use it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         # A storage keeps its Python object while anything in C++ holds it, so the weak reference dies with the memory.
         self._known: dict[int, _Booked] = {}

@@ -1,0 +1,159 @@
+"""Slices on one GPU: attention over a prefix against float64, then long sequences whole and in slices.
+
+    python benchmarks/gpu/slices.py [--json] [--tokens 65536,262144] [--slices 16] [--limit seconds] [--tiny]
+
+Part 1: every row of `runtime.blocks` that takes bf16 on this device, slices of several sizes after prefixes of several
+sizes: relative error of output and gradients against dense attention with an explicit mask in float64.
+
+Part 2: a GPT of about a billion parameters in bf16 through Megatron-Core, one sequence of each length: peak memory,
+tokens/s, and loss and gradients of slices against the whole sequence (`benchmarks/memory.py` says what is compared; two
+runs up to 100,000 tokens, the faster counts). bf16 rounds at 2^-8, so gradients agree to about a percent. What does not
+fit into memory is recorded as such. ``--limit`` starts nothing new after so many seconds. ``--tiny`` tries all of it
+out without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evenload.commands.show import emit, grid
+from evenload.patches import bridge_cpu
+from evenload.runtime.blocks import BLOCKS, Block, Inputs
+from evenload.runtime.world import close_world, init_world
+from torch import Tensor
+
+HEADS, GROUPS, HEAD_DIM = 32, 8, 64
+PREFIXES = ((512, 0), (512, 1536), (64, 1984), (1, 2047), (333, 1000))
+"""(tokens of the slice, tokens before it)."""
+ONCE_FROM = 100_000
+"""Tokens of a sequence that is run once: attention over more takes long enough to drown what a first run pays."""
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def prefix_errors(block: Block, length: int, prefix: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Relative errors of out, dq, dk and dv."""
+    generator = torch.Generator().manual_seed(length + prefix)
+    queries, keys, values, dout = (
+        torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(device, dtype)
+        for tokens, heads in ((length, HEADS), (prefix + length, GROUPS), (prefix + length, GROUPS), (length, HEADS))
+    )
+    inputs = Inputs(queries, keys, values, True, HEAD_DIM**-0.5)
+    out, lse = block.forward(inputs)
+    got = (out, *block.backward(dout, inputs, out, lse))
+    want = dense(queries.double(), keys.double(), values.double(), dout.double())
+    return {
+        name: float((a.double() - b).norm() / b.norm())
+        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
+    }
+
+
+def dense(queries: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> Outputs:
+    """By its definition: query n sees keys 0 .. M - N + n. [N, H, D], [M, G, D], [M, G, D], [N, H, D]."""
+    leaves = tuple(x.detach().requires_grad_() for x in (queries, keys, values))
+    q, k, v = (x.transpose(0, 1) for x in leaves)
+    k, v = (x.repeat_interleave(HEADS // GROUPS, dim=0) for x in (k, v))
+    unseen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(k.shape[1] - q.shape[1] + 1)
+    scores = (q @ k.transpose(1, 2) * HEAD_DIM**-0.5).masked_fill(unseen, -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(0, 1)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    return out.detach(), dq, dk, dv
+
+
+def attention(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each kernel and prefix; kernels that cannot run here say why."""
+    rows: list[dict[str, Any]] = []
+    for block in BLOCKS:
+        if not block.supports(dtype, device, HEAD_DIM) or not block.available():
+            why = "not installed" if block.supports(dtype, device, HEAD_DIM) else f"not for {dtype} on {device.type}"
+            rows.append({"kernel": block.name, "unavailable": why})
+            continue
+        for length, prefix in PREFIXES:
+            row: dict[str, Any] = {"kernel": block.name, "slice": length, "prefix": prefix}
+            try:
+                row["error"] = prefix_errors(block, length, prefix, dtype, device)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}"[:500]
+            rows.append(row)
+    return rows
+
+
+def memory() -> Any:
+    """The module benchmarks/memory.py; scripts are no package."""
+    name, path = "evenload_benchmark_memory", Path(__file__).resolve().parent.parent / "memory.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def benchmark(lengths: list[int], slices: int, limit_s: float, tiny: bool) -> dict[str, Any]:
+    """Both parts."""
+    until = time.monotonic() + limit_s
+    long = memory()
+    billion = long.Shape(
+        slices=slices, layers=20, hidden=2048, heads=HEADS, groups=GROUPS, vocabulary=32768, dtype="bf16"
+    )
+    small = replace(billion, layers=2, hidden=64, heads=4, groups=2, vocabulary=256, dtype="fp32")
+    world = init_world()
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    rows = attention(dtype, world.device)
+    sequences = []
+    for tokens in lengths:
+        runs = 1 if tiny or tokens > ONCE_FROM else 2
+        sequences.append(long.benchmark(replace(small if tiny else billion, tokens=tokens), world, runs, until))
+    close_world(world)
+    return {"dtype": str(dtype).removeprefix("torch."), "attention": rows, "sequences": sequences}
+
+
+def table(result: dict[str, Any]) -> Any:
+    """Both parts below each other."""
+    rows: list[tuple[Any, ...]] = []
+    for r in result["attention"]:
+        if "unavailable" in r:
+            rows.append((r["kernel"], "", r["unavailable"], "", "", ""))
+        else:
+            error = r.get("failed") or f"{max(r['error'].values()):.1e}"
+            rows.append((r["kernel"], f"{r['slice']} after {r['prefix']}", "", "", "", error))
+    for run in result["sequences"]:
+        for r in run["rows"]:
+            tokens = f"{run['shape']['tokens']:,} tokens"
+            if "failed" in r:
+                rows.append((r["variant"], tokens, r["failed"], "", "", ""))
+            else:
+                peak, error = f"{r['peak_bytes'] / 2**30:.2f} GiB", f"{r['grad_rel_err']:.1e}"
+                rows.append((r["variant"], tokens, peak, r["tokens_per_s"], f"{r['loss_rel_err']:.1e}", error))
+    head = ("", "", "peak", "tokens/s", "loss error", "largest error")
+    device = result["sequences"][0]["device"] if result["sequences"] else ""
+    return grid(f"slices on {device}, {result['dtype']}, torch {torch.__version__}", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tokens", default="65536,262144", help="Lengths of the sequences.")
+    parser.add_argument("--slices", type=int, default=16)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
+    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
+    bridge_cpu()
+    lengths = [int(word) for word in arguments.tokens.split(",")]
+    emit(benchmark(lengths, arguments.slices, arguments.limit, arguments.tiny), arguments.json, table)
+
+
+if __name__ == "__main__":
+    main()

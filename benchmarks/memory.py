@@ -1,0 +1,272 @@
+"""Peak activation memory of one long sequence through Megatron-Core: whole, recomputed, and in slices.
+
+    python benchmarks/memory.py [--tokens 65536] [--slices 16] [--keep 1] [--layers 2] [--hidden 64] [--heads 4]
+                                [--groups 1] [--dtype fp32] [--threads 1] [--json] [--out FILE]
+
+    whole            one forward and one backward, every activation kept
+    recomputed       the same with train.recompute: Megatron's full activation checkpointing
+    sliced           slices of equal length; every slice's activations wait for its backward
+    sliced, replayed only those of the last --keep slices do, the others run forward a second time (ChunkFlow's rule)
+
+Peak: the most that forward and backward hold at once beyond weights and gradient buffers (`runtime.memory`: tracked
+storages on a CPU, the allocator's own level on CUDA). "predicted" is `core.memory`'s model with the activation bytes
+per token measured on short sequences as `evenload profile` does; it leaves out what one kernel or the loss needs for a
+moment, and the layer that activation checkpointing has at work. Seconds are wall time on CUDA and the process's own CPU
+time elsewhere, with the time that tracking takes. Gradient error: the largest over parameters of ||g - ref|| / ||ref||,
+ref being those of the first variant that ran, usually the whole sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from evenload.commands.show import emit, grid, seconds
+from evenload.core.memory import peak_activation_bytes
+from evenload.core.recipe import Recipe, parse
+from evenload.core.setting import VALUE_BYTES
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.patches import bridge_cpu
+from evenload.runtime.held import held_for_backward
+from evenload.runtime.memory import peak_bytes
+from evenload.runtime.world import World, close_world, init_world
+
+WHOLE, RECOMPUTED, SLICED, REPLAYED = "whole", "recomputed", "sliced", "sliced, replayed"
+VARIANTS = (WHOLE, RECOMPUTED, SLICED, REPLAYED)
+SHORT = 256
+"""Tokens of the sequences on which activation bytes per token are measured."""
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, the sequence and how it is cut."""
+
+    tokens: int = 65536
+    slices: int = 16
+    keep: int = 1
+    """Slices whose activations are kept where the others are replayed."""
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    groups: int = 1
+    ffn: int | None = None
+    vocabulary: int = 256
+    dtype: str = "fp32"
+
+    def recipe(self, recompute: bool) -> Recipe:
+        return parse(
+            {
+                "trainer": "megatron",
+                "model": {
+                    "num_layers": self.layers,
+                    "hidden_size": self.hidden,
+                    "num_attention_heads": self.heads,
+                    "num_query_groups": self.groups,
+                    "ffn_hidden_size": self.ffn,
+                    "vocab_size": self.vocabulary,
+                },
+                "data": {"max_length": max(2, self.tokens)},
+                "parallel": {"dp": 1},
+                "train": {"dtype": self.dtype, "recompute": recompute, "global_batch_size": 1},
+            }
+        )
+
+    def plan(self, variant: str, activation_bytes: float = 0.0) -> StepPlan:
+        """The checked plan of a variant. ``activation_bytes``: per token and layer."""
+        value = VALUE_BYTES[self.dtype]
+        kv = 2 * self.hidden // self.heads * self.groups
+        limits = Limits(
+            num_ranks=1,
+            max_tokens=self.tokens,
+            layers_per_stage=self.layers,
+            activation_bytes_per_token=activation_bytes,
+            kv_bytes_per_token=kv * value,
+            kv_grad_bytes_per_token=kv * max(4, value),
+        )
+        if variant in (WHOLE, RECOMPUTED):
+            return whole(1, self.tokens, limits)
+        borders = np.linspace(0, self.tokens, self.slices + 1).astype(int).tolist()
+        pieces = [Slice(0, a, b) for a, b in pairwise(borders)]
+        count = len(pieces)
+        order = (*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count))))
+        replayed = tuple(range(count - self.keep)) if variant == REPLAYED else ()
+        micro_batches = tuple(MicroBatch((piece,), (0,)) for piece in pieces)
+        return StepPlan(sequences([self.tokens]), micro_batches, limits, (order,), replayed=replayed).check()
+
+
+def whole(count: int, length: int, limits: Limits) -> StepPlan:
+    """One micro-batch of uncut sequences."""
+    micro_batch = MicroBatch(tuple(Slice(i, 0, length) for i in range(count)), (0,))
+    return StepPlan(sequences([length] * count), (micro_batch,), limits).check()
+
+
+def tokens_of(shape: Shape) -> Callable[[int], npt.NDArray[np.int64]]:
+    return lambda index: np.random.default_rng(index).integers(0, shape.vocabulary, shape.tokens)
+
+
+@contextmanager
+def hosted(shape: Shape, world: World, recompute: bool) -> Iterator[Any]:
+    """A real Megatron-Core GPT behind evenload's host, warmed up."""
+    from evenload.integrations.megatron import open_host
+
+    host = open_host(shape.recipe(recompute), world)
+    host.gradients(whole(1, min(64, shape.tokens), Limits(1, shape.tokens)), tokens_of(shape))
+    try:
+        yield host
+    finally:
+        host.close()
+        del host
+        gc.collect()
+
+
+def activation_bytes(shape: Shape, host: Any, device: torch.device) -> float:
+    """Per token and layer, kept from forward to backward: the slope between two short micro-batches."""
+    length = min(SHORT, max(1, shape.tokens // 4))
+    held = []
+    for count in (1, 4):
+        with held_for_backward(device) as one:
+            host.gradients(whole(count, length, Limits(1, shape.tokens)), tokens_of(shape))
+        held.append(one.num_bytes)
+    return (held[1] - held[0]) / (3 * length * shape.layers)
+
+
+def measure(
+    shape: Shape, host: Any, plan: StepPlan, device: torch.device, runs: int = 1
+) -> tuple[dict[str, Any], Gradients]:
+    """Peak, loss, and seconds of the fastest of some steps without an update; the gradients."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    times = []
+    for _ in range(runs):
+        gc.collect()
+        began = clock()
+        with peak_bytes(device) as peak:
+            result, gradients = host.gradients(plan, tokens_of(shape))
+        times.append(clock() - began)
+    found = {"peak_bytes": peak.num_bytes, "step_s": min(times), "tokens_per_s": shape.tokens / min(times)}
+    return {**found, "loss": result.loss}, gradients
+
+
+def difference(gradients: Gradients, reference: Gradients) -> float:
+    """Largest over parameters of ||g - ref|| / ||ref||."""
+
+    def one(name: str) -> float:
+        wanted = reference[name].double()
+        return float((gradients[name].double() - wanted).norm() / wanted.norm())
+
+    return max(one(name) for name in reference)
+
+
+def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> list[dict[str, Any]]:
+    """A row for each variant; one that memory or time does not allow has ``failed`` instead of numbers."""
+    rows: list[dict[str, Any]] = []
+    reference: tuple[float, Gradients] | None = None
+    per_token = 0.0
+    for recompute in (False, True):
+        with hosted(shape, world, recompute) as host:
+            per_token = per_token or activation_bytes(shape, host, world.device)
+            for variant in (RECOMPUTED,) if recompute else (WHOLE, SLICED, REPLAYED):
+                plan = shape.plan(variant, per_token)
+                row: dict[str, Any] = {"variant": variant, "predicted_bytes": None}
+                rows.append(row)
+                if not recompute:
+                    row["predicted_bytes"] = peak_activation_bytes(plan, 0, 0)[0]
+                if time.monotonic() > until:
+                    row["failed"] = "no time left"
+                    continue
+                try:
+                    found, gradients = measure(shape, host, plan, world.device, runs)
+                except torch.OutOfMemoryError as error:
+                    row["failed"] = str(error).partition(".")[0]
+                else:
+                    reference = reference or (found["loss"], gradients)
+                    errors = {
+                        "grad_rel_err": difference(gradients, reference[1]),
+                        "loss_rel_err": abs(found["loss"] / reference[0] - 1),
+                    }
+                    row |= {**found, **errors}
+                    del gradients
+                if world.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return sorted(rows, key=lambda row: VARIANTS.index(row["variant"]))
+
+
+def benchmark(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> dict[str, Any]:
+    """All variants of a shape, and by how much the last one's peak is below those without slices."""
+    rows = run(shape, world, runs, until)
+    peak = {row["variant"]: row["peak_bytes"] for row in rows if "failed" not in row}
+
+    def below(variant: str) -> float | None:
+        return peak[variant] / peak[REPLAYED] if variant in peak and REPLAYED in peak else None
+
+    cuda = world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(world.device) if cuda else f"{platform.machine()}, 1 process",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "shape": vars(shape),
+        "rows": rows,
+        "whole_over_replayed": below(WHOLE),
+        "recomputed_over_replayed": below(RECOMPUTED),
+    }
+
+
+def table(result: dict[str, Any]) -> Any:
+    first = result["rows"][0].get("peak_bytes")
+
+    def line(row: dict[str, Any]) -> tuple[Any, ...]:
+        if "failed" in row:
+            return (row["variant"], row["failed"], "", mib(row["predicted_bytes"]), "", "")
+        share = f"1/{first / row['peak_bytes']:.1f}" if first else ""
+        error = f"{row['grad_rel_err']:.1e}"
+        return row["variant"], mib(row["peak_bytes"]), share, mib(row["predicted_bytes"]), seconds(row["step_s"]), error
+
+    shape = result["shape"]
+    title = f"one sequence of {shape['tokens']:,} tokens, {shape['slices']} slices, {shape['keep']} kept; "
+    title += f"{shape['layers']} layers of {shape['hidden']}, {shape['dtype']}, on {result['device']}"
+    head = ("", "peak", "of whole", "predicted", "time", "gradient error")
+    return grid(title, head, [line(row) for row in result["rows"]], f"torch {result['torch']}")
+
+
+def mib(num_bytes: float | None) -> str | None:
+    return None if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in vars(Shape()).items():
+        if name not in ("dtype", "ffn"):
+            parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp64"), default="fp32")
+    parser.add_argument("--threads", type=int, default=1, help="Of the CPU; more than are idle make it slower.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
+    arguments = vars(parser.parse_args())
+    as_json, out, threads = (arguments.pop(name) for name in ("json", "out", "threads"))
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
+    bridge_cpu()
+    world = init_world()
+    torch.set_num_threads(threads)
+    result = benchmark(Shape(**arguments), world)
+    close_world(world)
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, as_json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The memory benchmark on a sequence that takes seconds: the ratios do not depend on its length."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+
+
+def memory(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(SCRIPT), "--tokens", "1024", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+
+
+@pytest.mark.slow
+def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path) -> None:
+    done = memory("--out", str(tmp_path / "memory.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "of whole" in done.stdout
+    result = json.loads((tmp_path / "memory.json").read_text())
+    rows: dict[str, dict[str, Any]] = {r["variant"]: r for r in result["rows"]}
+    assert list(rows) == ["whole", "recomputed", "sliced", "sliced, replayed"]
+    assert all(row["grad_rel_err"] < 1e-5 and row["loss_rel_err"] < 1e-6 for row in rows.values())
+    assert result["whole_over_replayed"] == rows["whole"]["peak_bytes"] / rows["sliced, replayed"]["peak_bytes"]
+    assert result["whole_over_replayed"] > 4
+    assert result["recomputed_over_replayed"] > 1
+    # Slices that all wait for their backward hold what the whole sequence does, and its keys and values once more.
+    assert rows["sliced"]["peak_bytes"] > 0.8 * rows["whole"]["peak_bytes"]
+    for name in ("whole", "sliced", "sliced, replayed"):
+        assert rows[name]["predicted_bytes"] == pytest.approx(rows[name]["peak_bytes"], rel=0.2)
+
+
+@pytest.mark.slow
+def test_more_slices_kept_hold_more() -> None:
+    done = memory("--slices", "8", "--keep", "4", "--dtype", "fp64", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    rows = {r["variant"]: r for r in result["rows"]}
+    assert 0.4 < rows["sliced, replayed"]["peak_bytes"] / rows["sliced"]["peak_bytes"] < 0.7
+    assert max(row["grad_rel_err"] for row in rows.values()) < 1e-9
