@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..host import Mark, StepResult, no_mark
 from . import attention, checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
 from .jobs import Pass, num_added, passes_of_rank
-from .model import build_model, recompute_layers
+from .model import build_model, keeping_activations, recompute_layers
 from .supported import refuse_unequal_replay, refuse_unsupported
 
 log = logging.getLogger("evenload")
@@ -158,7 +159,8 @@ class DeepSpeedHost:
                         reduction.before_backward()
                         self.engine.backward(losses.pop(one.graph) * (share / num_targets), scale_wrt_gas=False)
                     else:
-                        losses[one.graph] = loss_sum(self.engine, pack)
+                        with keeping_activations(self.engine.module) if self._keeps(plan, one) else nullcontext():
+                            losses[one.graph] = loss_sum(self.engine, pack)
                         total += losses[one.graph].detach().double()
                         reduction.after_forward()
             mark("gradient reduction")
@@ -173,6 +175,16 @@ class DeepSpeedHost:
             "forward_s": busy.forward_s,
             "executed": tuple(piece for one in passes if one.is_backward for piece in one.micro_batch.slices),
         }
+
+    def _keeps(self, plan: StepPlan, one: Pass) -> bool:
+        """Whether a forward keeps its activations although layers are recomputed: a replay is a recomputation already.
+
+        ZeRO 3 gathers parameters in recomputed layers, so there the backwards of a step are all of one sort.
+        """
+        if not self.recipe.train.recompute:
+            return False
+        mixed = any(plan.micro_batches[i].slices for i in plan.kept)
+        return (one.kind == "replay" or not one.micro_batch.slices) and not (mixed and self.stage == 3)
 
     def _tell_of_dummies(self, plan: StepPlan, passes: tuple[Pass, ...]) -> None:
         """Warn once where ZeRO 3 makes ranks run passes for nothing."""

@@ -4,6 +4,8 @@ downloaded."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,19 @@ def recompute_layers(model: Any) -> None:
         )
     # A reentrant checkpoint gives no gradients to a layer whose input needs none (a frozen embedding).
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@contextmanager
+def keeping_activations(model: Any) -> Iterator[None]:
+    """Forwards inside keep their activations although `recompute_layers` was called: their backward follows at once."""
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in layers:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in layers:
+            module.gradient_checkpointing = True
 
 
 def _read(path: Path) -> Any:
