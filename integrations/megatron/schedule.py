@@ -7,8 +7,8 @@
     B, replayed  the input is gathered from the tape as a leaf, the forward runs again with grad, then the backward step
 
 Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
-a label: the gradients of its keys and values are wanted. Stock schedules (interleaved 1F1B) run plans without an order;
-this one is for orders that they cannot express. The laws of a plan (`core.laws`) rule out deadlocks and lost prefixes.
+a label: the gradients of its keys and values are wanted. The laws of a plan (`core.laws`) rule out deadlocks and lost
+prefixes. Plans without an order run in Megatron's own schedule (see `stock`).
 """
 
 from __future__ import annotations

@@ -301,13 +301,15 @@ def measured_parts(world: Any) -> dict[str, float]:
         return {"busy": result.busy_s, "paused": sum(pauses), "all": time.perf_counter() - start}
 
 
-def recomputed(world: Any) -> float:
-    """Error with every layer recomputed in backward: the replay must see its own micro-batch's plan."""
-    with hosted(world, parallel__pp=world.size) as host:
+def recomputed(world: Any, *, by_plan: bool) -> float:
+    """Error with layers recomputed in backward, which must see its own micro-batch's plan; without an order."""
+    with hosted(world, parallel__pp=world.size, train__recompute=not by_plan) as host:
         data, the_plan = tokens(), plan(host.layout.plane_size)
         _, expected = reference(host.recipe, host, data, the_plan.sequences)
-        config = host.model.config
-        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 4
+        if by_plan:
+            limits = replace(the_plan.limits, num_stages=world.size, layers_per_stage=4 // world.size)
+            layers = tuple(i % 3 for i in range(len(the_plan.micro_batches)))
+            the_plan = replace(the_plan, limits=limits, recompute=(layers,) * world.size).check()
         _, gradients = host.gradients(the_plan, data)
         return grad_rel_err(gradients, expected)
 

@@ -35,7 +35,7 @@ def random_plan(
         recompute: with numbers of recomputed layers per stage and micro-batch (never in asymmetric plans).
         pieces: a sequence is cut into one of these numbers of slices, or one per token where it has fewer.
         pad: pad slices to the longest of their micro-batch.
-        idle: plane ranks without any work.
+        idle: plane ranks without any work; they run a dummy in half of the plans that have one order of both passes.
     """
     draw = np.random.default_rng(seed)
     asymmetric = bool(draw.integers(2)) if asymmetric is None else asymmetric
@@ -45,6 +45,8 @@ def random_plan(
     rank_of = [int(draw.choice(busy)) for _ in lengths]
     cuts = {i: _cut(draw, i, n, pieces) for i, n in enumerate(lengths)}
     forward = list(_packs(draw, cuts, rank_of))
+    if not asymmetric and draw.integers(2):
+        forward += [MicroBatch((), (rank,)) for rank in idle]
     backward = list(_regrouped(draw, forward, cuts, lengths, rank_of, pieces)) if asymmetric else []
     if pad:
         forward, backward = [_padded(m) for m in forward], [_padded(m) for m in backward]
@@ -96,7 +98,7 @@ def with_order(bare: StepPlan, draw: np.random.Generator) -> StepPlan:
 
 
 def _padded(micro_batch: MicroBatch) -> MicroBatch:
-    return micro_batch._replace(pad_to=max(s.length for s in micro_batch.slices))
+    return micro_batch._replace(pad_to=max((s.length for s in micro_batch.slices), default=0))
 
 
 def _cut(draw: np.random.Generator, index: int, length: int, pieces: tuple[int, ...]) -> list[Slice]:

@@ -10,9 +10,11 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.order import one_forward_one_backward
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.megatron.attention import PackedCoreAttention
 from evenload.integrations.megatron.forward import Forward
+from evenload.integrations.megatron.links import StageLinks
 from evenload.integrations.megatron.schedule import PlannedStage
 from evenload.integrations.megatron.tape import Tape
 from evenload.integrations.megatron.verify import grad_rel_err, reference
@@ -116,6 +118,27 @@ def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, A
         "recomputed": [sum(row) for row in the_plan.recompute],
         "forward_s": result.forward_s,
     }
+
+
+def in_flight(world: Any, *, packs: int) -> dict[str, int]:
+    """Tensors that a pipeline of two sends in 1F1B, and how many of them it holds at most."""
+    lengths = [4] * packs
+    micro_batches = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(packs))
+    limits = Limits(1, 4, num_stages=2, layers_per_stage=2)
+    order = tuple(tuple(one_forward_one_backward(range(packs), ahead)) for ahead in (1, 0))
+    the_plan = StepPlan(sequences(lengths), micro_batches, limits, order=order).check()
+    told = {"sent": 0, "most": 0}
+    send = StageLinks.send
+
+    def counting(self: Any, *args: Any) -> None:
+        send(self, *args)
+        told["sent"] += 1
+        told["most"] = max(told["most"], *map(len, self._sent.values()))
+
+    with hosted(world, parallel__pp=2) as host, patch.object(StageLinks, "send", counting):
+        host.gradients(the_plan, tokens(lengths))
+        assert not any(host._links._sent.values())
+    return told
 
 
 @contextmanager

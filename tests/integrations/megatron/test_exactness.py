@@ -74,9 +74,10 @@ def test_the_proof_catches_planted_faults(on_ranks, mutant):
         assert result["grad"] > 1e-4
 
 
+@pytest.mark.parametrize("by_plan", [False, True], ids=["recipe", "plan"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_recomputation_replays_under_its_own_plan(on_ranks, size):
-    assert max(on_ranks(size, "recomputed")) < 1e-9
+def test_recomputation_replays_under_its_own_plan(on_ranks, size, by_plan):
+    assert max(on_ranks(size, "recomputed", by_plan=by_plan)) < 1e-9
 
 
 def test_the_pieces_work_in_a_loop_of_ones_own(on_ranks):

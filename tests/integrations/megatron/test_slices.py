@@ -177,10 +177,20 @@ def test_a_replay_runs_the_head_once_and_a_useless_forward_not_at_all(on_ranks):
     assert whole["forward_s"] == 0 < replayed["forward_s"]
 
 
-def test_the_plan_says_which_layers_are_recomputed(on_ranks):
-    drawn = {"asymmetric": False, "replay": "none", "recompute": True}
-    for stage, found in enumerate(on_ranks(2, "counted", drawn=drawn, parallel__pp=2)):
+def test_the_plan_says_which_layers_are_recomputed_and_otherwise_the_recipe(on_ranks):
+    drawn = {"asymmetric": False, "replay": "none"}
+    options = {"parallel__pp": 2, "train__recompute": True}
+    for stage, found in enumerate(on_ranks(2, "counted", drawn={**drawn, "recompute": True}, **options)):
         assert found["attention"] == 2 * found["forwards"] + found["recomputed"][stage]
+        assert 0 < found["recomputed"][stage] < 2 * found["forwards"]
+    for found in on_ranks(2, "counted", drawn={**drawn, "recompute": False}, **options):
+        assert found["attention"] == 2 * 2 * found["forwards"]
+
+
+def test_what_was_sent_is_freed_as_soon_as_the_plan_tells_that_it_arrived(on_ranks):
+    first, second = on_ranks(2, "in_flight", packs=12)
+    assert first == {"sent": 12, "most": 2}
+    assert second == {"sent": 12, "most": 2}
 
 
 def test_a_rank_that_fails_between_two_passes_ends_the_job_with_one_message(tmp_path):
