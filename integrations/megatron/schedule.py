@@ -4,7 +4,8 @@
     F, replayed  forward without grad: it fills the prefix KV and goes on to the next stage, no logits, no loss; a stage
                  behind the first keeps what it received on a tape
     B, kept      Megatron's backward step
-    B, replayed  the input is gathered from the tape as a leaf, the forward runs again with grad, then the backward step
+    B, replayed  the input is gathered from the tape as a leaf, the forward runs again with grad, then backward step;
+                 this is its recomputation, whatever the recipe recomputes elsewhere
 
 Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
 a label: the gradients of its keys and values are wanted. The laws of a plan (`core.laws`) rule out deadlocks and lost
@@ -91,8 +92,7 @@ class PlannedStage:
         micro_batch = self._plan.micro_batches[op.micro_batch]
         received = None if self._first else self._receive(op, micro_batch.num_slots)
         if op.micro_batch in self._plan.kept:
-            layers = self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else None
-            output = self._compute(self._load(micro_batch), received, "F", layers)
+            output = self._compute(self._load(micro_batch), received, "F", self._layers(op, instead=None))
             self._graphs[op.micro_batch] = received, output
             if not self._last:
                 self._send(op, output)
@@ -128,8 +128,8 @@ class PlannedStage:
         if not self._first:
             received = self._room(batch.pack.num_slots)
             self._tape.gather(batch.pack.slices, batch.pack.segments, received)
-        layers = self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else None
-        output = self._compute(batch, received, "B", layers)
+        # A replay is the recomputation: what the recipe recomputes need not run a third time.
+        output = self._compute(batch, received, "B", self._layers(op, instead=0))
         if not self._last:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
         return received, output
@@ -159,6 +159,10 @@ class PlannedStage:
             )
         result: Tensor = output
         return result
+
+    def _layers(self, op: Op, instead: int | None) -> int | None:
+        """How many layers the plan recomputes in a pass; ``instead`` where it does not say."""
+        return self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else instead
 
     def _load(self, micro_batch: MicroBatch) -> Batch:
         pack = build_pack(micro_batch, self._tokens_of, self._device, self._prefix)

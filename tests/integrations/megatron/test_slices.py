@@ -185,6 +185,10 @@ def test_the_plan_says_which_layers_are_recomputed_and_otherwise_the_recipe(on_r
         assert 0 < found["recomputed"][stage] < 2 * found["forwards"]
     for found in on_ranks(2, "counted", drawn={**drawn, "recompute": False}, **options):
         assert found["attention"] == 2 * 2 * found["forwards"]
+    drawn = {"asymmetric": False, "replay": "all", "recompute": False}
+    stages = on_ranks(2, "counted", drawn=drawn, **options)
+    for found, first in zip(stages, (stages[0]["forwards"], stages[1]["prefixes"]), strict=True):
+        assert found["attention"] == 2 * (first + found["backwards"])
 
 
 def test_what_was_sent_is_freed_as_soon_as_the_plan_tells_that_it_arrived(on_ranks):
