@@ -141,8 +141,11 @@ class StepPlan:
         replayed = frozenset(self.replayed)
         if not self.backward:
             return tuple(None if j in replayed else j for j in range(len(self.micro_batches)))
-        same = {m[:2]: i for i, m in enumerate(self.micro_batches)}
-        return tuple(None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
+        same: dict[Any, list[int]] = {}  # dummies of a rank are all alike
+        for i, m in enumerate(self.micro_batches):
+            same.setdefault(m[:2], []).append(i)
+        twins = (None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
+        return tuple(found.pop(0) if found else None for found in twins)
 
     @cached_property
     def kept(self) -> frozenset[int]:

@@ -18,7 +18,7 @@ register(
         places=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
-        simpler="in_order",
+        simpler="chunks",
         hold_back=delay.hold_back,
     )
 )

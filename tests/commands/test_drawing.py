@@ -161,7 +161,7 @@ def test_the_simpler_plan_takes_the_same_batches(caplog: pytest.LogCaptureFixtur
     want, waited = drawing(lengths, made), 0
     for _ in range(12):
         planned, expected = planner.next(), want()
-        assert planned.plan.made_by == "in_order"
+        assert planned.plan.made_by == "chunks"
         assert same(planned.draw, expected)
         assert [s.length for s in planned.plan.sequences] == expected.lengths.tolist()
         waited += num_waiting(planned.draw.state)

@@ -229,6 +229,18 @@ def test_each_law_of_asymmetric_plans_refuses(name: str) -> None:
         replace(ASYMMETRIC, **changes).check()
 
 
+def test_dummies_of_a_rank_keep_graphs_of_their_own() -> None:
+    dummy = MicroBatch((), (0,))
+    plan = replace(
+        ASYMMETRIC,
+        micro_batches=(*HALVES, dummy, dummy),
+        backward=(dummy, *ASYMMETRIC.backward, dummy),
+        replayed=(1, 2),
+        order=(ops("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),),
+    )
+    assert plan.check().forward_of == (3, None, None, 2, 4)
+
+
 def test_links_between_stages_are_queues() -> None:
     crossed = replace(
         WHOLE,

@@ -76,20 +76,20 @@ def test_a_bad_planner_hands_over_loudly(
     planner = Planner(chain(plan), Draws(), budget_s=0.05)
     with caplog.at_level(logging.WARNING, "evenload"):
         planned = planner.next()
-    assert planned.plan.made_by == "in_order"
+    assert planned.plan.made_by == "chunks"
     assert planned.plan.check()
     assert word in planned.plan.notes[-1]
-    assert "'in_order' runs" in caplog.text
+    assert "'chunks' runs" in caplog.text
 
 
 def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     made = chain(fails)
     ((plugin, config),) = made.links
-    broken = replace(plugin, baselines={"in_order": lambda *_: unlawful(_[0])})
+    broken = replace(plugin, baselines={"chunks": lambda *_: unlawful(_[0])})
     with caplog.at_level(logging.WARNING, "evenload"):
         planned = Planner(replace(made, links=((broken, config),)), Draws()).next()
     assert planned.plan.made_by == "stock"
-    assert "'in_order' failed too" in caplog.text
+    assert "'chunks' failed too" in caplog.text
 
 
 class Ranks:
@@ -130,7 +130,7 @@ def test_one_late_rank_takes_all_ranks_to_the_simpler_plan() -> None:
     first, second = Ranks().run([chain(), chain(late)])
     assert isinstance(first, StepPlan)
     assert isinstance(second, StepPlan)
-    assert first.made_by == second.made_by == "in_order"
+    assert first.made_by == second.made_by == "chunks"
     assert first.digest == second.digest
 
 
