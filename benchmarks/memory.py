@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from evenload.commands.profile import machine
 from evenload.commands.show import emit, grid, seconds
 from evenload.core.memory import peak_activation_bytes
 from evenload.core.recipe import Recipe, parse
@@ -213,10 +213,8 @@ def benchmark(shape: Shape, world: World, runs: int = 1, until: float = float("i
     def below(variant: str) -> float | None:
         return peak[variant] / peak[REPLAYED] if variant in peak and REPLAYED in peak else None
 
-    cuda = world.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(world.device) if cuda else f"{platform.machine()}, 1 process",
-        "threads": torch.get_num_threads(),
+        "device": machine(world.device),
         "torch": torch.__version__,
         "shape": vars(shape),
         "rows": rows,
@@ -237,9 +235,9 @@ def table(result: dict[str, Any]) -> Any:
 
     shape = result["shape"]
     title = f"one sequence of {shape['tokens']:,} tokens, {shape['slices']} slices, {shape['keep']} kept; "
-    title += f"{shape['layers']} layers of {shape['hidden']}, {shape['dtype']}, on {result['device']}"
+    title += f"{shape['layers']} layers of {shape['hidden']}, {shape['dtype']}"
     head = ("", "peak", "of whole", "predicted", "time", "gradient error")
-    return grid(title, head, [line(row) for row in result["rows"]], f"torch {result['torch']}")
+    return grid(title, head, [line(row) for row in result["rows"]], f"{result['device']}; torch {result['torch']}")
 
 
 def mib(num_bytes: float | None) -> str | None:
