@@ -116,6 +116,7 @@ class DeepSpeedHost:
             "torch": torch.__version__,
             "zero_stage": self.stage,
             "dtype": self.recipe.train.dtype,
+            "recompute": self.recipe.train.recompute,
             "model": config.model_type,
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
             "attention": choose_kernel(self.world.device, dtype, head_dim).name,

@@ -154,7 +154,7 @@ def test_gradients_are_those_of_plain_training(on_ranks, slice_plans, stage, rec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("stage", "recompute"), [(0, False), (1, False), (2, True), (3, True)])
 def test_bf16_within_its_rounding(on_ranks, stage, recompute):
     names = ["whole_sequences", "chains some", "regrouped"]
     for result in on_ranks(2, "rank_slices.exactness", stage=stage, names=names, recompute=recompute, dtype="bf16"):
