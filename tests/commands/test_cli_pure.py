@@ -107,7 +107,19 @@ WRONG = {
     "unknown key": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "train.stepz=3"),
     "zero length": ("plan", "recipe.yaml", "--lengths", "zero.txt"),
     "too few samples": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "train.global_batch_size=100000"),
-    "cap below the longest": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "plugins.packing.max_tokens=1000"),
+    "cap below the longest": (
+        *("plan", "recipe.yaml", "--lengths", "lengths.txt"),
+        *("plugins.packing.max_tokens=1000", "plugins.packing.slices=off"),
+    ),
+    "cap below a block": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "plugins.packing.max_tokens=3"),
+    "no room for keys": (
+        *("plan", "recipe.yaml", "--lengths", "lengths.txt"),
+        *("plugins.packing.max_tokens=256", "plugins.packing.activation_gib=0.0001"),
+    ),
+    "no room in training": (
+        *("train", "recipe.yaml", "plugins.packing.max_tokens=64"),
+        "plugins.packing.activation_gib=0.00001",
+    ),
     "unwritable out": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--out", "no/such/folder/plan.json"),
     "unknown cluster": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "cluster=moon"),
     "unknown costs": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "costs=moon"),
@@ -117,7 +129,7 @@ WRONG = {
     "data not there": ("train", "recipe.yaml", "data.source=nothing.jsonl"),
     "wrong number of ranks": ("train", "recipe.yaml", "--nproc", "3"),
     "context parallel": ("train", "recipe.yaml", "parallel.cp=2"),
-    "longer than every cap": ("train", "recipe.yaml", "plugins.packing.max_tokens=64"),
+    "longer than every cap": ("train", "recipe.yaml", "plugins.packing.max_tokens=64", "plugins.packing.slices=off"),
     "empty data": ("train", "recipe.yaml", "data.source=empty.jsonl"),
     "corrupt data": ("verify", "recipe.yaml", "data.source=corrupt.jsonl"),
 }
