@@ -6,8 +6,9 @@ the end the stock plan, which cannot fail.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import EvenloadError, nearest
 from .layout import Layout
@@ -16,6 +17,8 @@ from .registry import Plugin, PluginConfig, Situation
 from .setting import limits_of, situation_of
 from .stock import stock_plan
 from .workload import Limits, Sequence, StepPlan
+
+logger = logging.getLogger("evenload")
 
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
@@ -38,6 +41,24 @@ class PlanChain:
         situation = situation_of(recipe, layout)
         links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled())
         return cls(links, situation, limits_of(recipe, situation), recipe.train.micro_batch_size)
+
+    @classmethod
+    def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True) -> PlanChain:
+        """The chain for a training loop that is not ours: whole sequences, one batch at a time.
+
+        ``warn`` says once which settings of the recipe have no effect there. Raises EvenloadError.
+        """
+        chain = cls.of_recipe(recipe, layout)
+        for plugin, config in chain.links:
+            idle = {key: getattr(config, key) for key, off in plugin.needs_host.items() if getattr(config, key) != off}
+            if idle and warn:
+                logger.warning(
+                    "plugins.%s.%s has no effect in a training loop of your own: samples stay whole, none may be "
+                    "longer than a micro-batch, and none waits; `evenload train` honours it",
+                    plugin.name,
+                    ", ".join(f"{key}={value}" for key, value in idle.items()),
+                )
+        return replace(chain, limits=replace(chain.limits, whole_sequences=True))
 
     def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """What the trainer would do by itself."""

@@ -23,7 +23,9 @@ _EVEN = 1.002
 """Fullest bin over the mean fill at which polishing ends."""
 _MOVES_PER_BIN = 3
 _REACH = 16
-"""Emptiest bins that are weighed against the fullest one at each move."""
+"""Emptiest bins that are weighed against the fullest one at each move,"""
+_PAIRS = 12288
+"""as long as these are no more pairs of items than this."""
 _PARTNERS = 6
 """Bins with which the fullest one is split anew."""
 _LARGEST = 12
@@ -106,6 +108,8 @@ def _swap(
 ) -> bool:
     """Apply the best move or swap between the fullest bin and the others; False if none gets below ``limit``."""
     out = members[full]
+    per_bin = max(1, sum(map(len, members)) // len(members))
+    others = others[: max(2, _PAIRS // (len(out) * per_bin))]
     if not others:
         return False
     # A move is a swap against nothing: every other bin offers one item of no weight.

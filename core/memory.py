@@ -1,6 +1,7 @@
 """What a plan holds in memory, predicted: activations, inputs of replayed micro-batches, prefix KV and its gradients.
 
-    kept micro-batch      slots * activation bytes * layers that are not recomputed, from its forward to its backward
+    kept micro-batch      slots * activation bytes * layers that are not recomputed, from its forward to its backward;
+                          where layers are recomputed, one of them at a time during the backward
     replayed micro-batch  the stage's input from forward to backward; its activations while its own backward runs
     cut sequence          K and V of the whole sequence from its first forward to its last backward (they are stored in
                           one piece), dK and dV from its first backward on
@@ -49,8 +50,10 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
             for s in cut:
                 if tokens_left[s.sequence] == lengths[s.sequence]:
                     held += share * lengths[s.sequence] * limits.kv_grad_bytes_per_token * layers
-            alive = share * micro_batch.num_slots * limits.replay_bytes_per_token * layers or activations
-            now = held + (alive if replayed else 0.0)
+            slots = share * micro_batch.num_slots
+            layer = slots * (limits.replay_bytes_per_token or (recomputed and limits.activation_bytes_per_token))
+            alive = slots * limits.replay_bytes_per_token * layers or activations
+            now = held + (alive if replayed else layer)
             held -= inputs if replayed else activations
             for s in cut:
                 tokens_left[s.sequence] -= s.length

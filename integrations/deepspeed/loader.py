@@ -21,7 +21,6 @@ from torch.utils.data import default_collate
 
 from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
-from ...core.recipe import Recipe
 from ...core.workload import MicroBatch, Slice, sequences
 from ...runtime.pack import IGNORE, Pack, build_pack
 from .jobs import into_exactly
@@ -53,23 +52,6 @@ class Planned:
     """Target tokens of this micro-batch / those of the global batch."""
     place: int
     """Of the micro-batch in its step, 0 .. gradient_accumulation_steps - 1."""
-
-
-def whole_sequences_chain(recipe: Recipe, num_ranks: int, *, warn: bool) -> PlanChain:
-    """The planners of a script: whole sequences, for it runs forward, backward and step batch by batch.
-
-    Args:
-        warn: say so where the recipe asks for slices.
-    """
-    chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
-    slices = getattr(recipe.config_of("packing"), "slices", "off")
-    if warn and slices != "off":
-        log.warning(
-            "packing.slices %s has no effect in a script of one's own: samples stay whole, and none may be longer than "
-            "max_tokens; `evenload train` cuts them (slices: off silences this)",
-            slices,
-        )
-    return replace(chain, limits=replace(chain.limits, whole_sequences=True))
 
 
 class PlannedLoader:

@@ -29,11 +29,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from . import attention
 from .config import KEY, for_engine, parse_section, recipe_of
-from .loader import Planned, PlannedLoader, whole_sequences_chain
+from .loader import Planned, PlannedLoader
 from .supported import refuse_unsupported
 
 
@@ -65,7 +66,8 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     config, stage = engine.module.config, int(engine.zero_optimization_stage())
     chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype)
     state = _attached.get(engine)
-    chain = whole_sequences_chain(chosen, torch.distributed.get_world_size(), warn=state is None)
+    layout = chosen.layout(torch.distributed.get_world_size())
+    chain = PlanChain.of_loop(chosen, layout, warn=state is None)
     if state is None:
         state = _attached[engine] = Attached(config._attn_implementation)
         engine.module.set_attn_implementation(attention.NAME)

@@ -96,17 +96,6 @@ def warn_of_dropout(config: Any) -> None:
         )
 
 
-def warn_of_slices(recipe: Recipe) -> None:
-    """Say that no sequence is cut in a loop of the user's own: its schedule runs forward and backward in turn."""
-    packing = recipe.config_of("packing")
-    if packing.enabled and getattr(packing, "slices", "off") != "off":
-        log.warning(
-            "plugins.packing.slices %s has no effect in an unmodified training loop: samples stay whole there. None "
-            "may be longer than max_tokens; `evenload train` cuts them (slices=off silences this)",
-            getattr(packing, "slices", ""),
-        )
-
-
 def refuse_attention(core: DotProductAttention) -> None:
     """Raise EvenloadError for what packed attention cannot do in the place of this module."""
     _refuse_unsupported(core.config, core.attn_mask_type, core.attention_type, core.attention_dropout.p)

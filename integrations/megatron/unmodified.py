@@ -25,7 +25,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -53,7 +52,6 @@ from .supported import (
     refuse_loop,
     refuse_loss,
     warn_of_dropout,
-    warn_of_slices,
 )
 
 log = logging.getLogger("evenload")
@@ -95,9 +93,8 @@ class PlannedSteps:
         gpt, config = bare_model(chunk), get_model_config(chunk)
         if first := gpt not in self._chains:
             warn_of_dropout(config)
-            if not self._chains and dist.get_rank() == 0:
-                warn_of_slices(self._recipe)
-            self._chains[gpt] = _chain(self._recipe, config, gpt.vocab_size)
+            warn = not self._chains and dist.get_rank() == 0
+            self._chains[gpt] = _chain(self._recipe, config, gpt.vocab_size, warn)
         packs = self._plan_step(data_iterator, num_microbatches, self._chains[gpt], config)
         running = _Running(packs, forward_step_func, gpt, checks=first)
         hook = gpt.register_forward_pre_hook(running.tell_model, with_kwargs=True)
@@ -244,14 +241,13 @@ def seq_params(pack: Pack, device: torch.device) -> PlannedSeqParams:
     )
 
 
-def _chain(recipe: Recipe, config: Any, vocab_size: int) -> PlanChain:
+def _chain(recipe: Recipe, config: Any, vocab_size: int, warn: bool) -> PlanChain:
     layout = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
-    chain = PlanChain.of_recipe(for_config(recipe, config, vocab_size, layout), layout)
-    return replace(chain, limits=replace(chain.limits, whole_sequences=True))
+    return PlanChain.of_loop(for_config(recipe, config, vocab_size, layout), layout, warn=warn)
 
 
 def _share(plan: StepPlan, rank: int) -> list[MicroBatch]:

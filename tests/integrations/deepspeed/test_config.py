@@ -12,7 +12,6 @@ from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequence
 from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
-from evenload.integrations.deepspeed.loader import whole_sequences_chain
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():
@@ -113,15 +112,3 @@ def test_into_exactly_pads_and_refuses():
     assert [[len(m.slices) for m in rank] for rank in mine] == [[1, 1, 1, 0], [1, 0, 0, 0]]
     with pytest.raises(EvenloadError, match=r"gradient_accumulation_steps to 3, or packing\.max_tokens"):
         into_exactly(plan, 2)
-
-
-def test_a_script_runs_whole_sequences_only_and_is_told_so_once(caplog):
-    recipe = recipe_of(parse_section({"packing": {"enabled": True, "slices": "even"}}), None)
-    with caplog.at_level("WARNING", logger="evenload"):
-        chain = whole_sequences_chain(recipe, 2, warn=True)
-        whole_sequences_chain(recipe, 2, warn=False)
-    assert chain.limits.whole_sequences
-    assert caplog.text.count("packing.slices even has no effect") == 1
-    caplog.clear()
-    whole_sequences_chain(recipe.changed({"plugins.packing.slices": "off"}), 2, warn=True)
-    assert not caplog.text
