@@ -148,10 +148,10 @@ def test_each_law_refuses(name: str) -> None:
 
 
 def test_memory_counts_what_is_alive() -> None:
-    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and KV of all 12 tokens; F1 recomputes all."""
+    """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and KV of 12 tokens; B1 computes one layer again."""
     limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
     plan = replace(LAWFUL, limits=limits)
-    assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 12 * 4 * 1, Op("F", 0))
+    assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 12 * 4 * 1 + 8 * 10, Op("B", 1))
     # Stage 1 recomputes one layer of micro-batch 0 and none of 1: 7 * 3 * 10 + 48 before 8 * 4 * 10 more.
     assert peak_activation_bytes(plan, 1, 0) == (7 * 3 * 10 + 48 + 8 * 4 * 10, Op("F", 1))
 
