@@ -11,8 +11,22 @@ Left out: weights, gradients and optimizer states, buffers of communication, and
 
 from __future__ import annotations
 
+from .cluster import Cluster
+from .costs import MemoryCost
 from .order import orders_of_stage
-from .workload import Op, StepPlan
+from .workload import Limits, Op, StepPlan
+
+
+def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
+    """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves, roughly.
+
+    A tenth is left free. Of 16 bytes a weight (mixed precision with Adam; Rajbhandari et al., arXiv 1910.02054, section
+    3.1) ten are taken to be sharded over the ranks.
+    """
+    if limits.max_activation_bytes < float("inf"):
+        return limits.max_activation_bytes
+    fixed = memory.fixed_bytes * (6 + 10 / limits.num_ranks) / 16
+    return 0.9 * cluster.memory_bytes - fixed
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
@@ -28,7 +42,7 @@ def peaks_of_stage(plan: StepPlan, stage: int) -> list[tuple[float, Op]]:
 def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
     limits = plan.limits
     layers = limits.layers_per_stage
-    lengths = {s.index: s.length for s in plan.sequences}
+    lengths, all_cut = plan.sequences, plan.cut
     tokens_left: dict[int, int] = {}
     held, peak, where = 0.0, 0.0, Op("F", 0)
     for op in ops:
@@ -37,19 +51,19 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
         activations = share * micro_batch.num_slots * limits.activation_bytes_per_token * (layers - recomputed)
         inputs = share * micro_batch.num_slots * limits.input_bytes_per_token if stage else 0.0
-        cut = [s for s in micro_batch.slices if s.sequence in plan.cut]
+        cut = [s for s in micro_batch.slices if s.sequence in all_cut] if all_cut else []
         if op.kind == "F":
             for s in cut:
                 if s.sequence not in tokens_left:
-                    tokens_left[s.sequence] = lengths[s.sequence]
-                    held += share * lengths[s.sequence] * limits.kv_bytes_per_token * layers
+                    tokens_left[s.sequence] = lengths[s.sequence].length
+                    held += share * lengths[s.sequence].length * limits.kv_bytes_per_token * layers
             held += activations if op.micro_batch in plan.kept else inputs
             now = held
         else:
             replayed = plan.forward_of[op.micro_batch] is None
             for s in cut:
-                if tokens_left[s.sequence] == lengths[s.sequence]:
-                    held += share * lengths[s.sequence] * limits.kv_grad_bytes_per_token * layers
+                if tokens_left[s.sequence] == lengths[s.sequence].length:
+                    held += share * lengths[s.sequence].length * limits.kv_grad_bytes_per_token * layers
             slots = share * micro_batch.num_slots
             layer = slots * (limits.replay_bytes_per_token or (recomputed and limits.activation_bytes_per_token))
             alive = slots * limits.replay_bytes_per_token * layers or activations
@@ -59,7 +73,7 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
                 tokens_left[s.sequence] -= s.length
                 if not tokens_left[s.sequence]:
                     per_token = limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token
-                    held -= share * lengths[s.sequence] * per_token * layers
+                    held -= share * lengths[s.sequence].length * per_token * layers
         if now > peak:
             peak, where = now, op
     return peak, where

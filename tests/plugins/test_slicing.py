@@ -7,12 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from evenload.core import cluster as clusters
 from evenload.core.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.layout import Layout
 from evenload.core.memory import peaks_of_stage
 from evenload.core.predict import micro_batch_imbalance, predict
 from evenload.core.registry import Situation
+from evenload.core.setting import RECIPES
 from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.packing import baselines
 from evenload.plugins.packing.config import PackingConfig
@@ -27,6 +29,7 @@ COSTS = Costs(
     forward=PassCost(token_s=24576e-9, pair_s=2e-9),
     backward=PassCost(token_s=2 * 24576e-9, pair_s=5e-9),
 )
+A100 = clusters.load("a100", RECIPES / "clusters")
 PRICE = PassCost(token_s=3.0, pair_s=0.01)
 
 
@@ -41,7 +44,7 @@ def planned(
     **config: object,
 ) -> StepPlan:
     limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
-    situation = Situation(costs, Layout(dp=ranks, pp=pp), None)  # type: ignore[arg-type]
+    situation = Situation(costs, Layout(dp=ranks, pp=pp), A100)
     return plan(StepPlan(sequences(lengths), (), limits), situation, PackingConfig(enabled=True, **config)).check()
 
 
@@ -124,7 +127,7 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int)
     assert max(micro_batch_imbalance(made, costs)) < 1.03
     assert max(predict(made, costs).busy_s) < 1.01 * made.bound_s
     bare = StepPlan(sequences(lengths), (), Limits(64, 1 << 40))
-    situation = Situation(costs, Layout(dp=64), None)  # type: ignore[arg-type]
+    situation = Situation(costs, Layout(dp=64), A100)
     whole = baselines.whole(bare, situation, PackingConfig(enabled=True))
     assert min(micro_batch_imbalance(whole, costs)) > 2.0
 
@@ -159,7 +162,7 @@ def test_long_cuts_only_what_is_over_the_cap() -> None:
 def test_a_pipeline_gets_smaller_micro_batches() -> None:
     lengths = heavy_tail(3, 64, 16_000)
     made = planned(lengths, 2, pp=4)
-    situation = Situation(COSTS, Layout(dp=2, pp=4), None)  # type: ignore[arg-type]
+    situation = Situation(COSTS, Layout(dp=2, pp=4), A100)
     bare = StepPlan(sequences(lengths), (), Limits(2, 1 << 40, num_stages=4))
     whole = baselines.whole(bare, situation, PackingConfig(enabled=True)).check()
     assert predict(made, COSTS).step_s < 0.8 * predict(whole, COSTS).step_s

@@ -1,0 +1,147 @@
+"""The plans that `plan` chooses from.
+
+even    every micro-batch of the batch costs alike (`dispatch`, `slicing`), costlier sequences in slices; with
+        `train.recompute` also with groups of their own for the backward
+whole   no sequence is cut (`whole`); only where none is longer than a micro-batch may be
+long    otherwise: the longest are cut into as few slices of equal cost as the token cap allows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...core.costs import Costs, PassCost
+from ...core.partition import Ints, Load, balance
+from ...core.workload import Limits, Slice, StepPlan
+from .assemble import assemble
+from .config import PackingConfig
+from .dispatch import dispatch, slots
+from .slicing import Packs, fill
+from .whole import whole_packs
+
+_MOST_TRIES = 8
+"""Numbers of micro-batches tried where the first leaves too much in one of them."""
+
+
+def portfolio(
+    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
+) -> Iterator[StepPlan]:
+    """The candidates, equal micro-batches first. lengths int64 [K]."""
+    fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
+    if config.slices == "even" and len(lengths):
+        for per_rank in _slots_per_rank(lengths, limits, costs):
+            yield from _even(bare, lengths, limits, costs, config, per_rank)
+    if fits:
+        yield whole(bare, lengths, limits, costs, bound_s)
+    else:
+        items = _by_launches(lengths, limits, costs, bound_s)
+        yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
+
+
+def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
+    """The plan that cuts nothing."""
+    sizes = lengths.tolist()
+    packs = whole_packs(lengths, limits, costs, bound_s)
+    return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
+
+
+def _by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
+    """Sequences of each rank, balanced with the launches that their tokens need."""
+    load = Load(costs.launch_s, limits.max_tokens)
+    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
+    items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
+    for item, rank in enumerate(ranks.tolist()):
+        items[rank].append(item)
+    return items
+
+
+def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
+    """How many micro-batches an ordinary rank may have: as many as hold short sequences for its share of the cost, or
+    more where a pipeline gains by them."""
+    cost_s = costs.sequence_s(lengths)
+    own = cost_s > cost_s.sum() / limits.num_ranks
+    # Outliers have ranks of their own; the mean is that of the others.
+    mean_s = float(cost_s[~own].sum()) / max(1, limits.num_ranks - int(own.sum()))
+    token_s = costs.forward.token_s + costs.backward.token_s
+    fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
+    if token_s:
+        fewest = max(fewest, min(2 * fewest, int(np.ceil(mean_s / (token_s * limits.max_tokens)))))
+    if limits.num_stages == 1:
+        return [fewest]
+
+    def step_s(count: int) -> float:
+        return (count + limits.num_stages - 1) * (mean_s / count + costs.launch_s)
+
+    tried = sorted({max(fewest, round(fewest * factor)) for factor in (1, 1.5, 2, 3, 4, 6, 8, 12, 16)}, key=step_s)
+    return tried[:2]
+
+
+def _even(
+    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int
+) -> Iterator[StepPlan]:
+    """Equal micro-batches, more of them until none is over the cap.
+
+    Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
+    its micro-batch at once, so under a memory cap both forms are offered.
+    """
+    forms: list[tuple[PassCost, ...]] = [(_both(costs),)]
+    if config.asymmetric and costs.recompute:
+        forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
+    for prices in forms:
+        for more in range(_MOST_TRIES):
+            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more)
+            if fits:
+                break
+        yield plan
+
+
+def _in_slots(
+    bare: StepPlan, lengths: Ints, limits: Limits, config: PackingConfig, prices: tuple[PassCost, ...], per_rank: int
+) -> tuple[StepPlan, bool]:
+    """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them.
+
+    One price groups both directions alike; two are those of the forward and the backward, each with its own groups.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
+    ways = slots(weights, limits.num_ranks, per_rank)
+    items = [order[mine].tolist() for mine in dispatch(weights, ways, config.polish_nodes)]
+    fits, grouped = True, []
+    for way, price in zip(ways, prices, strict=True):
+        wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
+        packs = _filled(items, wanted, lengths, price, limits, config)
+        fits = fits and all(len(mine) <= count for mine, count in zip(packs, wanted, strict=True))
+        grouped.append(packs)
+    if len(grouped) == 1:
+        return assemble(bare, limits, grouped[0]), fits
+    forward, backward = grouped
+    return assemble(bare, limits, forward, [mine[::-1] for mine in backward], made_by="packing (asymmetric)"), fits
+
+
+def _filled(
+    items: list[list[int]],
+    counts: list[int] | None,
+    lengths: Ints,
+    price: PassCost,
+    limits: Limits,
+    config: PackingConfig,
+) -> list[Packs]:
+    """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands)."""
+    cap, block, even = limits.max_tokens, config.block_tokens, counts is not None
+    out = []
+    for rank, mine in enumerate(items):
+        count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
+        packs = fill(mine, lengths, price, count, cap, block, even=even) if mine else []
+        while packs is None:
+            count += 1
+            packs = fill(mine, lengths, price, count, cap, block, even=even)
+        out.append(packs)
+    return out
+
+
+def _both(costs: Costs) -> PassCost:
+    """Forward and backward together, as one price."""
+    f, b = costs.forward, costs.backward
+    return PassCost(launch_s=f.launch_s + b.launch_s, token_s=f.token_s + b.token_s, pair_s=f.pair_s + b.pair_s)
