@@ -9,7 +9,7 @@ runs the lists of all stages against each other. Cost: O(slices log slices) in n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .errors import PlanError
 from .memory import peaks_of_stage
 from .order import orders_of_stage
-from .workload import MicroBatch, Op, StepPlan
+from .workload import MicroBatch, Op, Slice, StepPlan
 
 
 def check(plan: StepPlan) -> None:
@@ -116,9 +116,11 @@ def _slices_ascend(plan: StepPlan) -> None:
         raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
     ranks_of: dict[int, tuple[int, ...]] = {}
+    cut = plan.cut
     for index, micro_batch in enumerate(plan.micro_batches):
-        _refuse_two_slices(f"micro-batch {index}", micro_batch)
-        for s in micro_batch.slices:
+        mine = [s for s in micro_batch.slices if s.sequence in cut]
+        _refuse_two_slices(f"micro-batch {index}", mine)
+        for s in mine:
             if s.start != stop_of.get(s.sequence, 0):
                 found = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
                 raise PlanError(f"slices of sequence {s.sequence} are launched out of order", found)
@@ -129,8 +131,8 @@ def _slices_ascend(plan: StepPlan) -> None:
             ranks_of[s.sequence] = micro_batch.ranks
 
 
-def _refuse_two_slices(name: str, micro_batch: MicroBatch) -> None:
-    if len({s.sequence for s in micro_batch.slices}) < len(micro_batch.slices):
+def _refuse_two_slices(name: str, slices: Sequence[Slice]) -> None:
+    if len({s.sequence for s in slices}) < len(slices):
         raise PlanError("a micro-batch holds two slices of one sequence", name)
 
 
@@ -153,7 +155,7 @@ def _backward_groups(plan: StepPlan) -> None:
     ranks_of = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
     start_of = {s.index: s.length for s in plan.sequences}
     for index, micro_batch in enumerate(plan.backward):
-        _refuse_two_slices(f"backward micro-batch {index}", micro_batch)
+        _refuse_two_slices(f"backward micro-batch {index}", micro_batch.slices)
         for s in micro_batch.slices:
             if set(micro_batch.ranks) != set(ranks_of[s.sequence]):
                 found = f"forward on ranks {ranks_of[s.sequence]}, backward on {micro_batch.ranks}"

@@ -141,8 +141,11 @@ def into_bins(costs: list[float], tokens: list[int], cap: int, num_bins: int) ->
     Largest cost first onto the cheapest bin with room; if that fails, largest tokens first onto the emptiest.
     """
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    bins = _fill(by_cost, costs, tokens, cap, num_bins)
+    if bins is not None:
+        return bins
     by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], i))
-    return _fill(by_cost, costs, tokens, cap, num_bins) or _fill(by_tokens, tokens, tokens, cap, num_bins)
+    return _fill(by_tokens, tokens, tokens, cap, num_bins)
 
 
 def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num_bins: int) -> list[list[int]] | None:

@@ -48,11 +48,9 @@ def fill(
     # What does not fit whole is cut; then, while it is uneven, ever more of the next largest.
     for more in (0, 1, 2, 4, 8, len(items)):
         line = by_cost[: heavy + more]
-        packs = _pour(line, by_cost[heavy + more :], tokens, cost, price, count, cap, block)
-        if packs is not None:
-            worst = max(pack_seconds(pack, price) for pack in packs)
-            if worst < best_s:
-                best, best_s = packs, worst
+        poured = _pour(line, by_cost[heavy + more :], tokens, cost, price, count, cap, block)
+        if poured is not None and poured[1] < best_s:
+            best, best_s = poured
         if best_s <= target * (1 + EVEN) or heavy + more >= len(items) or not even:
             break
     return best
@@ -82,7 +80,8 @@ def _pour(
     count: int,
     cap: int,
     block: int,
-) -> Packs | None:
+) -> tuple[Packs, float] | None:
+    """The micro-batches, and what the costliest of them costs [s]."""
     spread = into_bins([cost[i] for i in rest], [tokens[i] for i in rest], cap, count)
     if spread is None:
         return None
@@ -93,6 +92,7 @@ def _pour(
     source = _Line(line, tokens, price, block)
     left = source.left_s + sum(own_s)
     packs: Packs = []
+    worst = 0.0
     for j, whole in enumerate(bins):
         target = left / (count - j)
         pieces, pieces_s = source.take(math.inf if j == count - 1 else target - own_s[j], rooms[j])
@@ -111,9 +111,10 @@ def _pour(
             pieces, pieces_s = source.take(target - own_s[j], rooms[j])
         pack = [*pieces, *(Slice(i, 0, tokens[i]) for i in whole)]
         left -= pieces_s + own_s[j]
+        worst = max(worst, pieces_s + own_s[j])
         if pack:
             packs.append(pack)
-    return None if source.left else packs
+    return None if source.left else (packs, worst)
 
 
 class _Line:
