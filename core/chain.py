@@ -50,7 +50,9 @@ class PlanChain:
         """
         chain = cls.of_recipe(recipe, layout)
         for plugin, config in chain.links:
-            idle = {key: getattr(config, key) for key, off in plugin.needs_host.items() if getattr(config, key) != off}
+            idle = {
+                key: getattr(config, key) for key, off in plugin.needs_host.items() if getattr(config, key) not in off
+            }
             if idle and warn:
                 logger.warning(
                     "plugins.%s.%s has no effect in a training loop of your own: samples stay whole, none may be "

@@ -72,8 +72,8 @@ class Plugin:
     """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
     hold_back: Callable[[Any], HoldBack | None] | None = None
     """``hold_back(config)`` gives the rule by which sequences wait for a later step; None: all run when drawn."""
-    needs_host: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only evenload's own training loop can honour, each with the value that switches it off."""
+    needs_host: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
 

@@ -19,7 +19,7 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         simpler="chunks",
-        needs_host={"slices": "off", "max_delay_steps": 0, "activation_gib": None},
+        needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
         hold_back=delay.hold_back,
     )
 )

@@ -14,10 +14,10 @@ class PackingConfig(PluginConfig):
 
     max_tokens: PositiveInt = 16384
     """Tokens that one rank may hold in one micro-batch."""
-    slices: Literal["even", "long", "off"] = "even"
-    """Which sequences are cut. even: also those that cost more than a micro-batch should, so that all micro-batches
-    cost alike, where this is not predicted to make the step slower. long: only those longer than max_tokens. off: none.
-    """
+    slices: Literal["auto", "even", "off"] = "auto"
+    """Whether sequences are cut. even: so that all micro-batches cost alike, where that is not predicted to make the
+    step slower. auto: the same, but only in a batch with a sequence longer than max_tokens, or where it is predicted to
+    make the step faster (pipelines, ZeRO-3). off: never; longer sequences are refused."""
     block_tokens: PositiveInt = 4
     """Slices start at multiples of this, and none is shorter unless its sequence ends."""
     asymmetric: bool = True

@@ -1,12 +1,14 @@
 """Which slices of which sequences form each micro-batch of each rank.
 
-A small portfolio (`ways`) judged by one prediction (`core.predict`, `core.memory`). Equal micro-batches are taken where
-the predicted step is at most `EVENNESS_COSTS` longer than the best and they fit into memory: they leave smaller bubbles
-and fill the ranks of later plugins better, but every further one is a further launch, and a cut sequence keeps its keys
-and values. What is even is the cost of a micro-batch forward and backward together, as both run the same groups. With
-``train.recompute`` a backward replays its forward anyway, so its groups are free (asymmetric partitioning; SlimPack,
-arXiv 2509.26246): forward and backward are then each cut for their own cost. Without, groups of its own would cost the
-backward one more forward, a third of the step, and are not tried.
+A small portfolio (`ways`) judged by one prediction (`core.predict`, `core.memory`). Equal micro-batches leave smaller
+bubbles and fit into less memory, but every further one is a further launch, and a cut sequence keeps its keys and
+values. So with ``slices: auto`` nothing is cut in a batch whose sequences all fit into a micro-batch, unless the step
+gets shorter by `WORTH_A_CUT`; otherwise, and with ``slices: even`` always, equal micro-batches are taken where the step
+is at most `EVENNESS_COSTS` longer than the best and they fit into memory. What is even is the cost of a micro-batch
+forward and backward together, as both run the same groups. With ``train.recompute`` a backward replays its forward
+anyway, so its groups are free (asymmetric partitioning; SlimPack, arXiv 2509.26246): forward and backward are then each
+cut for their own cost. Without, groups of its own would cost the backward one more forward, a third of the step, and
+are not tried.
 
 512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 one to two seconds
 (benchmarks/planner.py). The global batch is unchanged: only who computes which tokens, and beside which others. A
@@ -34,6 +36,8 @@ from .ways import portfolio, whole
 
 EVENNESS_COSTS = 0.005
 """Share of the step that equal micro-batches may cost."""
+WORTH_A_CUT = 0.01
+"""Share of the step that cuts must save where none is needed and ``slices`` is auto."""
 
 
 def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
@@ -55,12 +59,13 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
             problem = error
             continue
         found.append(judged)
-        if judged.step_s <= bound_s * (1 + EVENNESS_COSTS) and judged.held_bytes <= room:
-            break  # nothing later could be better by more than evenness may cost
+        margin = EVENNESS_COSTS if judged.plan.cut else WORTH_A_CUT
+        if judged.step_s <= bound_s * (1 + margin) and judged.held_bytes <= room:
+            break  # no later one could be better by more than that
     if not found:
         assert problem is not None
         raise problem
-    best = _choose(found, room)
+    best = _choose(found, room, needless=config.slices == "auto")
     return replace(best.plan, bound_s=bound_s, notes=(*best.plan.notes, *_notes(best, costs)))
 
 
@@ -78,12 +83,18 @@ def _judge(plan: StepPlan, costs: Costs) -> _Judged:
     return _Judged(plan, predict(plan, costs, passes).step_s, micro_batch_imbalance(plan, costs, passes), held)
 
 
-def _choose(found: list[_Judged], room: float) -> _Judged:
-    """Among those that fit into the device, or hold the least if none does, the most even of the fast ones."""
+def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:
+    """Among those that fit into the device, or hold the least if none does, the most even of the fast ones.
+
+    ``needless``: a plan without cuts is taken, if there is one, unless cuts are worth it.
+    """
     fitting = [one for one in found if one.held_bytes <= room]
     if not fitting:
         fitting = [min(found, key=lambda one: one.held_bytes)]
     least = min(one.step_s for one in fitting)
+    uncut = min((one for one in fitting if not one.plan.cut), key=lambda one: one.step_s, default=None)
+    if needless and uncut is not None and uncut.step_s * (1 - WORTH_A_CUT) <= least:
+        return uncut
     fast = [one for one in fitting if one.step_s <= least * (1 + EVENNESS_COSTS)]
     return min(fast, key=lambda one: round(max(one.uneven), 3))
 

@@ -28,14 +28,15 @@ _MOST_TRIES = 8
 def portfolio(
     bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
 ) -> Iterator[StepPlan]:
-    """The candidates, equal micro-batches first. lengths int64 [K]."""
+    """The candidates, those most likely to be taken first. lengths int64 [K]."""
     fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
-    if config.slices == "even" and len(lengths):
-        for per_rank in _slots_per_rank(lengths, limits, costs):
-            yield from _even(bare, lengths, limits, costs, config, per_rank)
-    if fits:
+    if fits and config.slices == "auto":
         yield whole(bare, lengths, limits, costs, bound_s)
-    else:
+    for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
+        yield from _even(bare, lengths, limits, costs, config, per_rank)
+    if fits and config.slices != "auto":
+        yield whole(bare, lengths, limits, costs, bound_s)
+    if not fits:
         items = _by_launches(lengths, limits, costs, bound_s)
         yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
 

@@ -28,7 +28,7 @@ def test_a_loop_of_ones_own_runs_whole_sequences_and_is_told_so_once(caplog: pyt
 
 
 def test_nothing_is_told_where_nothing_is_asked(caplog: pytest.LogCaptureFixture) -> None:
-    asks = recipe(slices="off")
+    asks = recipe()
     with caplog.at_level("WARNING", logger="evenload"):
         PlanChain.of_loop(asks, asks.layout())  # type: ignore[attr-defined, arg-type]
     assert not caplog.text

@@ -25,7 +25,7 @@ DS_CONFIG = {
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
 }
-SECTION = {"evenload": {"packing": {"enabled": True, "max_tokens": CAP}}}
+SECTION = {"evenload": {"packing": {"enabled": True, "max_tokens": CAP, "slices": "even"}}}
 
 
 def _start(folder, ds_config, *words, evenload=True):
@@ -96,7 +96,7 @@ def test_every_stage_takes_exact_steps_and_disable_restores_every_symbol(tmp_pat
 def test_activation_checkpointing_changes_nothing(tmp_path, plain):
     done = _start(tmp_path, DS_CONFIG | SECTION, "--stages", "3", "--checkpointing")
     assert done.stdout.count("RESTORED") == RANKS, done.stdout[-3000:] + done.stderr[-3000:]
-    # Slices are on by default; a script runs whole samples, and each rank says so once.
+    # Slices are asked for; a script runs whole samples, and each rank says so once.
     assert done.stderr.count("packing.slices=even has no effect") == RANKS
     absolute, relative = _errors(_results(tmp_path, 3)[0]["weights"], plain)
     assert absolute < 3e-7

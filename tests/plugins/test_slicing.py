@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from evenload.core.registry import Situation
 from evenload.core.setting import RECIPES
 from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.packing import baselines
+from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.plan import plan
 from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
@@ -45,7 +45,8 @@ def planned(
 ) -> StepPlan:
     limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
     situation = Situation(costs, Layout(dp=ranks, pp=pp), A100)
-    return plan(StepPlan(sequences(lengths), (), limits), situation, PackingConfig(enabled=True, **config)).check()
+    section = PackingConfig(**{"enabled": True, "slices": "even", **config})
+    return plan(StepPlan(sequences(lengths), (), limits), situation, section).check()
 
 
 def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
@@ -101,7 +102,7 @@ def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
     st.sampled_from([1, 2, 4]),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["even", "long"]),
+    st.sampled_from(["even", "auto"]),
 )
 def test_every_plan_keeps_the_laws_and_the_bound(
     lengths: list[int], ranks: int, pp: int, recompute: bool, equal: bool, slices: str
@@ -153,10 +154,19 @@ def test_equal_micro_batches_are_given_up_where_launches_make_them_slow() -> Non
     assert max(len(dear.of_rank(r)) for r in range(64)) == 3, "40,000 tokens in micro-batches of 16,384"
 
 
-def test_long_cuts_only_what_is_over_the_cap() -> None:
-    lengths = [5000, 900, 1000, 800, 3, 40]
-    made = planned(lengths, 2, slices="long", max_tokens=1024)
-    assert made.cut == {0}
+def test_auto_cuts_nothing_that_need_not_be_cut() -> None:
+    lengths = [900, 700, 500, 400, 300, 40]
+    assert planned(lengths, 2, max_tokens=1024).cut
+    assert not planned(lengths, 2, slices="auto", max_tokens=1024).cut
+    longer = planned([5000, *lengths], 2, slices="auto", max_tokens=1024)
+    assert longer.digest == planned([5000, *lengths], 2, max_tokens=1024).digest
+
+
+def test_auto_cuts_where_that_makes_the_step_faster() -> None:
+    lengths = heavy_tail(3, 64, 16_000)
+    assert planned(lengths, 2, pp=4, slices="auto").cut
+    # In rounds, 8000 tokens wait beside eight samples of 1000, which cost less.
+    assert planned([8000, 8000, *[1000] * 24], 4, slices="auto", equal_counts=True, max_tokens=8000).cut
 
 
 def test_a_pipeline_gets_smaller_micro_batches() -> None:
@@ -186,22 +196,22 @@ def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
     flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
     kept = {}
     for gib in (20 * mib, 8.1 * mib, 3.1 * mib):  # the plan of the last is checked below
-        made = planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=gib)
+        made = planned([16384], 1, flat, limits=limits, max_tokens=1024, activation_gib=gib)
         assert peaks_of_stage(made, 0)[0][0] <= gib * 2**30
         kept[gib] = 16 - len(made.replayed)
     assert kept == {20 * mib: 16, 8.1 * mib: 6, 3.1 * mib: 1}
     assert made.replayed == tuple(range(15)), "the first slices are replayed: they would wait longest"
     with pytest.raises(EvenloadError, match=r"0\.00293 GiB at the least .* cap is 0\.00195") as caught:
-        planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=2 * mib)
+        planned([16384], 1, flat, limits=limits, max_tokens=1024, activation_gib=2 * mib)
     assert "lower plugins.packing.max_tokens" in caught.value.do
     with pytest.raises(EvenloadError, match="cannot hold the keys and values") as caught:
-        planned([16384], 1, flat, limits=limits, slices="long", max_tokens=1024, activation_gib=1.5 * mib)
+        planned([16384], 1, flat, limits=limits, max_tokens=1024, activation_gib=1.5 * mib)
     assert "data.max_length" in caught.value.do
 
 
 def test_replays_are_the_same_on_ranks_in_step() -> None:
     limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), **MEMORY)
-    made = planned([16384, 2000], 2, limits=limits, slices="long", max_tokens=1024, activation_gib=6 / 1024)
+    made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
     rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
     assert rows[0]
     assert rows[0] == rows[1]
@@ -220,16 +230,39 @@ def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
 
 
 def test_chains_end_before_the_next_begins() -> None:
-    """One stage: a rank holds the activations of one chain at a time."""
-    made = planned([3000, 2900, 2800, 100, 90, 80], 1, slices="long", max_tokens=1024)
-    alive: set[int] = set()
-    most = 0
-    for op in made.order[0]:
-        alive ^= {op.micro_batch}
-        most = max(most, len(alive))
-    assert most < len(made.micro_batches)
-    pieces: dict[int, list[Slice]] = {}
-    for m in made.micro_batches:
-        for s in m.slices:
-            pieces.setdefault(s.sequence, []).append(s)
-    assert all(a.stop == b.start for row in pieces.values() for a, b in pairwise(row))
+    """Two chains and a micro-batch of whole sequences: few activations are alive at a time."""
+    bare = StepPlan(sequences([20, 5, 25]), (), Limits(1, 10))
+    packs = [
+        [Slice(0, 0, 10)],
+        [Slice(0, 10, 20)],
+        [Slice(1, 0, 5)],
+        [Slice(2, 0, 9)],
+        [Slice(2, 9, 17)],
+        [Slice(2, 17, 25)],
+    ]
+    made = assemble(bare, bare.limits, [packs]).check()
+    assert " ".join(f"{op.kind}{op.micro_batch}" for op in made.order[0]) == "F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"
+    two = assemble(
+        replace(bare, limits=replace(bare.limits, num_stages=2)), Limits(1, 10, num_stages=2), [packs]
+    ).check()
+    assert "".join(op.kind for op in two.order[1]) == "FFBBFBFFFBBB"
+    assert "".join(op.kind for op in two.order[0]) == "FFBFBFFFBBBB"
+
+
+def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
+    """The same batch on a device that holds a replayed micro-batch, and on one that does not."""
+    costs = COSTS.recomputed(64.0).model_copy(
+        update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 64.0})}
+    )
+    lengths = np.append(heavy_tail(1, 511, 20_000), 40_000)
+    limits = Limits(64, 1 << 40, layers_per_stage=32, activation_bytes_per_token=2.0, replay_bytes_per_token=2.0**15)
+    situations = {
+        name: Situation(costs, Layout(dp=64), A100.model_copy(update={"memory_bytes": size}))
+        for name, size in (("large", 2**40), ("small", 2**30))
+    }
+    bare = StepPlan(sequences(lengths), (), limits)
+    made = {
+        name: plan(bare, one, PackingConfig(enabled=True, slices="even")).check() for name, one in situations.items()
+    }
+    assert made["large"].backward
+    assert not made["small"].backward
