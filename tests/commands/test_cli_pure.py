@@ -82,8 +82,25 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
     assert len(result["steps"]) == 3
     for step in result["steps"]:
         assert {"plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "baselines"} <= set(step)
+        assert {"micro_batch_imbalance", "peak_activation_bytes", "delay_steps", "notes"} <= set(step)
+        assert min(step["micro_batch_imbalance"].values()) >= 1.0
+        assert step["peak_activation_bytes"] > 0
         assert set(step["baselines"]) == {"padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"}
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
+
+
+def test_cut_plans_are_written_with_their_order_and_both_groupings(place: Path) -> None:
+    settings = ("plugins.packing.max_tokens=512", "train.recompute=true")
+    done = evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", *settings, "--out", "cut.json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads((place / "cut.json").read_text())["steps"]
+    for groups in (step["micro_batches"], step["backward"]):
+        tokens = sorted(tuple(piece) for micro_batch in groups for piece in micro_batch["slices"])
+        assert sum(stop - start for _, start, stop in tokens) == sum(step["lengths"])
+        assert all(sum(b - a for _, a, b in m["slices"]) <= 512 for m in groups)
+    kinds = [kind for kind, _ in step["order"][0]]
+    assert kinds.count("F") == len(step["micro_batches"])
+    assert kinds.count("B") == len(step["backward"]) > len(step["replayed"]) - 1 > 0
 
 
 def test_the_written_plan_can_be_checked_by_anyone(place: Path) -> None:
