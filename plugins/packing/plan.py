@@ -118,7 +118,7 @@ def refuse_longer(lengths: Ints, config: PackingConfig) -> None:
         raise EvenloadError(
             "a sequence is longer than plugins.packing.max_tokens",
             f"sequence {index} has {lengths[index]} tokens, the cap is {config.max_tokens}",
-            "raise max_tokens, let it be cut (plugins.packing.slices=even, where the host can), or lower "
+            "raise max_tokens, let it be cut (plugins.packing.slices=auto, where the host can), or lower "
             "data.max_length (longer samples are split, truncated or dropped)",
         )
 
