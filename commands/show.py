@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
@@ -88,7 +88,7 @@ def stdout_aside() -> Iterator[None]:
         os.close(kept)
 
 
-def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], Table]) -> None:
+def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], RenderableType]) -> None:
     """Print the result: one JSON object and nothing else, or the table."""
     if as_json:
         json.dump(data, sys.stdout)

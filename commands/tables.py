@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from .show import grid, percent, seconds
@@ -80,8 +81,8 @@ def verify(result: Result) -> Table:
     return grid(f"evenload against plain training on {_machine(result)}", ("", ""), rows, caption)
 
 
-def plan(result: Result) -> Table:
-    names = list(result["steps"][0]["baselines"])
+def plan(result: Result) -> Group:
+    """A row a step, then a row a planner over all steps."""
     head = (
         "step",
         "planning",
@@ -91,26 +92,57 @@ def plan(result: Result) -> Table:
         "padding",
         "bubble",
         "micro-batches F, B",
-        *(f"{n} is slower by" for n in names),
+        "holds",
     )
     rows = [
         (
             s["step"],
             seconds(s["plan_s"]),
             seconds(s["step_s"]),
-            percent(s["step_s"] / s["bound_s"] - 1),
+            percent(max(0.0, s["step_s"] / s["bound_s"] - 1)),
             s["imbalance"],
             percent(s["padding_frac"]),
             percent(s["bubble_frac"]),
-            "{forward:.3f}, {backward:.3f}".format(**s["micro_batch_imbalance"]),
-            *(f"{s['baselines'][n]['step_s'] / s['step_s']:.2f}x" if n in s["baselines"] else "-" for n in names),
+            _directions(s["micro_batch_imbalance"]),
+            f"{s['peak_activation_bytes'] / 2**30:.2f} GiB",
         )
         for s in result["steps"]
     ]
-    notes = sorted({note for s in result["steps"] for note in s["notes"]})
-    about = "micro-batches: costliest over mean, forward and backward"
-    caption = "\n".join([f"all times predicted; costs: {result['costs']}", about, *notes[:3]])
-    return grid("plan", head, rows, caption)
+    notes = sorted({note for s in result["steps"] for note in s["notes"] if not note.startswith("micro-batches")})
+    about = (
+        f"all times predicted; costs: {result['costs']}",
+        "micro-batches F, B: costliest over mean, forward and backward; holds: activations and prefix KV of a rank",
+    )
+    return Group(grid("plan", head, rows, "\n".join([*about, *notes[:3]])), _planners(result["steps"]))
+
+
+def _planners(steps: list[Result]) -> Table:
+    """evenload beside the baselines that planned every step: sums of seconds, means of the rest."""
+    named: dict[str, list[Result]] = {"evenload": steps}
+    for name in steps[0]["baselines"]:
+        if all(name in s["baselines"] for s in steps):
+            named[name] = [s["baselines"][name] for s in steps]
+    ours_s = sum(s["step_s"] for s in steps)
+    rows = [
+        (
+            name,
+            seconds(sum(s["step_s"] for s in row)),
+            f"{sum(s['step_s'] for s in row) / ours_s:.2f}x",
+            sum(s["imbalance"] for s in row) / len(row),
+            _directions(
+                {
+                    kind: sum(s["micro_batch_imbalance"][kind] for s in row) / len(row)
+                    for kind in ("forward", "backward")
+                }
+            ),
+        )
+        for name, row in named.items()
+    ]
+    return grid("planners", ("", "all steps", "against evenload", "imbalance", "micro-batches F, B"), rows)
+
+
+def _directions(imbalance: dict[str, float]) -> str:
+    return f"{imbalance['forward']:.3f}, {imbalance['backward']:.3f}"
 
 
 def profile(result: Result) -> Table:
