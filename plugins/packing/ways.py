@@ -70,7 +70,8 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
     if token_s:
         fewest = max(fewest, min(2 * fewest, int(np.ceil(mean_s / (token_s * limits.max_tokens)))))
     if limits.num_stages == 1:
-        return [fewest]
+        # Under a memory cap smaller micro-batches may be the only ones that fit.
+        return [fewest * factor for factor in ((1, 2, 4, 8) if limits.max_activation_bytes < float("inf") else (1,))]
 
     def step_s(count: int) -> float:
         return (count + limits.num_stages - 1) * (mean_s / count + costs.launch_s)

@@ -209,6 +209,15 @@ def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
     assert "data.max_length" in caught.value.do
 
 
+def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
+    """K, V and their gradients take 2 MiB, a micro-batch of max_tokens 8 MiB; 5 MiB hold them with less than 3,072."""
+    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), **MEMORY)
+    flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
+    made = planned([16384], 1, flat, limits=limits, max_tokens=8192, activation_gib=5 / 1024)
+    assert max(m.num_tokens for m in made.micro_batches) <= 3072
+    assert peaks_of_stage(made, 0)[0][0] <= 5 * 2**20
+
+
 def test_replays_are_the_same_on_ranks_in_step() -> None:
     limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), **MEMORY)
     made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
