@@ -9,7 +9,7 @@ micro-batch holds twice as many tokens. Model, cluster and costs are those of re
 override any of its keys (plugins.packing.max_tokens=16384 train.recompute=true costs=verl-7b). Planning includes the
 check of every law. "longest / mean" is what the costliest sequence costs over a rank's mean share: above 1, that
 sequence alone bounds the step, and planners cannot differ much. "micro-batches F, B" is the costliest micro-batch over
-the mean one, forward and backward.
+the mean one, forward and backward: the median of batches, then the worst.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def measure(
             continue
         steps = [_step(replace(chain, instead=name), *pair) for pair in zip(drawn, bounds, strict=True)]
         medians = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
-        rows.append({"sequences": size, "ranks": num_ranks, "planner": name or "evenload", **medians})
+        worst = {f"worst_{key}": max(step[key] for step in steps) for key in steps[0] if key.startswith("micro_batch_")}
+        rows.append({"sequences": size, "ranks": num_ranks, "planner": name or "evenload", **medians, **worst})
     return rows
 
 
@@ -132,6 +133,7 @@ def table(result: dict[str, Any]) -> Any:
             f"{r['step_over_bound']:.4f}",
             f"{r['longest_over_mean']:.2f}",
             f"{r['micro_batch_imbalance_forward']:.3f}, {r['micro_batch_imbalance_backward']:.3f}",
+            f"{r['worst_micro_batch_imbalance_forward']:.3f}, {r['worst_micro_batch_imbalance_backward']:.3f}",
         )
         for r in result["rows"]
     ]
@@ -143,6 +145,7 @@ def table(result: dict[str, Any]) -> Any:
         "step / bound",
         "longest / mean",
         "micro-batches F, B",
+        "at worst",
     )
     caption = f"medians of {result['runs']} batches; planning measured on {result['machine']}, all else predicted"
     return grid(f"planners on {result['lengths']} lengths", head, rows, caption)
