@@ -31,7 +31,8 @@ def assemble(
 ) -> StepPlan:
     """The plan of ``forward[r][k]``, micro-batch k of rank r in launch order (an empty one is a dummy).
 
-    ``backward[r]`` groups the same tokens anew, in backward launch order; None runs backward what ran forward.
+    ``backward[r]`` groups the same tokens anew, in backward launch order; None, or the same groups on every rank, runs
+    backward what ran forward.
     """
     if limits.equal_counts:
         forward = _equal(forward)
@@ -58,7 +59,7 @@ def assemble(
     else:
         backward = [packs or [[]] for packs in backward]
         back_micro_batches, back_numbers = _launch_order(backward)
-        plan = replace(plan, backward=back_micro_batches)
+        plan = replace(plan, backward=back_micro_batches, made_by=f"{made_by} (asymmetric)")
         ranks = [_asymmetric(f, b) for f, b in zip(forward, backward, strict=True)]
         # Where ranks must keep in step, all replay or none.
         same = set() if limits.equal_counts else {m[:2] for m in micro_batches}

@@ -27,7 +27,9 @@ _SLACK = 1.0005
 _ROOM = 1.002
 """Capacity of all ranks over the work of all sequences: what polishing needs to bring every rank under its capacity."""
 _CLOSED = 0.998
+"""Share of its capacity from which a rank's own sequence leaves no room for others."""
 _TRIES = 3
+"""Starts of the search where the first leaves a rank too full."""
 _SHUFFLE = 0.15
 """Each try after the first multiplies sizes, for their order alone, by up to this much more."""
 _SMALL = 4096

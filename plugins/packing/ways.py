@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.costs import Costs, PassCost
-from ...core.partition import Ints, Load, balance
+from ...core.partition import Ints
 from ...core.workload import Limits, Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
 from .dispatch import dispatch, slots
 from .slicing import Packs, fill
-from .whole import whole_packs
+from .whole import by_launches, whole_packs
 
 _MOST_TRIES = 8
 """Numbers of micro-batches tried where the first leaves too much in one of them."""
@@ -37,7 +37,7 @@ def portfolio(
     if fits and config.slices != "auto":
         yield whole(bare, lengths, limits, costs, bound_s)
     if not fits:
-        items = _by_launches(lengths, limits, costs, bound_s)
+        items = by_launches(lengths, limits, costs, bound_s)
         yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
 
 
@@ -46,16 +46,6 @@ def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: 
     sizes = lengths.tolist()
     packs = whole_packs(lengths, limits, costs, bound_s)
     return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
-
-
-def _by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
-    """Sequences of each rank, balanced with the launches that their tokens need."""
-    load = Load(costs.launch_s, limits.max_tokens)
-    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
-    items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
-    for item, rank in enumerate(ranks.tolist()):
-        items[rank].append(item)
-    return items
 
 
 def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
@@ -119,7 +109,7 @@ def _in_slots(
     if len(grouped) == 1:
         return assemble(bare, limits, grouped[0]), fits
     forward, backward = grouped
-    return assemble(bare, limits, forward, [mine[::-1] for mine in backward], made_by="packing (asymmetric)"), fits
+    return assemble(bare, limits, forward, [mine[::-1] for mine in backward]), fits
 
 
 def _filled(

@@ -25,11 +25,18 @@ def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
     seconds = costs.sequence_s(lengths)
     if limits.equal_counts:
         return _in_rounds(seconds, lengths, limits)
-    ranks = balance(seconds, lengths, limits.num_ranks, Load(costs.launch_s, limits.max_tokens), target=bound_s)
+    items = by_launches(lengths, limits, costs, bound_s)
+    return [_pack(mine, seconds, lengths, limits, costs) for mine in items]
+
+
+def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
+    """Sequences of each rank, balanced with the launches that their tokens need."""
+    load = Load(costs.launch_s, limits.max_tokens)
+    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
     items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
     for item, rank in enumerate(ranks.tolist()):
         items[rank].append(item)
-    return [_pack(mine, seconds, lengths, limits, costs) for mine in items]
+    return items
 
 
 def _pack(

@@ -275,3 +275,13 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
     }
     assert made["large"].backward
     assert not made["small"].backward
+
+
+def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_own() -> None:
+    costs = COSTS.recomputed(0.0)
+    apart = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64, costs)
+    assert apart.backward
+    assert apart.made_by == "packing (asymmetric)"
+    alike = planned([100, 100, 100, 100], 4, costs)
+    assert not alike.backward
+    assert alike.made_by == "packing"
