@@ -35,13 +35,15 @@ def train(
     overrides: Overrides = None,
     nproc: NumRanks = None,
     against: Against = "",
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, measured and predicted.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train first on the same batches."""
     from .commands import tables
 
     names = _names(against)
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.train, "train", names)
+    chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={trace}"] if trace else ())])
+    _run_ranks(chosen, nproc, as_json, tables.train, "train", names)
 
 
 @app.command()
@@ -73,31 +75,52 @@ def plan(
     lengths: Annotated[Path, typer.Option("--lengths", help=".npy, .txt, .jsonl or Megatron .idx")],
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Global batches to plan.")] = 1,
+    nproc: Annotated[int | None, typer.Option("--nproc", help="Ranks; default: what parallel.* needs.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plans as JSON.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, evenload and baselines.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write a page to read (HTML).")] = None,
+    sweep: Annotated[list[str] | None, typer.Option("--sweep", help="key=a,b,c: plan each; repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
     from .commands import tables
-    from .commands.plan import plan as work
+    from .commands.plan import look_ahead, write_plans
     from .commands.show import emit
 
-    emit(work(load_recipe(recipe, overrides or ()), lengths, steps, out), as_json, tables.plan)
+    chosen = load_recipe(recipe, overrides or ())
+    if sweep:
+        from .commands.sweep import sweep as work
+
+        files = {"--out": out, "--trace": trace, "--plot": plot, "--report": report}
+        emit(work(chosen, sweep, lengths, steps, nproc, files), as_json, tables.sweep)
+        return
+    outlook = look_ahead(chosen, lengths, steps, nproc, record=trace is not None or report is not None)
+    if out is not None:
+        write_plans(outlook, out)
+    if trace or plot or report:
+        from .commands.pictures import draw
+
+        draw(outlook, trace=trace, plot=plot, report=report)
+    emit(outlook.to_json(), as_json, tables.plan)
 
 
 @app.command()
 def profile(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model to measure.")] = None,
     overrides: Overrides = None,
+    nproc: NumRanks = None,
     out: Annotated[Path, typer.Option("--out", help="Where to write the cost model.")] = Path("costs.yaml"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's layers and fit the cost model."""
+    """Measure this machine's layers and links and fit the cost model."""
     from .commands import tables
     from .core.setting import RECIPES
 
-    alone = {"parallel.tp": 1, "parallel.pp": 1, "parallel.dp": 1}
-    chosen = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ()).changed(alone)
-    _run_ranks(chosen, 1, as_json, tables.profile, "profile", out=out.absolute())
+    wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
+    num_ranks = nproc or wanted.min_world_size
+    plane = {"parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.ep": 1, "parallel.dp": num_ranks}
+    _run_ranks(wanted.changed(plane), num_ranks, as_json, tables.profile, "profile", out=out.absolute())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

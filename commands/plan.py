@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError
-from ..core.memory import peaks_of_stage
-from ..core.predict import micro_batch_imbalance, predict
+from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
+from ..core.simulate import Simulation, simulate
 from ..core.workload import Sequence, StepPlan, sequences
 from ..data.cut import cut
 from ..data.lengths import read_lengths
@@ -25,9 +25,57 @@ _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
 
 
-def plan(recipe: Recipe, lengths: Path, steps: int, out: Path | None = None) -> dict[str, Any]:
-    """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError."""
-    chain = PlanChain.of_recipe(recipe, recipe.layout())
+@dataclass(frozen=True)
+class Simulated:
+    """A plan and what it comes to."""
+
+    plan: StepPlan
+    outcome: Simulation
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One global batch as evenload and as every baseline would run it."""
+
+    ours: Simulated
+    baselines: dict[str, Simulated]
+    plan_s: float
+    """Seconds the planning took, measured; everything else is predicted."""
+    delay_steps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What `plan` says: everything its tables and pictures are made of."""
+
+    recipe: Recipe
+    chain: PlanChain
+    num_samples: int
+    steps: tuple[PlannedStep, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented result of ``plan --json``."""
+        return {
+            "predicted": True,
+            "costs": self.chain.situation.costs.source,
+            "cluster": self.chain.situation.cluster.name,
+            "layout": vars(self.chain.situation.layout),
+            "plugins": [p.name for p in self.recipe.enabled()],
+            "samples": self.num_samples,
+            "steps": [{"step": number, **_step_json(step, self.chain)} for number, step in enumerate(self.steps)],
+        }
+
+
+def look_ahead(
+    recipe: Recipe, lengths: Path, steps: int, num_ranks: int | None = None, *, record: bool = False
+) -> Outlook:
+    """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
+
+    Args:
+        num_ranks: of the world; None takes the fewest that ``parallel.*`` needs.
+        record: keep the timeline of every simulated step.
+    """
+    chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
     samples = cut(
         read_lengths(lengths), recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length
     ).length
@@ -39,84 +87,74 @@ def plan(recipe: Recipe, lengths: Path, steps: int, out: Path | None = None) -> 
             "lower train.global_batch_size",
         )
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
-    rows, plans = [], []
-    for step in range(steps):
+    planned = []
+    for _ in range(steps):
         draw = drawing()
         batch = sequences(draw.lengths)
         start = time.perf_counter()
         step_plan = chain.plan(batch)
         plan_s = time.perf_counter() - start
-        judged = _judge(step_plan, chain)
-        memory = {"peak_activation_bytes": _peak_bytes(step_plan), "delay_steps": draw.delay_steps}
-        rows.append({"step": step, "plan_s": plan_s, **judged, **memory, "baselines": _baselines(chain, batch)})
-        plans.append(step_plan)
-    if out is not None:
-        _write(out, plans)
+        baselines = _baselines(chain, batch, record)
+        planned.append(PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps))
+    return Outlook(recipe, chain, len(samples), tuple(planned))
+
+
+def write_plans(outlook: Outlook, path: Path) -> None:
+    """Write the plans as ``plan.json``. Raises EvenloadError."""
+    try:
+        path.write_text(json.dumps({"format": 1, "steps": [step.ours.plan.to_json() for step in outlook.steps]}))
+    except OSError as error:
+        raise EvenloadError(
+            "the plan cannot be written", f"{path}: {error.strerror}", "choose another --out"
+        ) from error
+
+
+def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
+    return Simulated(step_plan, simulate(step_plan, chain.situation, record=record))
+
+
+def _baselines(chain: PlanChain, batch: tuple[Sequence, ...], record: bool) -> dict[str, Simulated]:
+    names = [
+        name
+        for name in chain.baseline_names
+        if name != "karmarkar_karp" or len(batch) * chain.limits.num_ranks <= _DIFFERENCING_LIMIT
+    ]
+    return {name: _simulated(replace(chain, instead=name).plan(batch), chain, record) for name in names}
+
+
+def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
+    plan, outcome = step.ours.plan, step.ours.outcome
     return {
-        "predicted": True,
-        "costs": chain.situation.costs.source,
-        "layout": vars(recipe.layout()),
-        "plugins": [p.name for p in recipe.enabled()],
-        "samples": len(samples),
-        "steps": rows,
+        "plan_s": step.plan_s,
+        **_outcome_json(step.ours, chain),
+        "bound_s": plan.bound_s or float(outcome.busy_s.sum(axis=0).mean()),
+        "padding_frac": plan.padding_frac,
+        "micro_batches": len(plan.micro_batches),
+        "tokens": plan.num_tokens,
+        "notes": [*plan.notes, *_bound_note(plan, chain)],
+        "delay_steps": step.delay_steps,
+        "baselines": {name: _outcome_json(one, chain) for name, one in step.baselines.items()},
     }
 
 
-def _judge(step_plan: StepPlan, chain: PlanChain) -> dict[str, Any]:
-    predicted = predict(step_plan, chain.situation.costs)
+def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
+    uneven = micro_batch_imbalance(one.plan, chain.situation.costs)
     return {
-        "step_s": predicted.step_s,
-        "bound_s": step_plan.bound_s or sum(predicted.busy_s) / len(predicted.busy_s),
-        "imbalance": predicted.imbalance,
-        "padding_frac": step_plan.padding_frac,
-        "bubble_frac": predicted.bubble_frac,
-        "micro_batch_imbalance": _imbalance(step_plan, chain),
-        "micro_batches": len(step_plan.micro_batches),
-        "tokens": step_plan.num_tokens,
-        "notes": [*step_plan.notes, *_bound_note(step_plan, chain)],
+        "step_s": one.outcome.step_s,
+        "imbalance": one.outcome.imbalance,
+        "bubble_frac": one.outcome.bubble_frac,
+        "exposed_frac": one.outcome.exposed_frac,
+        "peak_bytes": float(one.outcome.peak_bytes.max()),
+        "micro_batch_imbalance": dict(zip(("forward", "backward"), uneven, strict=True)),
     }
 
 
 def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
     """Say so when one sequence alone bounds the step."""
     seconds = chain.situation.costs.sequence_s(np.array([s.length for s in step_plan.sequences]))
-    longest, mean = float(seconds.max()), float(seconds.sum()) / chain.limits.num_ranks
+    mean = float(seconds.sum()) / chain.limits.num_ranks
+    longest = float(seconds.max()) / chain.situation.layout.cp
     if longest <= mean:
         return []
     tokens = step_plan.sequences[int(seconds.argmax())].length
     return [f"one sequence of {tokens} tokens costs {longest / mean:.2f}x a rank's mean share and bounds the step"]
-
-
-def _baselines(chain: PlanChain, batch: tuple[Sequence, ...]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name in chain.baseline_names:
-        if name == "karmarkar_karp" and len(batch) * chain.limits.num_ranks > _DIFFERENCING_LIMIT:
-            continue
-        step_plan = replace(chain, instead=name).plan(batch)
-        predicted = predict(step_plan, chain.situation.costs)
-        out[name] = {
-            "step_s": predicted.step_s,
-            "imbalance": predicted.imbalance,
-            "micro_batch_imbalance": _imbalance(step_plan, chain),
-        }
-    return out
-
-
-def _imbalance(step_plan: StepPlan, chain: PlanChain) -> dict[str, float]:
-    """Costliest micro-batch over mean in each direction."""
-    return dict(zip(("forward", "backward"), micro_batch_imbalance(step_plan, chain.situation.costs), strict=True))
-
-
-def _peak_bytes(step_plan: StepPlan) -> float:
-    """The most activations and prefix KV that any rank holds."""
-    stages = range(step_plan.limits.num_stages)
-    return max(peak for stage in stages for peak, _ in peaks_of_stage(step_plan, stage))
-
-
-def _write(path: Path, plans: list[StepPlan]) -> None:
-    try:
-        path.write_text(json.dumps({"format": 1, "steps": [p.to_json() for p in plans]}))
-    except OSError as error:
-        raise EvenloadError(
-            "the plan cannot be written", f"{path}: {error.strerror}", "choose another --out"
-        ) from error

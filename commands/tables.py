@@ -91,6 +91,7 @@ def plan(result: Result) -> Group:
         "imbalance",
         "padding",
         "bubble",
+        "exposed",
         "micro-batches F, B",
         "holds",
     )
@@ -103,15 +104,17 @@ def plan(result: Result) -> Group:
             s["imbalance"],
             percent(s["padding_frac"]),
             percent(s["bubble_frac"]),
+            percent(s["exposed_frac"]),
             _directions(s["micro_batch_imbalance"]),
-            f"{s['peak_activation_bytes'] / 2**30:.2f} GiB",
+            f"{s['peak_bytes'] / 2**30:.2f} GiB",
         )
         for s in result["steps"]
     ]
     notes = sorted({note for s in result["steps"] for note in s["notes"] if not note.startswith("micro-batches")})
     about = (
-        f"all times predicted; costs: {result['costs']}",
-        "micro-batches F, B: costliest over mean, forward and backward; holds: activations and prefix KV of a rank",
+        f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
+        "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
+        "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
     )
     return Group(grid("plan", head, rows, "\n".join([*about, *notes[:3]])), _planners(result["steps"]))
 

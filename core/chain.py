@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .errors import EvenloadError, nearest
+from .lanes import narrow, widen
 from .layout import Layout
 from .recipe import Recipe
 from .registry import Plugin, PluginConfig, Situation
@@ -64,10 +65,14 @@ class PlanChain:
 
     def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """What the trainer would do by itself."""
+        if self._cp > 1:
+            return widen(self._of_lanes().stock(batch), self.limits, self._cp)
         return stock_plan(batch, self.limits, self.micro_batch_size)
 
     def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
+        if self._cp > 1:
+            return widen(self._of_lanes().plan(batch), self.limits, self._cp).check()
         if self.instead:
             return self.baseline(self.instead, batch)
         placing = bool(self.links) and self.links[0][0].places
@@ -86,6 +91,8 @@ class PlanChain:
 
     def baseline(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
         """The checked plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers."""
+        if self._cp > 1:
+            return widen(self._of_lanes().baseline(name, batch), self.limits, self._cp).check()
         if ALIASES.get(name, name) == STOCK:
             return self.stock(batch).check()
         for plugin, config in self.links:
@@ -99,6 +106,16 @@ class PlanChain:
         """Raise EvenloadError unless `baseline` knows the name."""
         if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
+
+    @property
+    def _cp(self) -> int:
+        return self.situation.layout.cp
+
+    def _of_lanes(self) -> PlanChain:
+        """The chain of a plane whose ranks are the lanes of static context parallelism."""
+        limits, situation = narrow(self.limits, self.situation)
+        links = tuple((plugin, config.on_lane(self._cp)) for plugin, config in self.links)
+        return replace(self, links=links, limits=limits, situation=situation)
 
     @property
     def baseline_names(self) -> tuple[str, ...]:

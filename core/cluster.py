@@ -7,11 +7,13 @@ bytes per rank, latency a, bandwidth b,
     all-reduce                   2 (n - 1) * (a + m / (n b))    m = bytes each rank holds
     all-to-all                   (n - 1) * (a + m / (n b))      m = bytes each rank sends in total
 
-A group that spans nodes runs at the inter-node link.
+A group that spans nodes runs at the inter-node link. Where a cluster lists measured rates of all-to-all by group size,
+they are taken instead: m / rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import yaml
@@ -31,6 +33,16 @@ class Link(BaseModel):
     def send_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
 
+    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
+        """Also a reduce-scatter. ``num_bytes``: what each rank contributes (receives, in a reduce-scatter)."""
+        return (num_ranks - 1) * self.send_s(num_bytes)
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        return 2 * (num_ranks - 1) * self.send_s(num_bytes / num_ranks)
+
+    def all_to_all_s(self, num_bytes: float, num_ranks: int) -> float:
+        return (num_ranks - 1) * self.send_s(num_bytes / num_ranks)
+
 
 class Cluster(BaseModel):
     """A homogeneous cluster. Every number carries its origin in ``source``."""
@@ -47,19 +59,18 @@ class Cluster(BaseModel):
     memory_bytes: PositiveFloat
     intra: Link
     inter: Link
+    all_to_all_bytes_per_s: dict[PositiveInt, PositiveFloat] = {}
+    """Measured rates of all-to-all by group size, where known: bytes that a rank sends in total, a second."""
 
-    def link(self, num_ranks: int) -> Link:
-        """The slowest link that a group of neighbouring ranks must use."""
-        return self.intra if num_ranks <= self.ranks_per_node else self.inter
+    def link_among(self, ranks: Iterable[int]) -> Link:
+        """The slowest link that a group of these ranks of the world must use."""
+        nodes = {rank // self.ranks_per_node for rank in ranks}
+        return self.intra if len(nodes) <= 1 else self.inter
 
-    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
-        return (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes)
-
-    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
-        return 2 * (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes / num_ranks)
-
-    def all_to_all_s(self, num_bytes: float, num_ranks: int) -> float:
-        return (num_ranks - 1) * self.link(num_ranks).send_s(num_bytes / num_ranks)
+    def all_to_all_s(self, num_bytes: float, ranks: Collection[int]) -> float:
+        """``num_bytes``: what each rank sends in total."""
+        rate = self.all_to_all_bytes_per_s.get(len(ranks))
+        return num_bytes / rate if rate else self.link_among(ranks).all_to_all_s(num_bytes, len(ranks))
 
 
 def load(name: str, folder: Path) -> Cluster:

@@ -24,9 +24,10 @@ import numpy.typing as npt
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
-from .cluster import Cluster
+from .cluster import Cluster, Link
 from .errors import EvenloadError, nearest
 from .layout import Layout
+from .shape import Shape
 from .workload import MicroBatch
 
 Lengths = npt.NDArray[np.int64]
@@ -66,6 +67,8 @@ class MemoryCost(_Frozen):
     """All layers together, K and V kept for later slices."""
     replay_bytes_per_token: NonNegativeFloat = 0.0
     """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
+    working_bytes_per_token: NonNegativeFloat = 0.0
+    """What a pass takes while it runs beyond what it leaves: logits and their gradient, buffers of one layer."""
 
 
 class Costs(_Frozen):
@@ -79,6 +82,12 @@ class Costs(_Frozen):
     num_layers: int = Field(default=1, ge=1)
     recompute: bool = False
     """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
+    update_s: NonNegativeFloat = 0.0
+    """Of a step, beyond its passes and collectives: clipping and the optimizer, over all weights."""
+    intra: Link | None = None
+    """Link inside a node as measured beside these costs; it replaces the cluster's."""
+    inter: Link | None = None
+    """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
 
@@ -128,6 +137,7 @@ class Costs(_Frozen):
                 "forward": self.forward.scaled(compute, launch),
                 "backward": self.backward.scaled(compute, launch),
                 "memory": MemoryCost(**memory),
+                "update_s": self.update_s * compute,
             }
         )
 
@@ -146,31 +156,17 @@ def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float
     )
 
 
-def analytic(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    vocab_size: int,
-    gated: bool,
-    cluster: Cluster,
-    bytes_per_value: int = 2,
-) -> Costs:
+def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
     """Costs counted from the model's shape: two FLOPs a weight and token, four a hidden unit and (query, key) pair.
 
     The rate is the cluster's ``flops_per_s``. Only the ratio of linear to attention work matters for balance; absolute
     seconds are as good as that rate.
     """
-    kv_size = hidden_size * num_query_groups // num_attention_heads
-    attention_weights = 2 * hidden_size * hidden_size + 2 * hidden_size * kv_size
-    mlp_weights = (3 if gated else 2) * hidden_size * ffn_hidden_size
-    weights = num_layers * (attention_weights + mlp_weights) + hidden_size * vocab_size
-    token_s = 2 * weights / cluster.flops_per_s
-    pair_s = 4 * num_layers * hidden_size / cluster.flops_per_s
+    layers = shape.num_layers
+    token_s = 2 * shape.weights / cluster.flops_per_s
+    pair_s = 4 * layers * shape.query_size / cluster.flops_per_s
     # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix.
-    activation_bytes = 17 * bytes_per_value * hidden_size * num_layers
+    activation_bytes = 17 * bytes_per_value * shape.hidden_size * layers
     return Costs(
         source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
         forward=PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s),
@@ -180,11 +176,11 @@ def analytic(
             pair_s=BACKWARD_ATTENTION * pair_s,
         ),
         memory=MemoryCost(
-            fixed_bytes=16.0 * weights,
+            fixed_bytes=16.0 * shape.parameters,
             activation_bytes_per_token=activation_bytes,
-            kv_bytes_per_token=2 * bytes_per_value * kv_size * num_layers,
+            kv_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
         ),
-        num_layers=num_layers,
+        num_layers=layers,
     )
 
 

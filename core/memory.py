@@ -20,13 +20,20 @@ from .workload import Limits, Op, StepPlan
 def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
     """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves, roughly.
 
-    A tenth is left free. Of 16 bytes a weight (mixed precision with Adam; Rajbhandari et al., arXiv 1910.02054, section
-    3.1) ten are taken to be sharded over the ranks.
+    A tenth is left free.
     """
     if limits.max_activation_bytes < float("inf"):
         return limits.max_activation_bytes
-    fixed = memory.fixed_bytes * (6 + 10 / limits.num_ranks) / 16
-    return 0.9 * cluster.memory_bytes - fixed
+    return 0.9 * cluster.memory_bytes - fixed_bytes(memory, limits)
+
+
+def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
+    """Weights, gradients and optimizer states of one rank, roughly.
+
+    Of 16 bytes a weight (mixed precision with Adam; Rajbhandari et al., arXiv 1910.02054, section 3.1) ten are taken to
+    be sharded over the ranks.
+    """
+    return memory.fixed_bytes * (6 + 10 / limits.num_ranks) / 16
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:

@@ -15,6 +15,7 @@ from .cluster import Cluster
 from .costs import Costs
 from .errors import EvenloadError, nearest
 from .layout import Layout
+from .traffic import NO_TRAFFIC, Traffic
 from .workload import StepPlan
 
 ENTRY_POINT_GROUP = "evenload.plugins"
@@ -28,14 +29,19 @@ class PluginConfig(BaseModel):
     enabled: bool = False
     """Run this plugin; a disabled plugin is the identity."""
 
+    def on_lane(self, num_ranks: int) -> PluginConfig:
+        """The same settings where ``num_ranks`` ranks act as one: what is counted a rank is so many times as much."""
+        return self
+
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plugin may know when it plans: costs of one stage, the machines, the layout. Never tokens, never torch."""
+    """What a plugin may know when it plans: costs and traffic of a stage, machines, layout. Never tokens or torch."""
 
     costs: Costs
     layout: Layout
     cluster: Cluster
+    traffic: Traffic = NO_TRAFFIC
 
 
 class HoldBack(Protocol):

@@ -102,6 +102,10 @@ class Log(Section):
     tensorboard: Path | None = None
     """Folder for TensorBoard scalars under ``evenload/``."""
     every: PositiveInt = 1
+    trace: Path | None = None
+    """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
+    trace_steps: PositiveInt = 4
+    """How many steps it holds."""
     jsonl: Path | None = None
     """File that gets one JSON object a step, with the numbers of the step's samples."""
 
@@ -111,6 +115,8 @@ class Planner(Section):
     """How long a step may wait for its plan before the next simpler planner takes over."""
     background: bool = True
     """Plan one step ahead in a thread; false plans in line (for debugging)."""
+    refit: bool = False
+    """Fit the cost model to the measured steps while training, so that plans follow the hardware."""
 
 
 class Safety(Section):

@@ -9,46 +9,62 @@ from . import costs as cost_models
 from .layout import Layout
 from .recipe import Recipe
 from .registry import Situation
+from .shape import shape_of
 from .stock import UNCAPPED
+from .traffic import Sharding, Traffic
 from .workload import Limits
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-BYTE_VOCABULARY = 256
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def situation_of(recipe: Recipe, layout: Layout) -> Situation:
-    """Cluster, costs of one stage of one tensor-parallel rank, and layout. Raises EvenloadError for unknown names."""
+    """Cluster, costs and traffic of one stage of one tensor-parallel rank. Raises EvenloadError for unknown names."""
     cluster = clusters.load(recipe.cluster, RECIPES / "clusters")
     costs = costs_of(recipe, cluster)
+    measured = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
     if recipe.train.recompute:
-        kept = recipe.model.num_layers * recipe.model.hidden_size * VALUE_BYTES[recipe.train.dtype]
-        costs = costs.recomputed(kept)
-    return Situation(costs.of_stage(layout), layout, cluster)
+        shape = shape_of(recipe.model)
+        costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
+    traffic = traffic_of(recipe, layout)
+    return Situation(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic)
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     """The recipe's cost model for the whole model on one device."""
     if recipe.costs != "auto":
         return cost_models.load(recipe.costs, RECIPES / "costs")
-    model = recipe.model
-    return cost_models.analytic(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.kv_heads,
-        vocab_size=model.vocab_size or BYTE_VOCABULARY,
-        gated=model.gated,
-        cluster=cluster,
-        bytes_per_value=VALUE_BYTES[recipe.train.dtype],
+    return cost_models.analytic(shape_of(recipe.model), cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
+
+
+def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
+    """What one stage of one tensor-parallel rank moves under the recipe's trainer."""
+    shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
+    layers = max(1, shape.num_layers // layout.pp)
+    weights = shape.parameters / (layout.tp * layout.pp)
+    attention = layers * value_bytes / layout.tp
+    megatron = recipe.trainer == "megatron"
+    zero = recipe.deepspeed.zero_stage
+    sharded: Sharding = "optimizer" if (recipe.megatron.distributed_optimizer if megatron else zero > 0) else "none"
+    # Megatron sums gradients in float32 where weights are half precision; DeepSpeed in the precision of the weights.
+    return Traffic(
+        layers=layers,
+        state_bytes_per_token=shape.hidden_size * value_bytes,
+        query_bytes_per_token=shape.query_size * attention,
+        kv_bytes_per_token=2 * shape.kv_size * attention,
+        gradient_bytes=weights * (max(4, value_bytes) if megatron else value_bytes),
+        weight_bytes=weights * value_bytes,
+        sharding="parameters" if not megatron and zero == 3 else sharded,
+        overlap_gradients=megatron and recipe.megatron.overlap_grad_reduce,
+        waits_for_sends=megatron,
     )
 
 
 def limits_of(recipe: Recipe, situation: Situation) -> Limits:
     """What the trainer and the machine allow. The token cap is a plugin's to set."""
     layout, memory = situation.layout, situation.costs.memory
-    layers = max(1, recipe.model.num_layers // layout.pp)
+    shape = shape_of(recipe.model)
+    layers = max(1, shape.num_layers // layout.pp)
     value_bytes = VALUE_BYTES[recipe.train.dtype]
     # dK and dV are summed in float32 where K and V are half precision (runtime.prefix).
     kv_grad = memory.kv_bytes_per_token * max(1.0, 4 / value_bytes)
@@ -62,5 +78,5 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         kv_bytes_per_token=memory.kv_bytes_per_token / layers,
         replay_bytes_per_token=memory.replay_bytes_per_token / layers,
         kv_grad_bytes_per_token=kv_grad / layers,
-        input_bytes_per_token=recipe.model.hidden_size * value_bytes,
+        input_bytes_per_token=shape.hidden_size * value_bytes,
     )

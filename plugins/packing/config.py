@@ -29,3 +29,6 @@ class PackingConfig(PluginConfig):
     """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
     polish_nodes: NonNegativeInt = 0
     """Branch-and-bound nodes of an integer program (PuLP, HiGHS) that polishes the balance of ranks; 0: none."""
+
+    def on_lane(self, num_ranks: int) -> PackingConfig:
+        return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})

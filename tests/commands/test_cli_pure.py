@@ -82,9 +82,9 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
     assert len(result["steps"]) == 3
     for step in result["steps"]:
         assert {"plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "baselines"} <= set(step)
-        assert {"micro_batch_imbalance", "peak_activation_bytes", "delay_steps", "notes"} <= set(step)
+        assert {"micro_batch_imbalance", "peak_bytes", "delay_steps", "notes"} <= set(step)
         assert min(step["micro_batch_imbalance"].values()) >= 1.0
-        assert step["peak_activation_bytes"] > 0
+        assert step["peak_bytes"] > 0
         assert set(step["baselines"]) == {"padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"}
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
 

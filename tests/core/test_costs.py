@@ -82,8 +82,10 @@ def test_presets_load_and_name_their_source(path: object) -> None:
 def test_clusters_load(path: object) -> None:
     machines = cluster.load(str(path), RECIPES / "clusters")
     assert machines.intra.bytes_per_s >= machines.inter.bytes_per_s
-    assert machines.all_reduce_s(1e6, 2) > 0
-    assert machines.all_gather_s(1e6, 1) == 0
+    assert machines.link_among(range(machines.ranks_per_node)) == machines.intra
+    assert machines.link_among(range(machines.ranks_per_node + 1)) == machines.inter
+    assert machines.intra.all_reduce_s(1e6, 2) > 0
+    assert machines.intra.all_gather_s(1e6, 1) == 0
 
 
 def test_unknown_names_are_refused() -> None:

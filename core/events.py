@@ -1,0 +1,107 @@
+"""Plays the orders of all stages and ranks against each other: when every pass starts and ends.
+
+A rank of a stage runs one pass at a time, in its order. A pass on several ranks starts when all are free. Forward
+waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
+tensor of a direction at a time. Where the trainer synchronises ranks in every pass, the k-th forwards (backwards) of
+all ranks start together and take as long as the slowest. O(passes x stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .order import orders_of_stage
+from .workload import Op, StepPlan
+
+
+class Event(NamedTuple):
+    """One pass at one stage."""
+
+    stage: int
+    op: Op
+    ranks: tuple[int, ...]
+    start_s: float
+    end_s: float
+    free_s: float
+    """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
+
+
+Seconds = Callable[[int, Op], float]
+"""Of a pass at a stage."""
+
+
+def nothing(stage: int, op: Op) -> float:
+    """A hand-over that takes no time."""
+    return 0.0
+
+
+def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, waits: bool = False) -> Iterator[Event]:
+    """Every pass of a lawful plan.
+
+    Args:
+        hand_over: seconds from the end of a pass to the arrival of its result at the next stage.
+        waits: a rank goes on only when what it sends has arrived.
+    """
+    if plan.limits.equal_counts:
+        yield from _rounds(plan, seconds)
+        return
+    num_stages = plan.limits.num_stages
+    orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in ("F", "B")}
+    at = [[0] * len(rows) for rows in orders]
+    free = [[0.0] * len(rows) for rows in orders]
+    arrives: dict[tuple[int, Op], float] = {}
+    link_free: dict[tuple[int, str, int], float] = {}
+    ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
+    left = sum(len(row) for rows in orders for row in rows)
+    while ready:
+        stage, rank = ready.pop()
+        row, place = orders[stage][rank], at[stage][rank]
+        if place == len(row):
+            continue
+        op = row[place]
+        members = ranks[op.kind][op.micro_batch]
+        source, target = (stage - 1, stage + 1) if op.kind == "F" else (stage + 1, stage - 1)
+        start = free[stage][rank]
+        if 0 <= source < num_stages:
+            arrived = arrives.pop((stage, op), None) if len(members) == 1 else arrives.get((stage, op))
+            if arrived is None:
+                continue
+            start = max(start, arrived)
+        if len(members) > 1:
+            rows = orders[stage]
+            if any(at[stage][r] == len(rows[r]) or rows[r][at[stage][r]] != op for r in members):
+                continue
+            start = max(start, *(free[stage][r] for r in members))
+        end = start + seconds(stage, op)
+        goes_on = end
+        if 0 <= target < num_stages:
+            link = (stage, op.kind, members[0])
+            arrival = max(end, link_free.get(link, 0.0)) + hand_over(min(stage, target), op)
+            link_free[link] = arrives[target, op] = arrival
+            ready += [(target, r) for r in members]
+            goes_on = arrival if waits else end
+        for r in members:
+            free[stage][r] = goes_on
+            at[stage][r] += 1
+            ready.append((stage, r))
+        left -= len(members)
+        yield Event(stage, op, members, start, end, goes_on)
+    assert not left, f"{left} passes never start: an unlawful plan"
+
+
+def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
+    """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
+    orders = orders_of_stage(plan, 0)
+    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in ("F", "B")}
+    done = {"F": 0, "B": 0}
+    now = 0.0
+    for kind, _ in orders[0]:
+        passes = [row[done[kind]] for row in of_kind[kind]]
+        done[kind] += 1
+        each = [seconds(0, op) for op in passes]
+        after = now + max(each)
+        for rank, (op, taken) in enumerate(zip(passes, each, strict=True)):
+            yield Event(0, op, (rank,), now, now + taken, after)
+        now = after

@@ -1,0 +1,54 @@
+"""Static context parallelism: every micro-batch on a lane of ``parallel.cp`` neighbouring ranks of the plane.
+
+This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
+planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
+share. Which traffic the sharing costs is `traffic`'s to say. One degree for all; `mesh` chooses one for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .costs import Costs
+from .layout import Layout
+from .registry import Situation
+from .workload import Limits, MicroBatch, StepPlan
+
+
+def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
+    """Limits and situation of a plane whose ranks are the lanes."""
+    layout = situation.layout
+    share = 1.0 / layout.cp
+    per_token = {
+        name: getattr(limits, name) * share for name in Limits.__dataclass_fields__ if name.endswith("_per_token")
+    }
+    lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, **per_token)
+    ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
+    return lanes, replace(situation, costs=_shared(situation.costs, layout.cp), layout=ranks)
+
+
+def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
+    """The plan of lanes as one of ranks, under their own limits; the token cap is what the plan's becomes on a rank."""
+    own = replace(
+        limits,
+        max_tokens=-(-plan.limits.max_tokens // cp),
+        max_activation_bytes=plan.limits.max_activation_bytes,
+    )
+    return replace(plan, micro_batches=_spread(plan.micro_batches, cp), backward=_spread(plan.backward, cp), limits=own)
+
+
+def _spread(micro_batches: tuple[MicroBatch, ...], cp: int) -> tuple[MicroBatch, ...]:
+    return tuple(m._replace(ranks=tuple(r * cp + i for r in m.ranks for i in range(cp))) for m in micro_batches)
+
+
+def _shared(costs: Costs, cp: int) -> Costs:
+    memory = costs.memory
+    names = [name for name in type(memory).model_fields if name.endswith("_per_token")]
+    shares = {name: getattr(memory, name) / cp for name in names}
+    return costs.model_copy(
+        update={
+            "forward": costs.forward.scaled(1.0 / cp, 1.0),
+            "backward": costs.backward.scaled(1.0 / cp, 1.0),
+            "memory": memory.model_copy(update=shares),
+        }
+    )

@@ -1,0 +1,76 @@
+"""The sizes of a transformer that decide what it costs: from a recipe's fields or a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from .errors import EvenloadError
+from .sections import Model
+
+BYTE_VOCABULARY = 256
+
+
+class Shape(NamedTuple):
+    """Sizes of a decoder-only transformer."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    query_size: int
+    """Values of Q per token and layer, all heads."""
+    kv_size: int
+    """Values of K per token and layer, all key-value heads; V has as many."""
+    vocab_size: int
+    gated: bool
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the matrices of one layer."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def weights(self) -> int:
+        """Weights that every token multiplies: all layers and the output layer, not the embedding."""
+        return self.num_layers * self.layer_weights + self.hidden_size * self.vocab_size
+
+    @property
+    def parameters(self) -> int:
+        """All weights, the embedding among them (norms and biases left out: below 0.1 %)."""
+        return self.weights + self.hidden_size * self.vocab_size
+
+
+def shape_of(model: Model) -> Shape:
+    """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
+    if model.config is None:
+        head = model.hidden_size // model.num_attention_heads
+        return Shape(
+            model.num_layers,
+            model.hidden_size,
+            model.ffn_size,
+            model.hidden_size,
+            head * model.kv_heads,
+            model.vocab_size or BYTE_VOCABULARY,
+            model.gated,
+        )
+    try:
+        fields = json.loads(model.config.read_text())
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        head = fields.get("head_dim") or hidden // heads
+        return Shape(
+            fields["num_hidden_layers"],
+            hidden,
+            fields["intermediate_size"],
+            head * heads,
+            head * (fields.get("num_key_value_heads") or heads),
+            fields["vocab_size"],
+            fields.get("hidden_act", "silu") in ("silu", "swish"),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise EvenloadError(
+            "model.config does not describe a decoder-only transformer",
+            f"{model.config}: {type(error).__name__}: {error}",
+            "give a Hugging Face config.json with hidden_size, num_hidden_layers, num_attention_heads, "
+            "intermediate_size and vocab_size",
+        ) from error

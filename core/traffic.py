@@ -1,0 +1,142 @@
+"""What a plan moves between ranks, in bytes, and how long that takes on a cluster's links.
+
+    hand-over      a stage's output to the next stage, its gradient back: ``state`` bytes a token
+    tensor         two all-reduces of the hidden states a layer and direction, over the tensor-parallel ranks
+                   (Shoeybi et al., arXiv 1909.08053, section 3); nothing hides them
+    attention      a micro-batch on d ranks of the plane, by engine:
+                     ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
+                                 (Liu et al., arXiv 2310.01889, section 3)
+                     all_to_all  Q, K, V and the output change from sequence to head shards and back
+                                 (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
+                     all_gather  K and V of all tokens to all (backward: their gradients summed back); not hidden
+    experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
+                   behind its compute
+    gradients      at the end of a step over the plane: all-reduce; with a sharded optimizer reduce-scatter, and
+                   all-gather of the updated weights; with sharded parameters (ZeRO 3) instead all-gather of weights in
+                   every pass and reduce-scatter of gradients in every backward, hidden by nothing here
+
+All sizes are those of one pipeline stage of one tensor-parallel rank. Ranks are numbered as Megatron does: tensor
+parallel fastest, then the plane, pipeline stages slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .cluster import Cluster
+from .costs import PassCost
+from .layout import Layout
+from .workload import MicroBatch
+
+Engine = Literal["ring", "all_to_all", "all_gather"]
+Sharding = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes; zero means that nothing moves, so the default predicts compute alone."""
+
+    layers: int = 1
+    """Layers of a stage; ``query`` and ``kv`` are of all of them together."""
+    state_bytes_per_token: float = 0.0
+    query_bytes_per_token: float = 0.0
+    kv_bytes_per_token: float = 0.0
+    """K and V together."""
+    engine: Engine = "ring"
+    gradient_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    sharding: Sharding = "none"
+    overlap_gradients: bool = False
+    """The gradient sum runs while the last backward of the step does."""
+    waits_for_sends: bool = False
+    """A stage of the host's own schedule goes on only when its output has arrived."""
+    expert_bytes_per_token: float = 0.0
+    """Hidden states a token sends to experts, all MoE layers together, one way; as much comes back."""
+    expert_weight_bytes: float = 0.0
+    """Weights of experts that a rank takes in for one pass of a micro-batch."""
+
+
+NO_TRAFFIC = Traffic()
+
+
+def world_ranks(layout: Layout, stage: int, plane_ranks: tuple[int, ...], tp_rank: int = 0) -> list[int]:
+    """Ranks of the world at a stage for ranks of the plane."""
+    first = stage * layout.plane_size
+    return [(first + rank) * layout.tp + tp_rank for rank in plane_ranks]
+
+
+def exposed_s(
+    traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
+) -> float:
+    """Seconds of communication inside one pass that no compute hides.
+
+    ``cost`` is that of the direction (attention hides a ring), ``passes`` 1 for a forward, 2 for a backward that moves
+    gradients as well as values.
+    """
+    total = 0.0
+    degree = len(micro_batch.ranks)
+    slots = micro_batch.num_slots
+    if layout.tp > 1:
+        mine = world_ranks(layout, stage, micro_batch.ranks[:1])[0]
+        link = cluster.link_among(range(mine, mine + layout.tp))
+        total += 2 * traffic.layers * link.all_reduce_s(slots / degree * traffic.state_bytes_per_token, layout.tp)
+    if degree > 1:
+        total += _attention_s(traffic, cluster, layout, stage, micro_batch, cost, passes)
+    if layout.ep > 1 and traffic.expert_bytes_per_token:
+        first = micro_batch.ranks[0] // layout.ep * layout.ep
+        peers = world_ranks(layout, stage, tuple(range(first, first + layout.ep)))
+        total += 2 * cluster.all_to_all_s(slots / degree * traffic.expert_bytes_per_token, peers)
+        weights_s = cluster.all_to_all_s(traffic.expert_weight_bytes, peers) if traffic.expert_weight_bytes else 0.0
+        total += max(0.0, weights_s - cost.launch_s - cost.token_s * slots / degree)
+    return total
+
+
+def _attention_s(
+    traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
+) -> float:
+    degree = len(micro_batch.ranks)
+    peers = world_ranks(layout, stage, micro_batch.ranks)
+    slots = micro_batch.num_slots
+    if traffic.engine == "all_to_all":
+        sent = slots / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)
+        return cluster.all_to_all_s(sent, peers)
+    # Keys and values of the prefixes take part too.
+    pad = micro_batch.pad_to
+    rows = sum(s.start + (pad or s.stop - s.start) for s in micro_batch.slices) or 1
+    link, each = cluster.link_among(peers), rows / degree * traffic.kv_bytes_per_token
+    if traffic.engine == "all_gather":
+        return passes * link.all_gather_s(each, degree)
+    hops_s = passes * (degree - 1) * (traffic.layers * link.latency_s + each / link.bytes_per_s)
+    pairs = sum((pad or s.stop - s.start) * (s.start + 0.5 * (pad or s.stop - s.start)) for s in micro_batch.slices)
+    return max(0.0, hops_s - cost.pair_s * pairs / degree * (degree - 1) / degree)
+
+
+def hand_over_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch) -> float:
+    """Seconds in which a stage's output reaches the next stage (a gradient the stage before)."""
+    ranks = micro_batch.ranks
+    here, there = ((s * layout.plane_size + ranks[0]) * layout.tp for s in (stage, stage + 1))
+    same_node = here // cluster.ranks_per_node == there // cluster.ranks_per_node
+    link = cluster.intra if same_node else cluster.inter
+    return link.send_s(micro_batch.num_slots / len(ranks) * traffic.state_bytes_per_token)
+
+
+def gradient_sum_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int) -> float:
+    """Seconds of the gradient sum of a stage at the end of a step, the gathering of updated weights included."""
+    if layout.plane_size == 1 or traffic.sharding == "parameters":
+        return 0.0
+    peers = world_ranks(layout, stage, tuple(range(layout.plane_size)))
+    link, n = cluster.link_among(peers), layout.plane_size
+    if traffic.sharding == "optimizer":
+        return link.all_gather_s(traffic.gradient_bytes / n, n) + link.all_gather_s(traffic.weight_bytes / n, n)
+    return link.all_reduce_s(traffic.gradient_bytes, n)
+
+
+def gathering_s(traffic: Traffic, cluster: Cluster, layout: Layout, passes: int) -> float:
+    """Seconds of weights gathered (and gradients scattered in a backward, ``passes`` 2) in a pass with ZeRO 3."""
+    if layout.plane_size == 1 or traffic.sharding != "parameters":
+        return 0.0
+    n = layout.plane_size
+    link = cluster.link_among(world_ranks(layout, 0, tuple(range(n))))
+    total = link.all_gather_s(traffic.weight_bytes / n, n)
+    return total + (link.all_gather_s(traffic.gradient_bytes / n, n) if passes > 1 else 0.0)
