@@ -1,0 +1,48 @@
+"""Where pictures go: refused before work starts if it cannot work, whole or not there afterwards."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from ...core.errors import EvenloadError
+
+
+def refuse(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
+    """Raise EvenloadError unless a file of that name may be written there."""
+    if not path.name.lower().endswith(suffixes):
+        raise EvenloadError(
+            f"{option} writes another kind of file", str(path), f"end its name with {' or '.join(suffixes)}"
+        )
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        found = f"{path} is a folder" if path.is_dir() else f"{folder} is not writable"
+        raise EvenloadError(f"{option} cannot be written", found, f"choose another {option}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` to write to, which takes its place at the end. Raises EvenloadError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise EvenloadError(
+            "the file cannot be written", f"{path}: {error.strerror or error}", "choose another folder"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def open_text(part: Path, path: Path) -> IO[str]:
+    """Open ``part`` for writing, compressed where the name of ``path`` says so."""
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(part, "wt", encoding="utf-8", compresslevel=5)
+    return part.open("w", encoding="utf-8")

@@ -1,0 +1,55 @@
+"""What the pictures take from an `Outlook`: names to show, steps one after the other."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..plan import Outlook, PlannedStep, Simulated
+from .trace import Track
+
+OURS = "evenload"
+
+
+def label(name: str) -> str:
+    """A planner's name as people read it."""
+    return "stock" if name == "padded" else name.replace("_", " ")
+
+
+def planners(step: PlannedStep) -> dict[str, Simulated]:
+    """evenload first, then the baselines."""
+    return {OURS: step.ours, **step.baselines}
+
+
+def names(outlook: Outlook) -> list[str]:
+    """Planners that planned every step: evenload, then the baselines, stock first."""
+    return [n for n in planners(outlook.steps[0]) if all(n in planners(step) for step in outlook.steps)]
+
+
+def tracks_of(outlook: Outlook) -> list[Track]:
+    """All steps of all planners, a planner's steps without gaps."""
+    tracks = []
+    for name in names(outlook):
+        begin_s = 0.0
+        for step in outlook.steps:
+            plan, outcome = (one := planners(step)[name]).plan, one.outcome
+            tracks.append(Track(f"{label(name)}, predicted", plan, outcome.spans, begin_s))
+            begin_s += outcome.step_s
+    return tracks
+
+
+def about(outlook: Outlook) -> dict[str, Any]:
+    """What the numbers rest on."""
+    situation = outlook.chain.situation
+    return {
+        "times": "predicted",
+        "costs": situation.costs.source,
+        "cluster": situation.cluster.name,
+        "layout": str(situation.layout),
+        "command": command(),
+    }
+
+
+def command() -> str:
+    """What was typed, with the program's bare name."""
+    return " ".join(["evenload", *sys.argv[1:]])

@@ -1,0 +1,193 @@
+"""A Chrome trace: what every rank does when, one process a planner, one thread a rank; ui.perfetto.dev opens it.
+
+Written in the Trace Event Format ("Trace Event Format", Google, sections "Complete Events" and "Metadata Events"):
+times in microseconds, to the nanosecond, so that neighbours on a thread never overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...core.simulate import KINDS, Span
+from ...core.workload import MicroBatch, StepPlan
+from .files import open_text, whole
+
+logger = logging.getLogger("evenload")
+
+MOST_EVENTS = 400_000
+"""Viewers become slow beyond; a trace of more shows every second, third ... rank."""
+
+_COLOURS = {
+    "F": "thread_state_running",
+    "R": "thread_state_runnable",
+    "B": "rail_response",
+    "C": "bad",
+    "G": "thread_state_iowait",
+    "U": "rail_load",
+}
+"""Reserved colour names of chrome://tracing; Perfetto colours by name of the event."""
+
+
+class Track(NamedTuple):
+    """One step of one planner."""
+
+    name: str
+    """The process that it is shown in; several tracks of one name are its steps, one after the other."""
+    plan: StepPlan
+    spans: Sequence[Span]
+    begin_s: float = 0.0
+    """Where the step begins on the time axis."""
+
+
+class _Thread(NamedTuple):
+    pid: int
+    tid: int
+
+
+def write_trace(path: Path, tracks: Sequence[Track], about: Mapping[str, Any]) -> None:
+    """Write the tracks, compressed if the name ends with .gz. ``about``: its ``otherData``. Raises EvenloadError."""
+    every = math.ceil(sum(len(track.spans) for track in tracks) / MOST_EVENTS) or 1
+    shown = "all ranks"
+    if every > 1:
+        shown = (
+            f"rank 0, {every}, {2 * every} ... and the last to finish of each stage and step: too many events for all"
+        )
+        logger.warning("%s shows %s", path, shown)
+    with whole(path) as part, open_text(part, path) as file:
+        head = json.dumps({**about, "ranks shown": shown}, separators=(",", ":"), default=str)
+        file.write(f'{{"displayTimeUnit":"ms","otherData":{head},"traceEvents":[')
+        separator = "\n"
+        for event in _events(tracks, every):
+            file.write(separator + event)
+            separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
+    processes: dict[str, int] = {}
+    threads: dict[tuple[int, int, int], _Thread] = {}
+    steps: dict[str, int] = {}
+    numbers = count(1)
+    for track in tracks:
+        pid = processes.get(track.name)
+        if pid is None:
+            pid = processes[track.name] = len(processes) + 1
+            yield _meta("process_name", _Thread(pid, 0), name=track.name)
+            yield _meta("process_sort_index", _Thread(pid, 0), sort_index=pid)
+            if every > 1:
+                yield _meta("process_labels", _Thread(pid, 0), labels=f"every {every}th rank")
+        whole_step = threads.get((pid, -1, -1))
+        if whole_step is None:
+            whole_step = threads[pid, -1, -1] = _Thread(pid, next(numbers))
+            yield from _name(whole_step, "step", 0)
+        number = steps[track.name] = steps.get(track.name, -1) + 1
+        yield _whole_step(track, number, whole_step)
+        describe = _Describe(track.plan)
+        wanted = _wanted(track, every)
+        of_rank = sorted(track.spans, key=lambda span: (span.stage, span.rank, span.start_s))
+        for (stage, rank), spans in groupby(of_rank, key=lambda span: span[:2]):
+            if (stage, rank) not in wanted:
+                continue
+            thread = threads.get((pid, stage, rank))
+            if thread is None:
+                thread = threads[pid, stage, rank] = _Thread(pid, next(numbers))
+                stages = track.plan.limits.num_stages
+                name = f"stage {stage}, rank {rank}" if stages > 1 else f"rank {rank}"
+                yield from _name(thread, name, 1 + stage * track.plan.limits.num_ranks + rank)
+            yield from _of_rank(track, thread, spans, describe)
+
+
+def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], describe: _Describe) -> Iterator[str]:
+    kind_of_pass = "F"
+    for span in spans:
+        if span.kind in "FRB":
+            kind_of_pass = "F" if span.kind == "F" else "B"
+        name = KINDS[span.kind] + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
+        yield (
+            f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(span.start_s, span.end_s, track.begin_s)},'
+            f'"cat":"{KINDS[span.kind]}","cname":"{_COLOURS[span.kind]}","name":"{name}"'
+            f"{describe(kind_of_pass, span.micro_batch)}}}"
+        )
+
+
+class _Describe:
+    """The ``args`` of the events of a micro-batch, each made once."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._known: dict[tuple[str, int], str] = {}
+
+    def __call__(self, kind: str, number: int) -> str:
+        if number < 0:
+            return ""
+        found = self._known.get((kind, number))
+        if found is None:
+            micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
+            args = json.dumps(_args(number, micro_batch), separators=(",", ":"))
+            found = self._known[kind, number] = f',"args":{args}'
+        return found
+
+
+def _args(number: int, micro_batch: MicroBatch) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "micro-batch": number,
+        "tokens": micro_batch.num_tokens,
+        "slices": len(micro_batch.slices),
+        "longest slice": max((s.length for s in micro_batch.slices), default=0),
+    }
+    if len(micro_batch.ranks) > 1:
+        args["on ranks"] = len(micro_batch.ranks)
+    if micro_batch.num_slots > micro_batch.num_tokens:
+        args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_slots, 4)
+    return args
+
+
+def _whole_step(track: Track, number: int, thread: _Thread) -> str:
+    end_s = max((span.end_s for span in track.spans), default=0.0)
+    args = {
+        "sequences": len(track.plan.sequences),
+        "tokens": track.plan.num_tokens,
+        "padding": round(track.plan.padding_frac, 4),
+        "made by": track.plan.made_by,
+    }
+    return (
+        f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(0.0, end_s, track.begin_s)},"cat":"step",'
+        f'"name":"step {number}","args":{json.dumps(args, separators=(",", ":"))}}}'
+    )
+
+
+def _wanted(track: Track, every: int) -> set[tuple[int, int]]:
+    """(stage, rank) that are shown: every n-th rank, and the last to finish of each stage."""
+    last: dict[int, tuple[float, int]] = {}
+    for span in track.spans if every > 1 else ():
+        if span.micro_batch >= 0:
+            last[span.stage] = max(last.get(span.stage, (0.0, 0)), (span.end_s, span.rank))
+    limits = track.plan.limits
+    shown = {(stage, rank) for stage in range(limits.num_stages) for rank in range(0, limits.num_ranks, every)}
+    return shown | {(stage, rank) for stage, (_, rank) in last.items()}
+
+
+def _when(start_s: float, end_s: float, begin_s: float) -> str:
+    start, end = round((begin_s + start_s) * 1e9), round((begin_s + end_s) * 1e9)
+    return f'"ts":{_us(start)},"dur":{_us(end - start)}'
+
+
+def _us(nanoseconds: int) -> str:
+    sign, size = ("-" if nanoseconds < 0 else ""), abs(nanoseconds)
+    return f"{sign}{size // 1000}.{size % 1000:03d}"
+
+
+def _name(thread: _Thread, name: str, sort_index: int) -> Iterator[str]:
+    yield _meta("thread_name", thread, name=name)
+    yield _meta("thread_sort_index", thread, sort_index=sort_index)
+
+
+def _meta(kind: str, thread: _Thread, **args: Any) -> str:
+    event = {"ph": "M", "pid": thread.pid, "tid": thread.tid, "name": kind, "args": args}
+    return json.dumps(event, separators=(",", ":"))
