@@ -38,7 +38,14 @@ def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...], cp: int) -> tuple[MicroBatch, ...]:
-    return tuple(m._replace(ranks=tuple(r * cp + i for r in m.ranks for i in range(cp))) for m in micro_batches)
+    return tuple(_on_lane(m, cp) for m in micro_batches)
+
+
+def _on_lane(micro_batch: MicroBatch, cp: int) -> MicroBatch:
+    """The ranks of the lane; a micro-batch of fewer tokens than ranks is padded until each rank has one."""
+    ranks = tuple(rank * cp + i for rank in micro_batch.ranks for i in range(cp))
+    pad_to = cp if micro_batch.slices and micro_batch.num_slots < cp else micro_batch.pad_to
+    return micro_batch._replace(ranks=ranks, pad_to=pad_to)
 
 
 def _shared(costs: Costs, cp: int) -> Costs:

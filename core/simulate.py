@@ -182,7 +182,7 @@ def _end_of_step(
 ) -> float:
     """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``."""
     traffic, layout = situation.traffic, situation.layout
-    ends = []
+    ends: list[tuple[float, float]] = []
     for stage, ready in enumerate(free.max(axis=1).tolist()):
         sum_s = gradient_sum_s(traffic, situation.cluster, layout, stage)
         if traffic.overlap_gradients and not plan.order and not plan.recompute:

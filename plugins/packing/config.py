@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from ...core.registry import PluginConfig
 
@@ -29,6 +29,12 @@ class PackingConfig(PluginConfig):
     """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
     polish_nodes: NonNegativeInt = 0
     """Branch-and-bound nodes of an integer program (PuLP, HiGHS) that polishes the balance of ranks; 0: none."""
+
+    @field_validator("slices", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
     def on_lane(self, num_ranks: int) -> PackingConfig:
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})

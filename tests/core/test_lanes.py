@@ -1,0 +1,58 @@
+"""Static context parallelism: every micro-batch on a lane of neighbouring ranks."""
+
+from __future__ import annotations
+
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.predict import predict
+from evenload.core.recipe import load
+from evenload.core.setting import RECIPES
+from evenload.core.simulate import simulate
+from evenload.core.workload import sequences
+from evenload.face import load_plugins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CAP = 4096
+
+
+def chain(cp: int, dp: int, *words: str) -> PlanChain:
+    load_plugins()
+    settings = [f"parallel.cp={cp}", f"parallel.dp={dp}", f"plugins.packing.max_tokens={CAP}", *words]
+    recipe = load(RECIPES / "gpu-node.yaml", ["costs=verl-7b", "train.global_batch_size=64", *settings])
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(2, 4 * CAP), min_size=8, max_size=40), st.sampled_from([1, 2, 3, 8]))
+def test_every_planner_is_lawful_on_lanes(lengths: list[int], cp: int) -> None:
+    made = chain(cp, 2)
+    batch = sequences(lengths)
+    for name in ("", *made.baseline_names):
+        plan = made.baseline(name, batch) if name else made.plan(batch)
+        lanes = {tuple(range(first, first + cp)) for first in range(0, 2 * cp, cp)}
+        assert {m.ranks for m in plan.micro_batches} <= lanes
+        assert plan.num_tokens == sum(lengths)
+        assert simulate(plan, made.situation, record=False).step_s > 0
+
+
+def test_a_lane_holds_as_many_tokens_as_its_ranks_together() -> None:
+    plan = chain(4, 2, "plugins.packing.slices=off").plan(sequences([4 * CAP, 4 * CAP]))
+    assert {len(m.slices) for m in plan.micro_batches} == {1}
+    assert plan.limits.max_tokens == CAP
+
+
+def test_a_lane_computes_as_fast_as_its_ranks_together() -> None:
+    batch = sequences([1000] * 8)
+    one, four = chain(1, 2), chain(4, 2)
+    seconds = [predict(c.plan(batch), c.situation.costs).step_s for c in (one, four)]
+    launches = one.situation.costs.launch_s
+    assert seconds[1] == pytest.approx(seconds[0] / 4, abs=4 * launches)
+    assert four.plan(batch).bound_s == pytest.approx(one.plan(batch).bound_s / 4, abs=launches)
+
+
+def test_the_stock_plan_runs_one_sequence_a_lane() -> None:
+    made = chain(2, 2)
+    plan = made.stock(sequences([10, 20, 30, 1])).check()
+    assert [m.ranks for m in plan.micro_batches] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [m.pad_to for m in plan.micro_batches] == [0, 0, 0, 2]

@@ -1,0 +1,263 @@
+"""Simulated steps against schedules and transfers small enough to work out by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from evenload.core.cluster import Cluster, Link
+from evenload.core.costs import Costs, PassCost
+from evenload.core.events import play
+from evenload.core.layout import Layout
+from evenload.core.order import orders_of_stage
+from evenload.core.predict import predict
+from evenload.core.registry import Situation
+from evenload.core.simulate import Simulation, simulate
+from evenload.core.traffic import Traffic
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ONE = Costs(
+    source="one second forward, two backward, per token", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0)
+)
+LINK = Link(latency_s=0.0, bytes_per_s=1.0)
+PLAIN = Cluster(
+    name="plain",
+    source="one byte a second inside a node of 4 ranks, half as fast across",
+    ranks_per_node=4,
+    flops_per_s=1.0,
+    memory_bytes=1e9,
+    intra=LINK,
+    inter=Link(latency_s=0.0, bytes_per_s=0.5),
+)
+
+
+def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> StepPlan:
+    batches = tuple(MicroBatch((Slice(i, 0, n),), r) for i, (n, r) in enumerate(zip(lengths, ranks, strict=True)))
+    return StepPlan(sequences(lengths), batches, limits).check()
+
+
+def situation(layout: Layout, costs: Costs = ONE, **traffic: object) -> Situation:
+    return Situation(costs, layout, PLAIN, Traffic(**traffic))  # type: ignore[arg-type]
+
+
+def by_rank(result: Simulation) -> dict[tuple[int, int], list[tuple[str, float, float]]]:
+    rows = defaultdict(list)
+    for span in result.spans:
+        rows[span.stage, span.rank].append((span.kind, span.start_s, span.end_s))
+    return rows
+
+
+def test_ranks_work_side_by_side() -> None:
+    result = simulate(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), situation(Layout(dp=2)))
+    assert result.step_s == 12
+    assert result.busy_s.tolist() == [[12, 6]]
+    assert result.imbalance == pytest.approx(12 / 9)
+    assert result.bubble_frac == pytest.approx(6 / 24)
+    assert by_rank(result)[0, 1] == [("F", 0, 1), ("B", 1, 3), ("F", 3, 4), ("B", 4, 6)]
+
+
+def test_a_stage_starts_when_the_state_has_arrived() -> None:
+    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
+    result = simulate(made, situation(Layout(pp=2), state_bytes_per_token=0.5))
+    # Stage 1: F0 1.5..2.5, B0 ..4.5, F1 (sent at 2, there at 2.5) ..5.5, B1 ..7.5; stage 0: B0 5..7, B1 8..10.
+    assert by_rank(result)[1, 0] == [("F", 1.5, 2.5), ("B", 2.5, 4.5), ("F", 4.5, 5.5), ("B", 5.5, 7.5)]
+    assert by_rank(result)[0, 0] == [("F", 0, 1), ("F", 1, 2), ("B", 5, 7), ("B", 8, 10)]
+    assert (result.step_s, result.exposed_frac) == (10, 0)
+
+
+def test_a_host_that_waits_for_its_sends_loses_their_time() -> None:
+    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
+    waits = simulate(made, situation(Layout(pp=2), state_bytes_per_token=0.5, waits_for_sends=True))
+    assert by_rank(waits)[0, 0][:2] == [("F", 0, 1), ("F", 1.5, 2.5)]
+    assert waits.exposed_s.tolist() == [[1.0], [1.0]]
+    assert waits.step_s > 10
+
+
+def test_a_link_carries_one_tensor_at_a_time() -> None:
+    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
+    order = tuple(tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1))) for _ in range(2))
+    made = replace(made, order=order).check()  # type: ignore[arg-type]
+    result = simulate(made, situation(Layout(pp=2), state_bytes_per_token=3.0))
+    # The first forward arrives at 1 + 3, the second, ready at 2, at 4 + 3.
+    assert [start for kind, start, _ in by_rank(result)[1, 0] if kind == "F"] == [4, 7]
+
+
+def test_stages_of_other_nodes_use_the_slower_link() -> None:
+    made = plan([1] * 4, [(0,), (1,), (2,), (3,)], Limits(4, 10, num_stages=2))
+    result = simulate(made, situation(Layout(dp=4, pp=2), state_bytes_per_token=1.0))
+    assert by_rank(result)[1, 0][0] == ("F", 3.0, 4.0)
+
+
+RING = PassCost(token_s=1.0, pair_s=0.25)
+
+
+@pytest.mark.parametrize(
+    ("engine", "forward_s", "backward_s"),
+    [
+        # 8 tokens on 2 ranks. Keys and values of 4 tokens, 2 bytes each, go round once; attention takes
+        # 0.25 * 8 * 4 / 2 = 4 s a rank, half of it while the other half is on its way.
+        ("ring", 8 - 2, 16 - 2),
+        # What 4 tokens have: Q and the output 2 * 3 bytes, K and V 2; half of it leaves.
+        ("all_to_all", 4 * 8 / 2, 4 * 8 / 2),
+        ("all_gather", 8, 16),
+    ],
+)
+def test_shared_sequences_pay_for_what_attention_cannot_hide(engine: str, forward_s: float, backward_s: float) -> None:
+    costs = Costs(source="test", forward=RING, backward=RING)
+    made = plan([8], [(0, 1)], Limits(2, 8))
+    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "engine": engine}
+    result = simulate(made, situation(Layout(dp=2), costs, **traffic))
+    compute = 8 / 2 + 0.25 * 8 * 4 / 2
+    assert by_rank(result)[0, 0] == [
+        ("F", 0, compute),
+        ("C", compute, compute + forward_s),
+        ("B", compute + forward_s, 2 * compute + forward_s),
+        ("C", 2 * compute + forward_s, 2 * compute + forward_s + backward_s),
+    ]
+    assert result.exposed_s.tolist() == [[forward_s + backward_s] * 2]
+
+
+def test_measured_rates_of_all_to_all_come_first() -> None:
+    made = plan([8], [(0, 1)], Limits(2, 8))
+    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "engine": "all_to_all"}
+    at = situation(Layout(dp=2), **traffic)
+    at = replace(at, cluster=PLAIN.model_copy(update={"all_to_all_bytes_per_s": {2: 16.0}}))
+    assert simulate(made, at).exposed_s[0, 0] == 2 * 32 / 16
+
+
+def test_a_prefix_goes_round_with_its_slice() -> None:
+    """Keys and values of all tokens before a slice are read, so a later slice moves more."""
+    slices = (Slice(0, 0, 4), Slice(0, 4, 8))
+    made = StepPlan(
+        sequences([8]),
+        tuple(MicroBatch((s,), (0, 1)) for s in slices),
+        Limits(2, 4),
+        order=((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),),
+    ).check()
+    result = simulate(made, situation(Layout(dp=2), kv_bytes_per_token=2.0))
+    exposed = [end - start for kind, start, end in by_rank(result)[0, 0] if kind == "C"]
+    assert exposed == [4, 8, 16, 8]
+
+
+def test_tensor_parallel_ranks_reduce_hidden_states() -> None:
+    made = plan([8], [(0,)], Limits(1, 8))
+    result = simulate(made, situation(Layout(tp=2), layers=3, state_bytes_per_token=1.0))
+    # 2 all-reduces a layer and direction, each 2 * (8 / 2) bytes long.
+    assert result.exposed_s.tolist() == [[2 * 2 * 3 * 8.0]]
+
+
+def test_experts_cost_their_tokens_and_what_weights_compute_cannot_hide() -> None:
+    made = plan([8, 8], [(0,), (1,)], Limits(2, 8))
+    layout = Layout(dp=2, ep=2)
+    tokens = simulate(made, situation(layout, expert_bytes_per_token=1.0))
+    assert tokens.exposed_s[0, 0] == 2 * 2 * 8 / 2
+    weights = simulate(made, situation(layout, expert_bytes_per_token=1.0, expert_weight_bytes=40.0))
+    # 20 s of weights behind 8 s of forward and 16 s of backward.
+    assert weights.exposed_s[0, 0] - tokens.exposed_s[0, 0] == 12 + 4
+
+
+@pytest.mark.parametrize(
+    ("traffic", "seconds"),
+    [
+        ({}, 2 * 8 / 2),
+        ({"sharding": "optimizer"}, 8 / 2 + 4 / 2),
+        ({"overlap_gradients": True}, 2 * 8 / 2 - 4),
+    ],
+)
+def test_gradients_are_summed_when_the_last_rank_is_done(traffic: dict[str, object], seconds: float) -> None:
+    made = plan([1, 2], [(0,), (1,)], Limits(2, 8))
+    costs = ONE.model_copy(update={"update_s": 1.0})
+    result = simulate(made, situation(Layout(dp=2), costs, gradient_bytes=8.0, weight_bytes=4.0, **traffic))
+    update = 0.5 if traffic.get("sharding") else 1.0
+    assert result.step_s == 6 + seconds + update
+    rank = by_rank(result)[0, 0]
+    assert rank[-1] == ("U", 6 + seconds, 6 + seconds + update)
+    assert ("G", 6, 6 + seconds) in rank or not seconds
+
+
+def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
+    limits = Limits(2, 10, equal_counts=True)
+    made = plan([4, 1, 1, 4], [(0,), (1,), (0,), (1,)], limits)
+    bare = simulate(made, situation(Layout(dp=2)))
+    assert bare.step_s == 24
+    assert bare.step_s == predict(made, ONE).step_s
+    traffic = {"sharding": "parameters", "weight_bytes": 2.0, "gradient_bytes": 4.0}
+    result = simulate(made, situation(Layout(dp=2), **traffic))
+    # One byte gathered in every pass, two scattered in a backward.
+    assert result.step_s == 24 + 2 * (1 + 1 + 2)
+    assert result.exposed_s.tolist() == [[8, 8]]
+
+
+def test_replays_run_their_forward_again() -> None:
+    made = replace(plan([2], [(0,)], Limits(1, 8)), replayed=(0,), order=((Op("F", 0), Op("B", 0)),)).check()
+    result = simulate(made, situation(Layout()))
+    assert by_rank(result)[0, 0] == [("F", 0, 2), ("R", 2, 4), ("B", 4, 8)]
+    assert result.busy_s.tolist() == [[8]]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[StepPlan, Layout]:
+    dp, pp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    ranks = [(draw(st.integers(0, dp - 1)),) for _ in lengths]
+    if lengths[0] >= dp > 1 and draw(st.booleans()):
+        ranks[0] = tuple(range(dp))
+    return plan(lengths, ranks, Limits(dp, 100, num_stages=pp)), Layout(dp=dp, pp=pp)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), st.floats(0, 2))
+def test_no_rank_does_two_things_at_once_and_nothing_is_lost(drawn: tuple[StepPlan, Layout], state: float) -> None:
+    made, layout = drawn
+    result = simulate(made, situation(layout, state_bytes_per_token=state, gradient_bytes=3.0))
+    total = 0.0
+    for spans in by_rank(result).values():
+        assert all(before[2] <= after[1] + 1e-9 for before, after in pairwise(spans))
+        total += sum(end - start for _, start, end in spans)
+    assert total == pytest.approx(float(result.busy_s.sum() + result.exposed_s.sum()))
+    assert 0 <= result.bubble_frac < 1
+    passes = sum(len(row) for stage in range(layout.pp) for row in orders_of_stage(made, stage))
+    assert sum(span.kind in "FB" for span in result.spans) == passes
+    plain = simulate(made, situation(layout), record=False)
+    assert plain.step_s == pytest.approx(predict(made, ONE).step_s)
+    assert plain.spans == ()
+    assert result.step_s >= plain.step_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_every_pass_waits_for_what_it_needs(drawn: tuple[StepPlan, Layout]) -> None:
+    made, _ = drawn
+    end = {}
+    start = {}
+    for event in play(made, lambda stage, op: 1.0, lambda stage, op: 0.25):
+        start[event.stage, event.op] = event.start_s
+        end[event.stage, event.op] = event.end_s
+    for (stage, op), begin in start.items():
+        before = (stage - 1, op) if op.kind == "F" else (stage + 1, op)
+        if before in end:
+            assert begin >= end[before] + 0.25
+        if op.kind == "B":
+            assert begin >= end[stage, Op("F", op.micro_batch)]
+
+
+def test_orders_that_wait_in_a_circle_are_our_own_mistake() -> None:
+    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
+    rows = ((("F", 0), ("B", 0), ("F", 1), ("B", 1)), (("F", 1), ("F", 0), ("B", 0), ("B", 1)))
+    stuck = replace(made, order=tuple(tuple(Op(k, i) for k, i in row) for row in rows))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="never start"):
+        simulate(stuck, situation(Layout(pp=2)))
+
+
+def test_memory_is_what_stays_and_what_passes_hold() -> None:
+    limits = Limits(2, 8, layers_per_stage=2, activation_bytes_per_token=3.0)
+    made = plan([4, 1], [(0,), (1,)], limits)
+    memory = ONE.memory.model_copy(update={"fixed_bytes": 16.0})
+    result = simulate(made, situation(Layout(dp=2), ONE.model_copy(update={"memory": memory})))
+    assert np.diff(result.peak_bytes).tolist() == [[-2 * 3 * 3]]
+    assert result.peak_bytes[0, 0] > 24
