@@ -8,11 +8,15 @@ share. Which traffic the sharing costs is `traffic`'s to say. One degree for all
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Literal
 
 from .costs import Costs
 from .layout import Layout
 from .registry import Situation
-from .workload import Limits, MicroBatch, StepPlan
+from .workload import Limits, MicroBatch, Op, StepPlan
+
+_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
@@ -34,18 +38,36 @@ def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
         max_tokens=-(-plan.limits.max_tokens // cp),
         max_activation_bytes=plan.limits.max_activation_bytes,
     )
-    return replace(plan, micro_batches=_spread(plan.micro_batches, cp), backward=_spread(plan.backward, cp), limits=own)
+    places = {kind: _places(plan.passes(kind), cp) for kind in _KINDS}
+    order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
+    return replace(
+        plan,
+        micro_batches=_spread(plan.micro_batches, cp),
+        backward=_spread(plan.backward, cp),
+        replayed=tuple(i for j in plan.replayed for i in places["B"][j]),
+        order=order,
+        recompute=tuple(tuple(n for i, n in enumerate(row) for _ in places["F"][i]) for row in plan.recompute),
+        limits=own,
+    )
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...], cp: int) -> tuple[MicroBatch, ...]:
-    return tuple(_on_lane(m, cp) for m in micro_batches)
+    return tuple(one for m in micro_batches for one in _on_lane(m, cp))
 
 
-def _on_lane(micro_batch: MicroBatch, cp: int) -> MicroBatch:
-    """The ranks of the lane; a micro-batch of fewer tokens than ranks is padded until each rank has one."""
+def _on_lane(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
+    """On the ranks of the lane: padded until each rank has a token; a dummy becomes one for each rank."""
     ranks = tuple(rank * cp + i for rank in micro_batch.ranks for i in range(cp))
-    pad_to = cp if micro_batch.slices and micro_batch.num_slots < cp else micro_batch.pad_to
-    return micro_batch._replace(ranks=ranks, pad_to=pad_to)
+    if not micro_batch.slices:
+        return tuple(micro_batch._replace(ranks=(rank,)) for rank in ranks)
+    pad_to = cp if micro_batch.num_slots < cp else micro_batch.pad_to
+    return (micro_batch._replace(ranks=ranks, pad_to=pad_to),)
+
+
+def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
+    """Where each micro-batch's pieces are in `_spread`'s answer."""
+    ends = list(accumulate(1 if m.slices else cp for m in micro_batches))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _shared(costs: Costs, cp: int) -> Costs:

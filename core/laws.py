@@ -92,7 +92,7 @@ def _ranks_exist(plan: StepPlan) -> None:
         ranks = micro_batch.ranks
         if not ranks or min(ranks) < 0 or max(ranks) >= size or len(set(ranks)) != len(ranks):
             raise PlanError("a micro-batch has impossible ranks", f"{name}: {ranks} of {size} ranks")
-        if micro_batch.slices and len(ranks) > micro_batch.num_slots:
+        if len(ranks) > 1 and len(ranks) > micro_batch.num_slots:
             found = f"{name}: {micro_batch.num_slots} tokens on {len(ranks)} ranks"
             raise PlanError("a rank of a micro-batch would have no token", found)
 

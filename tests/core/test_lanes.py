@@ -56,3 +56,16 @@ def test_the_stock_plan_runs_one_sequence_a_lane() -> None:
     plan = made.stock(sequences([10, 20, 30, 1])).check()
     assert [m.ranks for m in plan.micro_batches] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert [m.pad_to for m in plan.micro_batches] == [0, 0, 0, 2]
+
+
+def test_lanes_without_work_run_a_dummy_on_every_rank() -> None:
+    plan = chain(2, 3, "train.global_batch_size=6").stock(sequences([10])).check()
+    assert [m.ranks for m in plan.micro_batches] == [(0, 1), (2,), (3,), (4,), (5,)]
+
+
+def test_a_pipelined_chain_keeps_its_order_on_lanes() -> None:
+    made = chain(2, 1, "parallel.pp=2", "model.num_layers=16")
+    plan = made.plan(sequences([4 * CAP, 100, 100]))
+    assert plan.cut
+    assert plan.order
+    assert {m.ranks for m in plan.micro_batches} == {(0, 1)}
