@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError
@@ -67,18 +68,23 @@ class Outlook:
 
 
 def look_ahead(
-    recipe: Recipe, lengths: Path, steps: int, num_ranks: int | None = None, *, record: bool = False
+    recipe: Recipe,
+    lengths: Path | npt.NDArray[np.int64],
+    steps: int,
+    num_ranks: int | None = None,
+    *,
+    record: bool = False,
 ) -> Outlook:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
     Args:
+        lengths: the file, or the lengths that it holds.
         num_ranks: of the world; None takes the fewest that ``parallel.*`` needs.
         record: keep the timeline of every simulated step.
     """
     chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
-    samples = cut(
-        read_lengths(lengths), recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length
-    ).length
+    given = read_lengths(lengths) if isinstance(lengths, Path) else lengths
+    samples = cut(given, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
     if len(samples) < size:
         raise EvenloadError(

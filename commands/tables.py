@@ -6,9 +6,11 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from .show import grid, percent, seconds
+from .sweep import said, written
 
 Result = dict[str, Any]
 
@@ -117,6 +119,54 @@ def plan(result: Result) -> Group:
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
     )
     return Group(grid("plan", head, rows, "\n".join([*about, *notes[:3]])), _planners(result["steps"]))
+
+
+def sweep(result: Result) -> Table:
+    """A row a combination, the best one bold and with a star."""
+    keys = result["keys"]
+    head = (
+        "",
+        *keys,
+        "ranks",
+        "layout",
+        "step time",
+        "tokens/s",
+        "a rank",
+        "imbalance",
+        "bubble",
+        "exposed",
+        "holds",
+        "gain over",
+        "planning",
+    )
+    rows: list[tuple[str, ...]] = []
+    reasons: list[str] = []
+    for place, row in enumerate(result["rows"]):
+        settings = [escape(written(row["settings"][key])) for key in keys]
+        if "error" in row:
+            rows.append(("", *settings, "", "impossible", *[""] * 9))
+            reasons.append(escape(f"{said(row['settings'])}: {row['error']['what']} ({row['error']['found']})"))
+            continue
+        layout, baseline = row["layout"], row["strongest_baseline"]
+        cells = [
+            "*" if place == result["best"] else "",
+            *settings,
+            str(row["world_size"]),
+            " ".join(f"{name}{degree}" for name, degree in layout.items() if degree > 1) or "dp1",
+            seconds(row["step_s"]),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s_per_rank']:,.1f}",
+            f"{row['imbalance']:.3f}",
+            percent(row["bubble_frac"]),
+            percent(row["exposed_frac"]),
+            f"{row['peak_bytes'] / 2**30:.1f}" + (" GiB" if row["fits"] else " GiB: too much"),
+            f"{baseline['name']} {baseline['gain']:.2f}x",
+            seconds(row["plan_s"]),
+        ]
+        rows.append(tuple(f"[bold]{cell}[/bold]" if cell and place == result["best"] else cell for cell in cells))
+    marked = "*: most tokens/s a rank among those that fit" if result["best"] is not None else "none fits into memory"
+    about = f"predicted, means of {result['steps']} step(s); {marked}; gain: over the fastest baseline of the row"
+    return grid("what if", head, rows, "\n".join([about, *reasons]))
 
 
 def _planners(steps: list[Result]) -> Table:

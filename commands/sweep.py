@@ -1,0 +1,175 @@
+"""What-if: the same lengths planned under every combination of a few settings, one row each, the best marked.
+
+    --sweep parallel.cp=1,2,4,8 --sweep cluster=a100,h200
+
+Words multiply; values are read as YAML. A combination that cannot be planned becomes a row that says why. All times are
+predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from ..core.errors import EvenloadError, nearest
+from ..core.recipe import Recipe
+from ..data.lengths import read_lengths
+from .plan import Outlook, PlannedStep, look_ahead
+from .show import progress
+
+MOST = 200
+"""Combinations of one sweep; each is planned and simulated with all its baselines."""
+
+Settings = dict[str, Any]
+Result = dict[str, Any]
+
+
+def sweep(
+    recipe: Recipe,
+    words: list[str],
+    lengths: Path,
+    steps: int,
+    nproc: int | None,
+    files: Mapping[str, Path | None],
+) -> Result:
+    """Plan every combination of the words' values. Raises EvenloadError for a bad word, or if nothing can be planned.
+
+    Args:
+        words: ``key=a,b,c`` each, dotted keys of the recipe.
+        lengths: file of sequence lengths; read once.
+        steps: global batches a combination.
+        nproc: ranks of every combination, so that all have the same machines: ``parallel.dp`` takes what the other
+            degrees leave unless it is swept. None: the fewest that each needs; then compare per rank.
+        files: options that name an output file; none can be given, as they show one setting.
+    """
+    for option, path in files.items():
+        if path is not None:
+            raise EvenloadError(
+                f"{option} shows one setting, --sweep plans many",
+                f"{option} {path}",
+                f"leave {option} out (--json has all rows), or plan the setting you choose without --sweep",
+            )
+    axes = axes_of(recipe, words)
+    given = read_lengths(lengths)
+    combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    rows: list[Result] = []
+    with progress(True) as bars, bars.task("sweep", len(combinations)) as tick:
+        for settings in combinations:
+            changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
+            try:
+                rows.append({"settings": settings, **_row(look_ahead(recipe.changed(changes), given, steps, nproc))})
+            except EvenloadError as error:
+                rows.append({"settings": settings, "error": vars(error).copy()})
+            tick(said(settings))
+    if all("error" in row for row in rows):
+        first = rows[0]["error"]
+        raise EvenloadError(
+            f"none of the {len(rows)} combinations can be planned",
+            f"{said(rows[0]['settings'])}: {first['what']} ({first['found']})",
+            first["do"] or "sweep other values",
+        )
+    return {"predicted": True, "steps": steps, "keys": list(axes), "rows": rows, "best": best_of(rows)}
+
+
+def axes_of(recipe: Recipe, words: Iterable[str]) -> dict[str, list[Any]]:
+    """The values of every key, in the order given. Raises EvenloadError."""
+    axes: dict[str, list[Any]] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        form = "write e.g. --sweep parallel.cp=1,2,4"
+        if not key or not text.strip(" ,"):
+            raise EvenloadError("a sweep is not of the form key=a,b,c", repr(word), form)
+        try:
+            values = yaml.safe_load(f"[{text}]")
+        except yaml.YAMLError as error:
+            raise EvenloadError(f"the values of {key} are not YAML", repr(text), "quote them") from error
+        _refuse_unknown(recipe, key)
+        if key in axes:
+            raise EvenloadError(f"{key} is swept twice", repr(word), "put all its values into one --sweep")
+        if any(value in values[:place] for place, value in enumerate(values)):
+            raise EvenloadError(f"a value of {key} is given twice", repr(text), "give each once")
+        axes[key] = values
+    count = prod(map(len, axes.values()))
+    if count > MOST:
+        found = " x ".join(str(len(values)) for values in axes.values())
+        raise EvenloadError(f"a sweep plans at most {MOST} combinations", f"{found} = {count}", "sweep fewer values")
+    return axes
+
+
+def _refuse_unknown(recipe: Recipe, key: str) -> None:
+    node: Any = recipe
+    path: list[str] = []
+    for name in key.split("."):
+        if isinstance(node, BaseModel):
+            fields = type(node).model_fields
+            if name not in fields:
+                raise EvenloadError(
+                    f"{'.'.join(path) or 'the recipe'} has no key '{name}'", repr(key), nearest(name, fields)
+                )
+            node = getattr(node, name)
+        elif not isinstance(node, dict):
+            raise EvenloadError(f"{'.'.join(path)} has no keys below it", repr(key), "sweep its value")
+        else:
+            return  # free form, such as deepspeed.config
+        path.append(name)
+
+
+def _row(outlook: Outlook) -> Result:
+    steps, situation = outlook.steps, outlook.chain.situation
+    layout, memory_bytes = situation.layout, situation.cluster.memory_bytes
+    num_tokens = sum(step.ours.plan.num_tokens for step in steps)
+    total_s = sum(step.ours.outcome.step_s for step in steps)
+    peak_bytes = max(float(step.ours.outcome.peak_bytes.max()) for step in steps)
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(step.ours.outcome, name) for step in steps)) / len(steps)
+
+    return {
+        "world_size": layout.world_size,
+        "layout": vars(layout),
+        "cluster": situation.cluster.name,
+        "step_s": total_s / len(steps),
+        "tokens_per_s": num_tokens / total_s,
+        "tokens_per_s_per_rank": num_tokens / total_s / layout.world_size,
+        "imbalance": mean("imbalance"),
+        "bubble_frac": mean("bubble_frac"),
+        "exposed_frac": mean("exposed_frac"),
+        "peak_bytes": peak_bytes,
+        "memory_bytes": memory_bytes,
+        "fits": peak_bytes <= memory_bytes,
+        "strongest_baseline": _strongest(steps, total_s),
+        "plan_s": sum(step.plan_s for step in steps) / len(steps),
+    }
+
+
+def _strongest(steps: tuple[PlannedStep, ...], ours_s: float) -> Result:
+    """The fastest baseline among those that planned every step, and what evenload gains over it."""
+    totals = {
+        name: sum(step.baselines[name].outcome.step_s for step in steps)
+        for name in steps[0].baselines
+        if all(name in step.baselines for step in steps)
+    }
+    name = min(totals, key=lambda name: totals[name])
+    return {"name": name, "gain": totals[name] / ours_s}
+
+
+def best_of(rows: list[Result]) -> int | None:
+    """The row of most tokens a second and rank among those that fit, then of fewest bytes; None if none fits."""
+    fitting = [place for place, row in enumerate(rows) if row.get("fits")]
+    return min(fitting, key=lambda i: (-rows[i]["tokens_per_s_per_rank"], rows[i]["peak_bytes"]), default=None)
+
+
+def said(settings: Settings) -> str:
+    """The settings as one would type them."""
+    return " ".join(f"{key}={written(value)}" for key, value in settings.items())
+
+
+def written(value: Any) -> str:
+    """A value as YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
