@@ -9,10 +9,12 @@ all ranks start together and take as long as the slowest. O(passes x stages).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .order import orders_of_stage
 from .workload import Op, StepPlan
+
+_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 class Event(NamedTuple):
@@ -46,13 +48,13 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
     if plan.limits.equal_counts:
         yield from _rounds(plan, seconds)
         return
-    num_stages = plan.limits.num_stages
+    num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in ("F", "B")}
-    at = [[0] * len(rows) for rows in orders]
-    free = [[0.0] * len(rows) for rows in orders]
-    arrives: dict[tuple[int, Op], float] = {}
-    link_free: dict[tuple[int, str, int], float] = {}
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in _KINDS}
+    at = [[0] * num_ranks for _ in orders]
+    free = [[0.0] * num_ranks for _ in orders]
+    arrives: list[dict[str, list[float | None]]] = [{k: [None] * len(ranks[k]) for k in _KINDS} for _ in orders]
+    link_free = [{kind: [0.0] * num_ranks for kind in _KINDS} for _ in orders]
     ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
     while ready:
@@ -65,7 +67,7 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         source, target = (stage - 1, stage + 1) if op.kind == "F" else (stage + 1, stage - 1)
         start = free[stage][rank]
         if 0 <= source < num_stages:
-            arrived = arrives.pop((stage, op), None) if len(members) == 1 else arrives.get((stage, op))
+            arrived = arrives[stage][op.kind][op.micro_batch]
             if arrived is None:
                 continue
             start = max(start, arrived)
@@ -77,9 +79,9 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         end = start + seconds(stage, op)
         goes_on = end
         if 0 <= target < num_stages:
-            link = (stage, op.kind, members[0])
-            arrival = max(end, link_free.get(link, 0.0)) + hand_over(min(stage, target), op)
-            link_free[link] = arrives[target, op] = arrival
+            links = link_free[stage][op.kind]
+            arrival = max(end, links[members[0]]) + hand_over(min(stage, target), op)
+            links[members[0]] = arrives[target][op.kind][op.micro_batch] = arrival
             ready += [(target, r) for r in members]
             goes_on = arrival if waits else end
         for r in members:
@@ -94,7 +96,7 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
 def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
     """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
     orders = orders_of_stage(plan, 0)
-    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in ("F", "B")}
+    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in _KINDS}
     done = {"F": 0, "B": 0}
     now = 0.0
     for kind, _ in orders[0]:

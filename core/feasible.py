@@ -59,9 +59,9 @@ def refuse_impossible(recipe: Recipe) -> None:
             "use fp32, or trainer: megatron for float64 proofs",
         ),
         (
-            train.global_batch_size < (p.dp or 1) * p.cp,
+            train.global_batch_size < (p.dp or 1),
             "train.global_batch_size is smaller than the number of data-parallel ranks",
-            f"{train.global_batch_size} samples, {(p.dp or 1) * p.cp} ranks",
+            f"{train.global_batch_size} samples, {p.dp or 1} ranks",
             "raise it, or lower parallel.dp",
         ),
         (

@@ -21,7 +21,7 @@ from .events import Event, play
 from .memory import fixed_bytes, peaks_of_stage
 from .predict import pass_seconds
 from .registry import Situation
-from .traffic import exposed_s, gathering_s, gradient_sum_s, hand_over_s
+from .traffic import exposed_s, gathering_s, gradient_sum_s, links_up
 from .workload import Op, StepPlan
 
 Floats = npt.NDArray[np.float64]
@@ -118,6 +118,7 @@ class _Work:
         self._gathers = {k: gathering_s(traffic, situation.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
+        self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
         self._known: dict[tuple[int, Op], float] = {}
 
     def seconds(self, stage: int, op: Op) -> float:
@@ -145,8 +146,9 @@ class _Work:
 
     def hand_over(self, stage: int, op: Op) -> float:
         """Between ``stage`` and the next, in either direction."""
-        at = self._at
-        return hand_over_s(at.traffic, at.cluster, at.layout, stage, self._plan.passes(op.kind)[op.micro_batch])
+        ranks = self._plan.passes(op.kind)[op.micro_batch].ranks
+        slots = self._plan.slots[op.kind][op.micro_batch] / len(ranks)
+        return self._links[stage][ranks[0]].send_s(slots * self._at.traffic.state_bytes_per_token)
 
     def parts(self, stage: int, op: Op) -> list[tuple[Kind, float]]:
         """What a pass consists of, in order; nothing that takes no time."""

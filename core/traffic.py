@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .cluster import Cluster
+from .cluster import Cluster, Link
 from .costs import PassCost
 from .layout import Layout
 from .workload import MicroBatch
@@ -112,13 +112,10 @@ def _attention_s(
     return max(0.0, hops_s - cost.pair_s * pairs / degree * (degree - 1) / degree)
 
 
-def hand_over_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch) -> float:
-    """Seconds in which a stage's output reaches the next stage (a gradient the stage before)."""
-    ranks = micro_batch.ranks
-    here, there = ((s * layout.plane_size + ranks[0]) * layout.tp for s in (stage, stage + 1))
-    same_node = here // cluster.ranks_per_node == there // cluster.ranks_per_node
-    link = cluster.intra if same_node else cluster.inter
-    return link.send_s(micro_batch.num_slots / len(ranks) * traffic.state_bytes_per_token)
+def links_up(cluster: Cluster, layout: Layout, stage: int) -> list[Link]:
+    """For each rank of the plane its link from a stage to the next, and back."""
+    firsts = [[(s * layout.plane_size + r) * layout.tp for r in range(layout.plane_size)] for s in (stage, stage + 1)]
+    return [cluster.link_among(ends) for ends in zip(*firsts, strict=True)]
 
 
 def gradient_sum_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int) -> float:

@@ -159,7 +159,13 @@ class StepPlan:
     @cached_property
     def num_slots(self) -> int:
         """Tokens computed over all micro-batches, padding and dummies included."""
-        return sum(m.num_slots for m in self.micro_batches)
+        return sum(self.slots["F"])
+
+    @cached_property
+    def slots(self) -> dict[Literal["F", "B"], tuple[int, ...]]:
+        """`MicroBatch.num_slots` of every micro-batch of a direction."""
+        forward = tuple(m.num_slots for m in self.micro_batches)
+        return {"F": forward, "B": tuple(m.num_slots for m in self.backward) if self.backward else forward}
 
     @property
     def padding_frac(self) -> float:
