@@ -23,3 +23,7 @@ def draw(outlook: Outlook, *, trace: Path | None = None, plot: Path | None = Non
         from .trace import write_trace
 
         write_trace(trace, tracks_of(outlook), about(outlook))
+    if report is not None:
+        from .report import write_report
+
+        write_report(outlook, report)

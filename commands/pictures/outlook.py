@@ -53,3 +53,18 @@ def about(outlook: Outlook) -> dict[str, Any]:
 def command() -> str:
     """What was typed, with the program's bare name."""
     return " ".join(["evenload", *sys.argv[1:]])
+
+
+_WHAT = {
+    "padded": "every micro-batch padded to its longest sequence",
+    "whole": "whole sequences, balanced by cost",
+    "chunks": "long sequences in chunks, the others packed",
+    "in_order": "packed in the order of the batch",
+    "best_fit": "best-fit bins, dealt out in turn",
+    "karmarkar_karp": "sequences to ranks by largest differencing of cost",
+}
+
+
+def what_it_does(name: str) -> str:
+    """A planner in a few words; empty where none are known."""
+    return _WHAT.get(name, "")

@@ -1,0 +1,252 @@
+"""The numbers behind the pictures: where the ranks' time goes, planner by planner, in seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.costs import Costs
+from ...core.memory import fixed_bytes
+from ...core.registry import Situation
+from ...core.simulate import KINDS, Span, simulate
+from ...core.workload import MicroBatch, StepPlan
+from ..plan import Outlook, Simulated
+from .outlook import OURS, label, names, planners
+
+Part = Literal["forward", "backward", "again", "padding", "exposed", "sum", "waiting"]
+
+PARTS: dict[Part, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "again": "forward again",
+    "padding": "padding",
+    "exposed": "exposed communication",
+    "sum": "gradient sum, update",
+    "waiting": "waiting",
+}
+"""What a rank's time is spent on, and how it is called."""
+
+_PART_OF: dict[str, Part] = {"F": "forward", "B": "backward", "R": "again", "C": "exposed", "G": "sum", "U": "sum"}
+
+_TIE = 1e-3
+"""Step times that differ by less are the same to a reader."""
+
+
+class Piece(NamedTuple):
+    """A stretch of a rank's time."""
+
+    part: Part
+    start_s: float
+    end_s: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One planner over all steps."""
+
+    name: str
+    steps: tuple[Simulated, ...]
+    step_s: float
+    """Mean of the steps."""
+    parts: dict[Part, float]
+    """Mean seconds of a rank and step; they sum to ``step_s``."""
+    imbalance: float
+    padding_frac: float
+    bubble_frac: float
+    exposed_frac: float
+    peak_bytes: float
+    """The most that any rank holds in any step."""
+
+    @property
+    def label(self) -> str:
+        return label(self.name)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """An outlook in numbers."""
+
+    ours: Planner
+    others: tuple[Planner, ...]
+    """The baselines, stock first."""
+    bound_s: float
+    """Mean of the steps' lower bounds."""
+    first_bound_s: float
+    """That of the first step."""
+    lengths: npt.NDArray[np.int64]
+    """Tokens of every sequence of every step."""
+    situation: Situation
+    fixed_bytes: float
+    """Weights, gradients and optimizer states of a rank, part of every peak."""
+
+    @property
+    def stock(self) -> Planner:
+        return self.others[0]
+
+    @property
+    def rival(self) -> Planner | None:
+        """The fastest baseline other than stock; of equals the first."""
+        best: Planner | None = None
+        for one in self.others[1:]:
+            if best is None or one.step_s < best.step_s * (1 - _TIE):
+                best = one
+        return best
+
+    @property
+    def shown(self) -> tuple[Planner, ...]:
+        """Those that the timelines show: stock, the strongest of the others, evenload."""
+        return tuple(one for one in (self.stock, self.rival, self.ours) if one is not None)
+
+    @property
+    def ranked(self) -> tuple[Planner, ...]:
+        """All planners, slowest first; evenload is the last of equals."""
+        ours_s = self.ours.step_s
+
+        def key(one: Planner) -> tuple[float, bool]:
+            equal = abs(one.step_s - ours_s) <= _TIE * ours_s
+            return -(ours_s if equal else one.step_s), one is self.ours
+
+        return tuple(sorted((*self.others, self.ours), key=key))
+
+
+def facts_of(outlook: Outlook) -> Facts:
+    """Gather the numbers; steps that were simulated without spans are simulated again."""
+    situation = outlook.chain.situation
+    of_name = {}
+    for name in names(outlook):
+        steps = tuple(with_spans(planners(step)[name], situation) for step in outlook.steps)
+        of_name[name] = _planner(name, steps, situation)
+    bounds = [step["bound_s"] for step in outlook.to_json()["steps"]]
+    ours = of_name.pop(OURS)
+    return Facts(
+        ours,
+        tuple(of_name.values()),
+        float(np.mean(bounds)),
+        bounds[0],
+        np.array([s.length for one in ours.steps for s in one.plan.sequences], dtype=np.int64),
+        situation,
+        fixed_bytes(situation.costs.memory, outlook.chain.limits),
+    )
+
+
+def with_spans(one: Simulated, situation: Situation) -> Simulated:
+    """The same with its timeline."""
+    return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, situation, record=True))
+
+
+def _planner(name: str, steps: tuple[Simulated, ...], situation: Situation) -> Planner:
+    parts = [parts_of(one, situation) for one in steps]
+    outcomes = [one.outcome for one in steps]
+    slots = sum(one.plan.num_slots for one in steps)
+    return Planner(
+        name,
+        steps,
+        step_s=float(np.mean([outcome.step_s for outcome in outcomes])),
+        parts={part: float(np.mean([each[part] for each in parts])) for part in PARTS},
+        imbalance=float(np.mean([outcome.imbalance for outcome in outcomes])),
+        padding_frac=1.0 - sum(one.plan.num_tokens for one in steps) / max(1, slots),
+        bubble_frac=float(np.mean([outcome.bubble_frac for outcome in outcomes])),
+        exposed_frac=float(np.mean([outcome.exposed_frac for outcome in outcomes])),
+        peak_bytes=float(max(outcome.peak_bytes.max() for outcome in outcomes)),
+    )
+
+
+def parts_of(one: Simulated, situation: Situation) -> dict[Part, float]:
+    """Mean seconds that a rank spends on what; they sum to the step."""
+    plan, outcome = one.plan, one.outcome
+    useful = _Useful(plan, situation.costs)
+    places = plan.limits.num_ranks * plan.limits.num_stages
+    seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    for span in outcome.spans:
+        taken = span.end_s - span.start_s
+        share = useful.share(span)
+        seconds[_PART_OF[span.kind]] += taken * share / places
+        seconds["padding"] += taken * (1.0 - share) / places
+    seconds["waiting"] = max(0.0, outcome.step_s - sum(seconds.values()))
+    return seconds
+
+
+def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[tuple[int, int], list[Piece]]:
+    """What the asked-for (stage, rank) do in one step; the padding of a pass is drawn at its end."""
+    useful = _Useful(one.plan, costs)
+    found: dict[tuple[int, int], list[Piece]] = {row: [] for row in sorted(rows)}
+    for span in one.outcome.spans:
+        row = found.get((span.stage, span.rank))
+        if row is None:
+            continue
+        share = useful.share(span)
+        middle = span.start_s + share * (span.end_s - span.start_s)
+        title = KINDS[span.kind] + useful.describe(span)
+        if share > 0:
+            row.append(Piece(_PART_OF[span.kind], span.start_s, middle, title))
+        if share < 1:
+            row.append(Piece("padding", middle, span.end_s, f"padding of {title}"))
+    return found
+
+
+class _Useful:
+    """Which share of a pass computes tokens, and not padding."""
+
+    def __init__(self, plan: StepPlan, costs: Costs) -> None:
+        self._plan, self._costs = plan, costs
+        self._known: dict[tuple[str, int], tuple[float, float, float]] = {}
+
+    def share(self, span: Span) -> float:
+        if span.micro_batch < 0 or span.kind == "C":
+            return 1.0
+        kind: Literal["F", "B"] = "F" if span.kind == "F" else "B"
+        key = (kind, span.micro_batch)
+        if key not in self._known:
+            self._known[key] = self._shares(self._plan.passes(kind)[span.micro_batch])
+        return self._known[key]["FBR".index(span.kind)]
+
+    def describe(self, span: Span) -> str:
+        """`` 3: 8,192 tokens in 5 slices`` for a pass."""
+        if span.micro_batch < 0 or span.kind == "C":
+            return ""
+        micro_batch = self._plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
+        return f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
+
+    def _shares(self, micro_batch: MicroBatch) -> tuple[float, float, float]:
+        """Of forward, backward, and a forward inside a backward."""
+        if not micro_batch.slices:
+            return 0.0, 0.0, 0.0
+        if not micro_batch.pad_to:
+            return 1.0, 1.0, 1.0
+        costs = self._costs
+        forward, backward = costs.micro_batch_s(micro_batch)
+        bare_forward, bare_backward = costs.micro_batch_s(micro_batch._replace(pad_to=0))
+        if costs.recompute:  # those of a backward hold a forward
+            backward, bare_backward = backward - forward, bare_backward - bare_forward
+        ahead = bare_forward / forward if forward else 1.0
+        return ahead, bare_backward / backward if backward else 1.0, ahead
+
+
+def shown_ranks(one: Simulated, most_rows: int) -> tuple[list[int], bool]:
+    """Ranks whose rows are drawn, and whether they are all: else from the busiest to the idlest, evenly spaced."""
+    limits, busy = one.plan.limits, one.outcome.busy_s.sum(axis=0)
+    room = max(3, most_rows // limits.num_stages)
+    if limits.num_ranks <= room:
+        return list(range(limits.num_ranks)), True
+    by_load = np.argsort(-busy, kind="stable")
+    places = np.linspace(0, limits.num_ranks - 1, room).round().astype(int)
+    return by_load[places].tolist(), False
+
+
+def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], dict[str, list[float]]]:
+    """Edges of the bins (powers of two), and each bin's share of sequences, tokens, and attention's work."""
+    low, high = int(np.log2(max(1, lengths.min()))), int(np.ceil(np.log2(lengths.max())))
+    edges = [2**k for k in range(low, max(high, low + 1) + 1)]
+    weights = {"sequences": lengths * 0.0 + 1, "tokens": lengths * 1.0, "attention": lengths.astype(np.float64) ** 2}
+    shares = {name: np.histogram(lengths, edges, weights=w)[0] / w.sum() for name, w in weights.items()}
+    return edges, {name: share.tolist() for name, share in shares.items()}
+
+
+def rows_of(ranks: list[int], num_stages: int) -> Iterator[tuple[int, int]]:
+    """(stage, rank) from top to bottom: the stages of a rank together."""
+    return ((stage, rank) for rank in ranks for stage in range(num_stages))
