@@ -8,21 +8,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..plan import Outlook
 
+SUFFIXES = {"--trace": (".json", ".json.gz"), "--plot": (".png",), "--report": (".html", ".htm")}
+
+
+def refuse(*, trace: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
+    """Raise EvenloadError for a picture that cannot be written: to be asked before any work is done."""
+    from .files import refuse_path
+
+    for option, path in {"--trace": trace, "--plot": plot, "--report": report}.items():
+        if path is not None:
+            refuse_path(path, option, SUFFIXES[option])
+    if plot is not None:
+        from .plot import refuse_without_matplotlib
+
+        refuse_without_matplotlib()
+
 
 def draw(outlook: Outlook, *, trace: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
-    """Write the pictures asked for. Raises EvenloadError, before anything is written if a path cannot work."""
-    from .files import refuse
-
-    asked = {"--trace": trace, "--plot": plot, "--report": report}
-    suffixes = {"--trace": (".json", ".json.gz"), "--plot": (".png",), "--report": (".html", ".htm")}
-    for option, path in asked.items():
-        if path is not None:
-            refuse(path, option, suffixes[option])
+    """Write the pictures asked for. Raises EvenloadError, with nothing written if a path cannot work."""
+    refuse(trace=trace, plot=plot, report=report)
     if trace is not None:
         from .outlook import about, tracks_of
         from .trace import write_trace
 
         write_trace(trace, tracks_of(outlook), about(outlook))
+    if plot is not None:
+        from .plot import write_plot
+
+        write_plot(outlook, plot)
     if report is not None:
         from .report import write_report
 

@@ -81,6 +81,8 @@ class Facts:
     lengths: npt.NDArray[np.int64]
     """Tokens of every sequence of every step."""
     situation: Situation
+    evened: bool
+    """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
     fixed_bytes: float
     """Weights, gradients and optimizer states of a rank, part of every peak."""
 
@@ -100,11 +102,14 @@ class Facts:
     @property
     def shown(self) -> tuple[Planner, ...]:
         """Those that the timelines show: stock, the strongest of the others, evenload."""
-        return tuple(one for one in (self.stock, self.rival, self.ours) if one is not None)
+        wanted = (self.stock, self.rival, self.ours) if self.evened else (self.stock,)
+        return tuple(one for one in wanted if one is not None)
 
     @property
     def ranked(self) -> tuple[Planner, ...]:
         """All planners, slowest first; evenload is the last of equals."""
+        if not self.evened:
+            return (self.stock,)
         ours_s = self.ours.step_s
 
         def key(one: Planner) -> tuple[float, bool]:
@@ -130,6 +135,7 @@ def facts_of(outlook: Outlook) -> Facts:
         bounds[0],
         np.array([s.length for one in ours.steps for s in one.plan.sequences], dtype=np.int64),
         situation,
+        bool(outlook.chain.links),
         fixed_bytes(situation.costs.memory, outlook.chain.limits),
     )
 

@@ -12,7 +12,7 @@ from typing import IO
 from ...core.errors import EvenloadError
 
 
-def refuse(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
+def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     """Raise EvenloadError unless a file of that name may be written there."""
     if not path.name.lower().endswith(suffixes):
         raise EvenloadError(

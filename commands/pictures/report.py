@@ -33,7 +33,7 @@ _REMEDY = (
 
 GIB = 2.0**30
 
-_SHORT = {"against evenload": "ratio", "planning, measured": "planning"}
+_SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, measured": "planning"}
 """Heads of a table where a page is narrow."""
 
 
@@ -67,7 +67,7 @@ def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
     ratio = stock.step_s / ours.step_s
     layout, cluster = facts.situation.layout, facts.situation.cluster
     eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {_count(len(outlook.steps), 'step')} planned"
-    if not outlook.chain.links:
+    if not facts.evened:
         head = join("Stock: ", _time(ours.step_s), " a step. No plugin is switched on")
     elif ratio > 1 + _SAME:
         head = join(
@@ -202,7 +202,7 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
     over = ours.step_s / bound_s - 1 if bound_s else 0.0
     stats = [
         tag("div", tag("dt", "lower bound"), tag("dd", _time(bound_s))),
-        tag("div", tag("dt", "evenload"), tag("dd", _time(ours.step_s))),
+        tag("div", tag("dt", "evenload" if facts.evened else "stock"), tag("dd", _time(ours.step_s))),
         tag("div", tag("dt", "above the bound"), tag("dd", number(over, percent(max(0.0, over))))),
     ]
     if not any(one.plan.bound_s for one in ours.steps):
@@ -254,7 +254,16 @@ def _memory(facts: Facts) -> Markup:
 
 
 def _tables(facts: Facts, outlook: Outlook) -> Markup:
-    head = ("", "step", "against evenload", "imbalance", "padding", "waiting", "exposed", "holds")
+    head = (
+        "",
+        "step",
+        "against evenload" if facts.evened else "against stock",
+        "imbalance",
+        "padding",
+        "waiting",
+        "exposed",
+        "holds",
+    )
     rows = [
         (
             one is facts.ours,
@@ -282,12 +291,12 @@ def _tables(facts: Facts, outlook: Outlook) -> Markup:
 
 
 def _steps(facts: Facts, outlook: Outlook) -> Markup:
-    rival = facts.rival
-    head = ["", "evenload", "stock", *([rival.label] if rival else []), "lower bound", "planning, measured"]
+    shown = facts.shown[::-1]
+    head = ["", *(one.label for one in shown), "lower bound", "planning, measured"]
     bounds = [step["bound_s"] for step in outlook.to_json()["steps"]]
     rows = []
     for place, step in enumerate(outlook.steps[:_MOST_STEPS]):
-        cells = [one.steps[place].outcome.step_s for one in (facts.ours, facts.stock, *([rival] if rival else []))]
+        cells = [one.steps[place].outcome.step_s for one in shown]
         rows.append((False, f"step {place}", [_time(s) for s in (*cells, bounds[place], step.plan_s)]))
     more = len(outlook.steps) - _MOST_STEPS
     left = [tag("p", f"{more} more steps are in the table of --json.", class_="say")] if more > 0 else []

@@ -1,0 +1,145 @@
+"""One PNG to decide on: the first step rank by rank under three planners, beside the lengths that made it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import EvenloadError
+from ..plan import Outlook
+from ..show import seconds
+from .facts import PARTS, Facts, Part, Planner, facts_of, histogram, pieces_of, rows_of, shown_ranks
+from .files import whole
+from .outlook import what_it_does
+
+_MOST_ROWS = 32
+_DPI = 120
+_INK, _SOFT, _RULE, _MARK = "#1d1f21", "#5c6166", "#e2e1dc", "#c2410c"
+
+_COLOURS: dict[Part, str] = {
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    "again": "#009e73",
+    "padding": "#8d8f92",
+    "exposed": "#e69f00",
+    "sum": "#cc79a7",
+    "waiting": "#e6e5e0",
+}
+"""Okabe and Ito's palette, for readers who see fewer colours."""
+
+_STYLE = {
+    "font.size": 9.5,
+    "text.color": _INK,
+    "axes.edgecolor": _RULE,
+    "axes.labelcolor": _SOFT,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "figure.facecolor": "#fcfcfa",
+    "axes.facecolor": "#fcfcfa",
+}
+
+
+def refuse_without_matplotlib() -> None:
+    """Raise EvenloadError where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise EvenloadError("--plot needs matplotlib", str(error), "pip install 'evenload[plot]'") from error
+
+
+def write_plot(outlook: Outlook, path: Path) -> None:
+    """Write the picture. Raises EvenloadError."""
+    refuse_without_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    facts = facts_of(outlook)
+    shown = facts.shown
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.04)
+        grid = figure.add_gridspec(len(shown), 2, width_ratios=(3.1, 1))
+        figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
+        first, parts = None, set[Part]()
+        for place, one in enumerate(shown):
+            first = axes = figure.add_subplot(grid[place, 0], sharex=first)
+            parts |= _draw_step(axes, one, facts)
+            axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
+        assert first is not None
+        first.set_xlim(0, 1.01 * max(one.steps[0].outcome.step_s for one in shown))
+        first.set_xlabel("seconds of the first step, predicted")
+        _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
+        _draw_legend(figure, parts, facts.first_bound_s)
+        with whole(path) as part:
+            figure.savefig(part, format="png", dpi=_DPI)
+
+
+def _headline(facts: Facts) -> str:
+    ours, stock, rival = facts.ours, facts.stock, facts.rival
+    if not facts.evened:
+        return f"stock {seconds(stock.step_s)} a step; no plugin is switched on (predicted)"
+    text = f"evenload {seconds(ours.step_s)} a step, stock {seconds(stock.step_s)}: {stock.step_s / ours.step_s:.2f}x"
+    if rival is not None:
+        text += f"; {rival.label} {seconds(rival.step_s)}: {rival.step_s / ours.step_s:.2f}x"
+    return text + " (predicted)"
+
+
+def _draw_step(axes: Any, one: Planner, facts: Facts) -> set[Part]:
+    """Rows of ranks, top to bottom. Returns the parts that occur."""
+    first = one.steps[0]
+    limits, step_s = first.plan.limits, first.outcome.step_s
+    ranks, complete = shown_ranks(first, _MOST_ROWS)
+    rows = list(rows_of(ranks, limits.num_stages))
+    pieces = pieces_of(first, facts.situation.costs, set(rows))
+    axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
+    found: set[Part] = set()
+    for y, row in enumerate(rows):
+        for part in PARTS:
+            spans = [(p.start_s, p.end_s - p.start_s) for p in pieces[row] if p.part == part]
+            if spans:
+                found.add(part)
+                axes.broken_barh(spans, (y - 0.43, 0.86), color=_COLOURS[part], linewidth=0)
+    axes.axvline(facts.first_bound_s, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    last = len(rows) - 1
+    ends = (f"rank {ranks[0]}", f"rank {ranks[-1]}") if complete else ("busiest", "idlest")
+    axes.set_yticks([0, last] if last else [0], ends if last else ends[:1])
+    axes.spines[:].set_visible(False)
+    sample = "" if complete else f", {len(ranks)} of {limits.num_ranks:,} ranks"
+    does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
+    axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
+    return found
+
+
+def _draw_lengths(axes: Any, facts: Facts) -> None:
+    edges, shares = histogram(facts.lengths)
+    places = np.arange(len(edges) - 1)
+    for shift, (name, colour) in enumerate(
+        (("sequences", _COLOURS["padding"]), ("tokens", _COLOURS["backward"]), ("attention", _COLOURS["forward"]))
+    ):
+        axes.barh(places + 0.2 + 0.3 * shift, [100 * s for s in shares[name]], height=0.28, color=colour, label=name)
+    shown = range(0, len(edges), max(1, -(-len(edges) // 9)))
+    axes.set_yticks(list(shown), [f"{edges[k]:,}" for k in shown])
+    axes.set_ylabel("tokens of a sequence")
+    axes.set_xlabel("percent of all")
+    axes.set_title("shares by length")
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.grid(axis="x", color=_RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="best", labelcolor=_INK)
+
+
+def _draw_legend(figure: Any, parts: set[Part], bound_s: float) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    keys: list[Any] = [
+        Patch(color=_COLOURS[part], label=name) for part, name in PARTS.items() if part in parts or part == "waiting"
+    ]
+    keys.append(Line2D([], [], color=_MARK, linestyle=(0, (4, 3)), label=f"lower bound, {seconds(bound_s)}"))
+    figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), frameon=False, labelcolor=_SOFT)
