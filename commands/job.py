@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,23 @@ class Job:
         rows = gather_bytes(struct.pack(f"{len(values)}d", *values))
         return np.array([struct.unpack(f"{len(values)}d", row) for row in rows])
 
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """(pipeline stage, plane rank) of every rank, int64 [world, 2]. Collective where it is first asked for."""
+        return self.gather(self.host.pipeline_stage, self.host.plane_rank).astype(np.int64)
+
     def of_plane(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums over the tensor- and pipeline-parallel peers of each plane rank. [world, ...] -> [plane, ...]."""
-        places = self.gather(self.host.plane_rank)[:, 0].astype(int)
         out = np.zeros((self.host.layout.plane_size, *per_rank.shape[1:]))
-        np.add.at(out, places, per_rank)
+        np.add.at(out, self._places[:, 1], per_rank)
         return out
+
+    def of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Means over tensor-parallel peers. [world, ...] -> [stages, plane, ...]."""
+        layout = self.host.layout
+        out = np.zeros((layout.pp, layout.plane_size, *per_rank.shape[1:]))
+        np.add.at(out, tuple(self._places.T), per_rank)
+        return out / layout.tp
 
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
@@ -69,8 +81,8 @@ class Job:
             return Drawing.resume(state, lengths, size, self.chain)
         return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain)
 
-    def planner(self, drawing: Drawing, chain: PlanChain | None = None) -> Planner:
-        """A planner over the batches of a drawing."""
+    def planner(self, drawing: Drawing, chain: PlanChain | None = None, first: PlanChain | None = None) -> Planner:
+        """A planner over the batches of a drawing; ``first`` plans the first of them."""
         config = self.recipe.planner
         return Planner(
             chain or self.chain,
@@ -78,6 +90,7 @@ class Job:
             budget_s=config.budget_ms / 1e3,
             background=config.background,
             exchange=gather_bytes,
+            first=first,
         )
 
     def tokens_of(self, draw: Draw) -> TokensOf:

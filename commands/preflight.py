@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..core.recipe import Recipe
 from ..core.workload import sequences
 from ..data.sources import Source, open_source
 from .hosts import require
+from .pictures.files import refuse_path
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -33,6 +35,8 @@ class Preflight:
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     require(recipe.trainer)
+    if recipe.log.trace is not None and int(os.environ.get("RANK", "0")) == 0:  # the rank that writes it
+        refuse_path(recipe.log.trace, "--trace", (".json", ".json.gz"))
     layout = recipe.layout(world_size)
     if layout.cp > 1:
         raise EvenloadError(

@@ -22,14 +22,34 @@ def train(result: Result) -> Table:
             v["tokens_per_s"],
             v["imbalance"],
             percent(v["padding_frac"]),
+            percent(v["bubble_frac"]),
+            percent(v["bubble_worst"]),
+            seconds(v["step_s"]),
+            seconds(v["predicted_s"]),
             v["loss"],
             f"{result['ratio'][name]:.2f}x" if name in result["ratio"] else "",
         )
         for name, v in result["variants"].items()
     ]
-    head = ("", "tokens/s", "imbalance", "padding", "last loss", "evenload is faster by")
+    head = (
+        "",
+        "tokens/s",
+        "imbalance",
+        "padding",
+        "idle",
+        "worst rank",
+        "step",
+        "predicted",
+        "last loss",
+        "evenload is faster by",
+    )
     share = result["plan_share"]
     caption = f"imbalance: busiest rank over mean, measured; planning took {percent(share)} of the step"
+    caption += (
+        "\nidle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
+    )
+    if result["trace"]:
+        caption += f"\n{result['trace']} shows measured and predicted steps: open it in ui.perfetto.dev"
     if result["delay_steps"] or result["waiting"]:
         caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
         caption += f"; {result['waiting']} samples still wait"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,11 +12,13 @@ from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..core.sections import Train
+from ..core.simulate import simulate
 from . import checkpoints
 from .drawing import Drawing, num_waiting
 from .hosts import integration
 from .job import Job, logger, run_rank
-from .metrics import Row, summary, writer
+from .metrics import Idle, Row, Taken, summary, writer
+from .recording import Recording
 from .show import Progress, progress
 
 
@@ -26,14 +29,15 @@ def train(recipe: Recipe, against: tuple[str, ...] = ()) -> dict[str, Any] | Non
 
 def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
     variants: dict[str, Any] = {}
+    recording = Recording(job)
     with progress(job.leads) as bar:
         for name in against:
             fresh = replace(job, host=integration(job.recipe.trainer).open_host(job.recipe, job.world))
-            rows = _run(fresh, name, bar)
+            rows, idle = _run(fresh, name, bar, recording)
             fresh.host.close()
-            variants[name] = summary(rows)
-        rows = _run(job, "", bar)
-    own = summary(rows)
+            variants[name] = {**summary(rows), "idle": idle}
+        rows, idle = _run(job, "", bar, recording)
+    own = {**summary(rows), "idle": idle}
     return {
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
@@ -42,26 +46,40 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
         **own,
         "variants": {**variants, "evenload": own},
         "ratio": {name: own["tokens_per_s"] / v["tokens_per_s"] for name, v in variants.items() if v["tokens_per_s"]},
+        "trace": recording.written,
     }
 
 
-def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
-    """All steps with one planner; only evenload's own run resumes and saves."""
-    recipe, keeps = job.recipe, not baseline
+def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[list[Row], list[list[float]]]:
+    """All steps with one planner: their rows, and the idle share of every rank [stages][plane] without the first step.
+
+    Only evenload's own run resumes and saves.
+    """
+    recipe, keeps, name = job.recipe, not baseline, baseline or "evenload"
     first, drawing = _resume(job) if keeps else (0, job.drawing())
     planner = job.planner(drawing, replace(job.chain, instead=baseline))
     rows: list[Row] = []
+    idle = Idle()
     with (
         writer(recipe if job.leads and keeps else None) as write,
-        bar.task(baseline or "evenload", recipe.train.steps) as tick,
+        bar.task(name, recipe.train.steps) as tick,
+        ThreadPoolExecutor(1) as aside,
     ):
         for step in range(first, recipe.train.steps):
             job.watchdog.at("waiting for the plan", step)
             planned = planner.next()
-            row = _step(job, planned, step)
+            # On the rank that reports, beside the step: large plans take the simulator a second.
+            predicted = aside.submit(_predicted_s, planned) if job.leads else None
+            measured = _take(job, planned, step, record=recording.wants(step, first))
+            row = _row(planned, measured, step, learning_rate(step, recipe.train), predicted)
             rows.append(row)
+            idle.add(measured)
             write(row, planned)
             tick(f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
+            if recording.wants(step, first):
+                recording.add(name, step, planned, measured.result.spans)
+                if keeps and not recording.wants(step + 1, first):
+                    recording.write()
             if keeps and recipe.checkpoint.dir and _is_due(step + 1, recipe):
                 job.watchdog.at("checkpoint", step)
                 data = job.source.report()["fingerprint"]
@@ -72,38 +90,58 @@ def _run(job: Job, baseline: str, bar: Progress) -> list[Row]:
     if keeps and rows and rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
         logger.info("%d samples still wait for a later batch; %s", rows[-1].waiting, where)
-    return rows
+    return rows, idle.shares()
 
 
-def _step(job: Job, planned: Planned, step: int) -> Row:
-    lr = learning_rate(step, job.recipe.train)
+def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
+    """Run a step on all ranks and compare what they measured. Collective."""
+    if record:
+        job.watchdog.at("lining up", step, waits=True)
+        job.gather(0.0)
     start = time.perf_counter()
     result = job.host.train_step(
-        planned.plan, job.tokens_of(planned.draw), lr=lr, mark=lambda where: job.watchdog.at(where, step)
+        planned.plan,
+        job.tokens_of(planned.draw),
+        lr=learning_rate(step, job.recipe.train),
+        mark=lambda where: job.watchdog.at(where, step),
+        record=record,
     )
     step_s = time.perf_counter() - start + planned.waited_s
     job.watchdog.at("comparing times", step, waits=True)
-    measured = job.gather(step_s, result.busy_s, planned.plan_s, planned.waited_s)
+    measured = job.gather(step_s, planned.plan_s, planned.waited_s, result.busy_s, result.forward_s)
     if not math.isfinite(result.loss):
         raise EvenloadError(
             "the loss is not finite", f"{result.loss} at step {step}", "lower train.lr, or look at the data"
         )
-    busy = job.of_plane(measured[:, 1])
-    slowest_s, _, plan_s, wait_s = measured.max(axis=0).tolist()
+    slowest_s, plan_s, wait_s = measured[:, :3].max(axis=0).tolist()
+    seconds = job.of_stages(measured[:, 3:])
+    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1])
+
+
+def _predicted_s(planned: Planned) -> float:
+    return simulate(planned.plan, planned.chain.situation, record=False).step_s
+
+
+def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted: Future[float] | None) -> Row:
+    busy = taken.busy_s.sum(axis=0)
+    idle = 1 - taken.busy_s / taken.step_s
     return Row(
         step=step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
+        loss=taken.result.loss,
+        grad_norm=taken.result.grad_norm,
         lr=lr,
         tokens=planned.plan.num_tokens,
-        step_s=slowest_s,
-        plan_s=plan_s,
-        plan_wait_s=wait_s,
+        step_s=taken.step_s,
+        plan_s=taken.plan_s,
+        plan_wait_s=taken.wait_s,
         imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
         padding_frac=planned.plan.padding_frac,
         bound_s=planned.plan.bound_s,
         delay_steps=planned.draw.delay_steps,
         waiting=num_waiting(planned.draw.state),
+        predicted_s=predicted.result() if predicted else 0.0,
+        bubble_frac=float(idle.mean()),
+        bubble_worst=float(idle.max()),
     )
 
 

@@ -54,6 +54,8 @@ class Planned:
     """A plan that all ranks agreed on."""
 
     plan: StepPlan
+    chain: PlanChain
+    """What it was planned with; its situation is what the plan is to be judged by."""
     draw: Draw
     plan_s: float
     """Seconds the planning took, wherever it ran."""
@@ -61,8 +63,22 @@ class Planned:
     """Seconds the step waited for it, agreement included: what planning really cost."""
 
 
+class _Begun(NamedTuple):
+    """A batch that is being planned."""
+
+    draw: Draw
+    chain: PlanChain
+    future: Future[tuple[StepPlan, float]]
+
+
 class Planner:
-    """Hands out one agreed plan per step. ``draw`` gives the next global batch; its order is the caller's."""
+    """Hands out one agreed plan per step.
+
+    Args:
+        chain: plans; `use` puts another in its place.
+        draw: gives the next global batch; its order is the caller's.
+        first: plans the first batch instead, where a resumed run had begun it with other costs than its newest.
+    """
 
     def __init__(
         self,
@@ -72,35 +88,49 @@ class Planner:
         budget_s: float = 2.0,
         background: bool = True,
         exchange: Exchange = alone,
+        first: PlanChain | None = None,
     ) -> None:
         self._chain, self._draw, self._exchange = chain, draw, exchange
         self._budget_s, self._background = budget_s, background
-        self._ahead: tuple[Draw, Future[tuple[StepPlan, float]]] | None = None
+        self._first = first or chain
+        self._ahead: _Begun | None = None
         self.step = 0
 
     def next(self) -> Planned:
         """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
         start = time.perf_counter()
-        draw, future = self._ahead or self._begin()
+        draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
         status, plan, plan_s, why = self._wait(future)
         told = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
         if plan is None or any(message[0] != READY for message in told):
-            plan = self._fall_back(draw, told, why)
+            plan = self._fall_back(draw, chain, told, why)
         else:
             _refuse_divergence([message[1:] for message in told], self.step)
         waited_s = time.perf_counter() - start
         self.step += 1
-        self._ahead = self._begin() if self._background else None
-        return Planned(plan, draw, plan_s, waited_s)
+        self._ahead = self._begin(self._chain) if self._background else None
+        return Planned(plan, chain, draw, plan_s, waited_s)
 
-    def _begin(self) -> tuple[Draw, Future[tuple[StepPlan, float]]]:
+    def use(self, chain: PlanChain) -> None:
+        """Plan with another chain from the next plan on that is begun; one that is made ahead stays as it is.
+
+        All ranks must do so after the same step, with chains that plan alike.
+        """
+        self._chain = chain
+
+    @property
+    def chain_of_next(self) -> PlanChain:
+        """What the next plan is made with, or will be."""
+        return self._ahead.chain if self._ahead else self._chain
+
+    def _begin(self, chain: PlanChain) -> _Begun:
         """Draw the next batch and start to plan it: in a thread of its own, since a late one cannot be stopped."""
         draw, future = self._draw(), Future[tuple[StepPlan, float]]()
 
         def work() -> None:
             start = time.perf_counter()
             try:
-                future.set_result((self._chain.plan(sequences(draw.lengths)), time.perf_counter() - start))
+                future.set_result((chain.plan(sequences(draw.lengths)), time.perf_counter() - start))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -108,7 +138,7 @@ class Planner:
             threading.Thread(target=work, name=f"evenload-plan-{self.step}", daemon=True).start()
         else:
             work()
-        return draw, future
+        return _Begun(draw, chain, future)
 
     def _wait(self, future: Future[tuple[StepPlan, float]]) -> tuple[int, StepPlan | None, float, str]:
         try:
@@ -119,13 +149,13 @@ class Planner:
             return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
         return READY, plan, plan_s, ""
 
-    def _fall_back(self, draw: Draw, told: list[bytes], why: str) -> StepPlan:
+    def _fall_back(self, draw: Draw, chain: PlanChain, told: list[bytes], why: str) -> StepPlan:
         ranks = {kind: [r for r, message in enumerate(told) if message[0] == kind] for kind in (LATE, FAILED)}
         cause = "; ".join(
             f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
         )
         batch = sequences(draw.lengths)
-        for name, make in self._chain.simpler(batch):
+        for name, make in chain.simpler(batch):
             try:
                 plan = make()
             except EvenloadError as error:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..core.layout import Layout
+from ..core.simulate import Span
 from ..core.workload import Slice, StepPlan
 
 TokensOf = Callable[[int], npt.NDArray[np.int64]]
@@ -46,6 +47,13 @@ class StepResult:
     """The forward part of ``busy_s``."""
     executed: tuple[Slice, ...]
     """Slices this rank ran, for the count of tokens missing or repeated."""
+    spans: tuple[Span, ...] = ()
+    """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
+
+    F, R and B carry the numbers that passes have in the plan (-1: a dummy of the trainer's own, which the plan lacks),
+    G holds the waiting for slower ranks, and what lies between spans is waiting or the trainer's own work. A layer that
+    is recomputed inside a backward (``train.recompute``) is part of B. Ranks share one origin as well as they have
+    entered together: on one machine they share the clock, between machines it is as good as the barrier before."""
 
 
 class Host(Protocol):
@@ -53,9 +61,15 @@ class Host(Protocol):
 
     layout: Layout
     plane_rank: int
+    pipeline_stage: int
 
-    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
-        """Forward, backward, reduction, clipping and update of one planned step. Collective."""
+    def train_step(
+        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+    ) -> StepResult:
+        """Forward, backward, reduction, clipping and update of one planned step. Collective.
+
+        ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before.
+        """
         ...
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:

@@ -9,19 +9,23 @@ What counts as a second depends on the device.
                   other devices only; measured on a shared core: wall 0.75 s, thread 0.45 s, whole process 0.45 s)
     CPU, several  wall time: the calling thread does only its share of the work
     threads
+
+Beside its seconds every block has a place on the wall clock: `BusyClock.spans` tells what ran when. On the CPU that is
+``time.perf_counter``, one clock for all processes of a machine; on CUDA the same events, counted from a first one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Kind = Literal["F", "B"]
+from ..core.simulate import Kind, Span
 
 
 class Busy(NamedTuple):
@@ -40,43 +44,88 @@ def cpu_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-class BusyClock:
-    """Sums the seconds of one step."""
+class _Moment(NamedTuple):
+    """One reading of both clocks: floats in seconds, or one CUDA event for both."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._now = _event if self._cuda else cpu_clock()
-        self._spans: list[tuple[Kind, Any, Any]] = []
+    busy: Any
+    wall: Any
+
+
+class _Block(NamedTuple):
+    kind: Kind
+    micro_batch: int
+    start: _Moment
+    end: _Moment
+
+
+class BusyClock:
+    """Sums the seconds of one step, from here on.
+
+    Args:
+        record: whether anyone will ask for `spans`; what is no compute is noted only then.
+    """
+
+    def __init__(self, device: torch.device, *, record: bool = False) -> None:
+        self._cuda, self._record = device.type == "cuda", record
+        self._busy_now = cpu_clock()
+        self._blocks: list[_Block] = []
+        self._start = self._now()
 
     @contextmanager
-    def running(self, kind: Kind) -> Iterator[None]:
-        """Count the block as forward or backward."""
+    def running(self, kind: Kind, micro_batch: int = -1) -> Iterator[None]:
+        """Count the block as forward (F) or backward (B, and R: a forward that is run again)."""
         start = self._now()
         yield
-        self._spans.append((kind, start, self._now()))
+        self._blocks.append(_Block(kind, micro_batch, start, self._now()))
 
-    def watch_backward(self, output: Tensor) -> None:
+    def noting(self, kind: Kind) -> AbstractContextManager[None]:
+        """Note a block that is not counted: the gradient sum (G), the update (U)."""
+        return self.running(kind) if self._record else nullcontext()
+
+    def watch_backward(self, output: Tensor, micro_batch: int = -1) -> None:
         """Count the backward pass that will start from ``output``, wherever it is called.
 
         It starts when the gradient arrives at ``output`` (a tensor hook) and ends when the autograd engine has finished
         that pass (its own end-of-pass callback), so receiving and sending between passes never count.
         """
         if output.requires_grad:
-            output.register_hook(self._started)  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._started, micro_batch))  # type: ignore[no-untyped-call]
 
     def read(self) -> Busy:
         """Seconds so far. Waits for the device."""
-        if self._cuda and self._spans:
-            self._spans[-1][2].synchronize()
-        sums = {"F": 0.0, "B": 0.0}
-        for kind, start, end in self._spans:
-            sums[kind] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
-        return Busy(sums["F"], sums["B"])
+        self._wait()
+        sums = dict.fromkeys("FRBCGU", 0.0)
+        for block in self._blocks:
+            sums[block.kind] += self._between(block.start.busy, block.end.busy)
+        return Busy(sums["F"], sums["R"] + sums["B"])
 
-    def _started(self, _: Tensor) -> None:
+    def spans(self, stage: int, rank: int) -> tuple[Span, ...]:
+        """What ran when, in seconds since this clock was made; empty unless it records. Waits for the device."""
+        if not self._record:
+            return ()
+        self._wait()
+        return tuple(
+            Span(stage, rank, kind, number, *(self._between(self._start.wall, at.wall) for at in (start, end)))
+            for kind, number, start, end in self._blocks
+        )
+
+    def _started(self, micro_batch: int, _: Tensor) -> None:
         start = self._now()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._spans.append(("B", start, self._now())))
+        engine.queue_callback(lambda: self._blocks.append(_Block("B", micro_batch, start, self._now())))
+
+    def _now(self) -> _Moment:
+        if self._cuda:
+            event = _event()
+            return _Moment(event, event)
+        return _Moment(self._busy_now(), time.perf_counter())
+
+    def _wait(self) -> None:
+        if self._cuda and self._blocks:
+            self._blocks[-1].end.busy.synchronize()
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
 
 
 def _event() -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
+from ...core.simulate import Kind
 from ...core.workload import StepPlan
 from ...runtime.busy import BusyClock
 from ...runtime.kernels import choose_kernel
@@ -41,6 +42,9 @@ from .model import build_model, keeping_activations, recompute_layers
 from .supported import refuse_unequal_replay, refuse_unsupported
 
 log = logging.getLogger("evenload")
+
+KINDS: dict[str, Kind] = {"forward": "F", "prefix": "F", "replay": "R", "backward": "B"}
+"""How the busy clock counts a pass."""
 
 
 class DeepSpeedHost:
@@ -57,6 +61,8 @@ class DeepSpeedHost:
         EvenloadError: the recipe asks for what DeepSpeed cannot honour here.
     """
 
+    pipeline_stage = 0
+
     def __init__(self, recipe: Recipe, world: World) -> None:
         _refuse_impossible(recipe)
         self.layout = recipe.layout(world.size)
@@ -72,22 +78,26 @@ class DeepSpeedHost:
         self.stage = int(self.engine.zero_optimization_stage())
         self._told_of_dummies = False
 
-    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
+    def train_step(
+        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+    ) -> StepResult:
         """See `Host.train_step`."""
-        result = self._accumulate(plan, tokens_of, mark)
+        clock = BusyClock(self.world.device, record=record)
+        result = self._accumulate(plan, tokens_of, mark, clock)
         mark("update")
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
-        # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-        norm = _norm(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
-        self.engine.step()
-        if norm is None:
-            norm = float(self.engine.get_global_grad_norm())
-        return StepResult(grad_norm=norm, **result)
+        with clock.noting("U"):
+            # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
+            norm = _norm(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
+            self.engine.step()
+            if norm is None:
+                norm = float(self.engine.get_global_grad_norm())
+        return StepResult(grad_norm=norm, **result, spans=clock.spans(self.pipeline_stage, self.plane_rank))
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
         """See `Host.gradients`."""
-        result = self._accumulate(plan, tokens_of, no_mark)
+        result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.world.device))
         gradients = full_gradients(self.engine)
         discard_gradients(self.engine)
         return StepResult(grad_norm=_norm(gradients.values()), **result), gradients
@@ -127,8 +137,8 @@ class DeepSpeedHost:
         """See `Host.close`."""
         self.engine.destroy()
 
-    def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark) -> dict[str, Any]:
-        """Forward and backward of this rank's micro-batches, gradients reduced; all of `StepResult` but the norm."""
+    def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
+        """Forward and backward of this rank's micro-batches, gradients reduced; `StepResult` but for norm and spans."""
         passes = passes_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
         num_targets = count_targets(plan.sequences)
         if num_targets == 0:
@@ -145,14 +155,14 @@ class DeepSpeedHost:
             for micro_batch in dict.fromkeys(one.micro_batch for one in passes)
         }
         share = self.world.size if self.stage == 3 else 1
-        clock = BusyClock(self.world.device)
         losses: dict[int, torch.Tensor] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        with one_reduction(self.engine, sum(one.is_backward for one in passes)) as reduction:
+        with ExitStack() as open_step:
+            reduction = open_step.enter_context(one_reduction(self.engine, sum(one.is_backward for one in passes)))
             for number, one in enumerate(passes):
                 mark(f"{one.kind}, pass {number + 1} of {len(passes)}")
                 pack = packs[one.micro_batch]
-                with clock.running("F" if one.kind in ("forward", "prefix") else "B"):
+                with clock.running(KINDS[one.kind], one.number):
                     if one.kind == "prefix":
                         with torch.no_grad():
                             self.engine(**call_of(pack), **self._one_logit)
@@ -165,6 +175,8 @@ class DeepSpeedHost:
                         total += losses[one.graph].detach().double()
                         reduction.after_forward()
             mark("gradient reduction")
+            with clock.noting("G") if self.stage < 3 else nullcontext():
+                open_step.close()
         if prefix is not None:
             prefix.check_empty()
         dist.all_reduce(total)

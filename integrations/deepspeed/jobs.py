@@ -36,6 +36,8 @@ class Pass(NamedTuple):
     micro_batch: MicroBatch
     graph: int
     """Ties a backward to its forward or replay; a prefix pass has none and carries -1."""
+    number: int = -1
+    """Which micro-batch of its direction it is in the plan; -1: a dummy that the plan does not have."""
 
     @property
     def is_backward(self) -> bool:
@@ -96,7 +98,7 @@ def num_added(plan: StepPlan, rank: int, passes: Row[Pass]) -> int:
 
 
 def _without_graph(one: Pass, never_used: set[int]) -> Pass:
-    return Pass("prefix", one.micro_batch, -1) if one.graph in never_used else one
+    return Pass("prefix", one.micro_batch, -1, one.number) if one.graph in never_used else one
 
 
 def _planned(plan: StepPlan, ops: Row[Op], read: frozenset[Slice]) -> tuple[Pass, ...]:
@@ -108,16 +110,16 @@ def _planned(plan: StepPlan, ops: Row[Op], read: frozenset[Slice]) -> tuple[Pass
             micro_batch = forward[index]
             wanted = tuple(s for s in micro_batch.slices if s in read)
             if index in plan.kept:
-                row.append(Pass("forward", micro_batch, index))
+                row.append(Pass("forward", micro_batch, index, index))
             elif wanted:
-                row.append(Pass("prefix", micro_batch._replace(slices=wanted), -1))
+                row.append(Pass("prefix", micro_batch._replace(slices=wanted), -1, index))
             continue
         graph = plan.forward_of[index]
         if graph is None:
             # Replays count on from the forwards, so that no two graphs of a rank have one number.
             graph = len(forward) + index
-            row.append(Pass("replay", backward[index], graph))
-        row.append(Pass("backward", backward[index], graph))
+            row.append(Pass("replay", backward[index], graph, index))
+        row.append(Pass("backward", backward[index], graph, index))
     return tuple(row)
 
 

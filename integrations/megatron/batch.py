@@ -42,6 +42,8 @@ class PlannedBatches(Iterator[Batch]):
     ) -> None:
         self._micro_batches, self._tokens_of, self._device = tuple(micro_batches), tokens_of, device
         self._next = 0
+        self.numbers: tuple[int, ...] = ()
+        """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
         """Slices handed out so far."""
 
@@ -51,7 +53,9 @@ class PlannedBatches(Iterator[Batch]):
     ) -> PlannedBatches:
         """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run."""
         _refuse_unsupported(plan, plane_rank)
-        return cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device)
+        batches = cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device)
+        batches.numbers = plan.of_rank(plane_rank)
+        return batches
 
     def __len__(self) -> int:
         return len(self._micro_batches)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...runtime.busy import BusyClock, Kind
+from ...core.simulate import Kind
+from ...runtime.busy import BusyClock
 from .batch import Batch, LossFunc, run_batch
 from .reduction import Reduction
 
@@ -23,11 +24,19 @@ class Forward:
     def __init__(self, clock: BusyClock, reduction: Reduction, *, books: bool) -> None:
         self._clock, self._reduction, self._books = clock, reduction, books
 
-    def __call__(self, batch: Batch, model: Any, kind: Kind = "F") -> tuple[Tensor, LossFunc]:
-        """(stage output, loss function); ``kind`` says what the busy clock counts it as: a replay is part of B."""
-        with self._clock.running(kind):
+    def __call__(
+        self, batch: Batch, model: Any, kind: Kind = "F", number: int = -1, backward: int = -1
+    ) -> tuple[Tensor, LossFunc]:
+        """(stage output, loss function).
+
+        Args:
+            kind: what the busy clock counts it as: F, or R for a replay.
+            number: of the pass in the plan.
+            backward: number of the backward that will start from the output.
+        """
+        with self._clock.running(kind, number):
             output, loss_func = run_batch(batch, model)
-        self._clock.watch_backward(output)
+        self._clock.watch_backward(output, backward)
 
         def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, num_targets, report = loss_func(losses)

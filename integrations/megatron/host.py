@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class MegatronHost:
         recipe, device = self.recipe, self._device
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+        self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         self._last = parallel_state.is_pipeline_last_stage()
 
         config = transformer_config(recipe, self.layout)
@@ -69,22 +71,27 @@ class MegatronHost:
         self.ddp: Any = wrap_model(recipe, config, self.model)
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
 
-    def train_step(self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark) -> StepResult:
-        """Forward, backward, reduction, clipping and update of one planned step. Collective."""
-        totals, busy, executed = self._run(plan, tokens_of, mark, whole=False)
+    def train_step(
+        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+    ) -> StepResult:
+        """Forward, backward, reduction, clipping and update of one planned step. Collective; see `Host.train_step`."""
+        clock = BusyClock(self._device, record=record)
+        totals, busy, executed = self._run(plan, tokens_of, mark, clock, whole=False)
         mark("update")
         set_lr(self.optimizer, lr)
-        norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
-        _, megatron_norm, _ = self.optimizer.step()
+        with clock.noting("U"):
+            norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
+            _, megatron_norm, _ = self.optimizer.step()
         norm = float(megatron_norm) if norm is None else norm
-        return _result(totals, norm, busy, executed)
+        spans = clock.spans(self.pipeline_stage, self.plane_rank)
+        return replace(_result(totals, norm, busy, executed), spans=spans)
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
         """Run the plan without an update; gradients by global parameter name, on the CPU. Collective.
 
         Tensor-parallel shards as this rank holds them, the layers of this pipeline stage only.
         """
-        totals, busy, executed = self._run(plan, tokens_of, no_mark, whole=True)
+        totals, busy, executed = self._run(plan, tokens_of, no_mark, BusyClock(self._device), whole=True)
         norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
         named: dict[str, Tensor] = {n: g.cpu().clone() for n, g in global_gradients(self.model)}
         return _result(totals, norm, busy, executed), named
@@ -126,12 +133,11 @@ class MegatronHost:
             self._made_groups = False
 
     def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, *, whole: bool
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, *, whole: bool
     ) -> tuple[tuple[float, int], Busy, tuple[Slice, ...]]:
         """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), seconds, slices run)."""
         refuse_plan(plan, self.layout)
-        clock = BusyClock(self._device)
-        reduction = Reduction(self.ddp, plan, whole=whole)
+        reduction = Reduction(self.ddp, plan, clock, whole=whole)
         forward = Forward(clock, reduction, books=self._last and self.tp_rank == 0)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
@@ -151,7 +157,7 @@ class MegatronHost:
             self._links = StageLinks()  # by all ranks: they run one plan
         stage = PlannedStage(
             plan,
-            parallel_state.get_pipeline_model_parallel_rank(),
+            self.pipeline_stage,
             self.plane_rank,
             model=self.ddp,
             gpt=self.model,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from ...core.workload import StepPlan
+from ...runtime.busy import BusyClock
 
 
 class Reduction:
@@ -32,11 +33,12 @@ class Reduction:
     Args:
         ddp: Megatron's DistributedDataParallel.
         plan: of this step.
+        clock: notes when it runs.
         whole: leave the whole sum on every rank (all-reduce), also under the distributed optimizer.
     """
 
-    def __init__(self, ddp: Any, plan: StepPlan, *, whole: bool = False) -> None:
-        self._ddp, self.whole = ddp, whole
+    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock, *, whole: bool = False) -> None:
+        self._ddp, self._clock, self.whole = ddp, clock, whole
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
         self.quiet = self.overlap and (idle or whole or bool(plan.order or plan.recompute))
@@ -64,10 +66,11 @@ class Reduction:
         ``finalize_model_grads``. Its division is done here: upstream multiplies by 1 / tokens rounded to float32, which
         puts one common factor of up to 6e-8 on all gradients of a float64 run. In float32 both are the same number.
         """
-        if self.quiet:
-            for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
-                group.start_grad_sync(force_all_reduce=self.whole)
-        finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self.whole)
+        with self._clock.noting("G"):
+            if self.quiet:
+                for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
+                    group.start_grad_sync(force_all_reduce=self.whole)
+            finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self.whole)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])

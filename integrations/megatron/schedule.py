@@ -70,6 +70,7 @@ class PlannedStage:
         self._tokens_of, self._device, self._mark = tokens_of, device, mark
         self._prefix, self._tape = PrefixStore.of_plan(plan), Tape()
         self._graphs: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
         self.executed: list[Slice] = []
         """Slices whose backward has run."""
 
@@ -92,7 +93,7 @@ class PlannedStage:
         micro_batch = self._plan.micro_batches[op.micro_batch]
         received = None if self._first else self._receive(op, micro_batch.num_slots)
         if op.micro_batch in self._plan.kept:
-            output = self._compute(self._load(micro_batch), received, "F", self._layers(op, instead=None))
+            output = self._compute(self._load(micro_batch), received, op, self._layers(op, instead=None))
             self._graphs[op.micro_batch] = received, output
             if not self._last:
                 self._send(op, output)
@@ -104,7 +105,7 @@ class PlannedStage:
         if self._last and self._plan.cut.isdisjoint(s.sequence for s in micro_batch.slices):
             return  # nobody reads its keys, and nobody waits for its output
         with torch.no_grad(), headless(self._gpt):
-            output = self._compute(batch, received, "F", 0, with_loss=False)
+            output = self._compute(batch, received, op, 0, with_loss=False)
         if not self._last:
             self._send(op, output)
 
@@ -129,25 +130,26 @@ class PlannedStage:
             received = self._room(batch.pack.num_slots)
             self._tape.gather(batch.pack.slices, batch.pack.segments, received)
         # A replay is the recomputation: what the recipe recomputes need not run a third time.
-        output = self._compute(batch, received, "B", self._layers(op, instead=0))
+        output = self._compute(batch, received, op, self._layers(op, instead=0))
         if not self._last:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
         return received, output
 
     def _compute(
-        self,
-        batch: Batch,
-        received: Tensor | None,
-        kind: Literal["F", "B"],
-        layers: int | None,
-        with_loss: bool = True,
+        self, batch: Batch, received: Tensor | None, op: Op, layers: int | None, with_loss: bool = True
     ) -> Tensor:
-        """Megatron's forward step; with grad enabled, what was received becomes a leaf."""
+        """Megatron's forward step, a replay if ``op`` is B; with grad enabled, what was received becomes a leaf."""
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
+        number = op.micro_batch
+        forward = (
+            partial(self._forward, kind="F", number=number, backward=self._backward_of.get(number, -1))
+            if op.kind == "F"
+            else partial(self._forward, kind="R", number=number, backward=number)
+        )
         with recomputing(self._config, layers):
             output, _ = forward_step(
-                partial(self._forward, kind=kind),
+                forward,
                 batch,
                 self._model,
                 1,

@@ -17,10 +17,12 @@ from .reduction import Reduction
 def run_stock(ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark) -> list[Slice]:
     """All forwards and backwards of this rank and the gradient sum; the slices that ran."""
 
+    numbers = iter(batches.numbers)
+
     def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
-        batch = next(data)
+        batch, number = next(data), next(numbers, -1)
         mark("forward and backward")
-        return forward(batch, model)
+        return forward(batch, model, number=number, backward=number)
 
     if not len(batches):
         reduction.finalize([ddp])  # the stock schedule always runs one micro-batch

@@ -147,6 +147,7 @@ WRONG = {
     "wrong number of ranks": ("train", "recipe.yaml", "--nproc", "3"),
     "context parallel": ("train", "recipe.yaml", "parallel.cp=2"),
     "longer than every cap": ("train", "recipe.yaml", "plugins.packing.max_tokens=64", "plugins.packing.slices=off"),
+    "a trace in no folder": ("train", "recipe.yaml", "--trace", "no/such/folder/t.json"),
     "empty data": ("train", "recipe.yaml", "data.source=empty.jsonl"),
     "corrupt data": ("verify", "recipe.yaml", "data.source=corrupt.jsonl"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -57,14 +58,39 @@ def place(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
 def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, place: Path) -> None:
     recipe = f"{trainer}.yaml"
-    whole = losses(evenload(place, "train", recipe, "log.jsonl=whole.jsonl", "--json"))
+    traced = evenload(
+        place, "train", recipe, "log.jsonl=whole.jsonl", "log.trace_steps=2", "--trace", "t.json", "--json"
+    )
+    whole = losses(traced)
     assert len(whole) == 4
+    refuse_wrong_trace(json.loads((place / "t.json").read_text()), json.loads(traced.stdout))
     common = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
     first = losses(evenload(place, "train", recipe, "train.steps=2", *common))
     second = losses(evenload(place, "train", recipe, *common))
-    assert first + second == whole
+    assert first + second == whole, "neither a resume nor recording changes a loss"
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
     assert (place / "kept" / "latest").read_text() == "step00000004"
+
+
+def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:
+    """Steps 1 and 2 of both ranks, measured and predicted, with the same passes; and what is said of idleness."""
+    processes = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert list(processes.values()) == ["evenload, measured", "evenload, predicted"]
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    passes = {
+        name: sorted((e["name"], *e["args"].values()) for e in events if e["pid"] == pid and e["cat"].endswith("ward"))
+        for pid, name in processes.items()
+    }
+    assert passes["evenload, measured"] == passes["evenload, predicted"] != []
+    begins = [[e["ts"] for e in events if e["pid"] == pid and e["cat"] == "step"] for pid in processes]
+    assert begins[0] == begins[1]
+    assert len(begins[0]) == 2
+    assert begins[0][1] > max(e["ts"] + e["dur"] for e in events if e["cat"] == "step" and e["name"] == "step 0")
+    assert trace["otherData"]["steps"] == [1, 2]
+    assert result["trace"] == "t.json"
+    assert len(result["idle"][0]) == 2
+    assert 0 <= result["bubble_frac"] <= result["bubble_worst"] < 1
+    assert all(row["predicted_s"] > 0 and 0 <= row["bubble_frac"] <= row["bubble_worst"] for row in result["steps"])
 
 
 def test_a_run_goes_on_with_another_layout(place: Path) -> None:
@@ -140,13 +166,19 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path)
 
 
 def test_against_trains_each_variant_on_equal_batches(place: Path) -> None:
-    done = evenload(place, "train", "megatron.yaml", "--against", "stock,in_order", "train.dtype=fp64", "--json")
+    asked = ("--against", "stock,in_order", "train.dtype=fp64", "train.steps=3", "--trace", "t.json.gz", "--json")
+    done = evenload(place, "train", "megatron.yaml", *asked)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert set(result["variants"]) == {"stock", "in_order", "evenload"}
     ours = result["variants"]["evenload"]["loss"]
     assert all(v["loss"] == pytest.approx(ours, rel=1e-6) for v in result["variants"].values())
     assert result["variants"]["evenload"]["padding_frac"] == 0
+    with gzip.open(place / "t.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    shown = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    kinds = ("measured", "predicted")
+    assert shown == [f"{name}, {kind}" for name in ("evenload", "stock", "in_order") for kind in kinds]
 
 
 def test_metrics_reach_tensorboard(place: Path) -> None:
@@ -156,9 +188,8 @@ def test_metrics_reach_tensorboard(place: Path) -> None:
 
     board = EventAccumulator(str(place / "board"))
     board.Reload()
-    assert {"evenload/loss", "evenload/imbalance", "evenload/tokens_per_s", "evenload/padding_frac"} <= set(
-        board.Tags()["scalars"]
-    )
+    wanted = ("loss", "imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
+    assert {f"evenload/{name}" for name in wanted} <= set(board.Tags()["scalars"])
     recorded = [event.value for event in board.Scalars("evenload/loss")]
     assert recorded == pytest.approx([row["loss"] for row in json.loads(done.stdout)["steps"]])
 

@@ -70,6 +70,32 @@ def test_waiting_is_not_counted(one_thread):
     assert clock.read().forward_s < 0.1
 
 
+def test_spans_lie_on_the_wall_clock_and_are_kept_only_on_request(one_thread):
+    for record in (True, False):
+        clock = BusyClock(CPU, record=record)
+        x = torch.randn(64, 64, requires_grad=True)
+        time.sleep(0.02)
+        with clock.running("R", 3):
+            output = x @ x
+            time.sleep(0.02)
+        clock.watch_backward(output, 4)
+        output.sum().backward()
+        with clock.noting("G"):
+            time.sleep(0.02)
+        spans = clock.spans(1, 2)
+        assert clock.read().forward_s == 0, "a forward that is run again is part of backward"
+        if not record:
+            assert spans == ()
+            continue
+        again, backward, gradients = spans
+        assert again[:4] == (1, 2, "R", 3)
+        assert backward[:4] == (1, 2, "B", 4)
+        assert gradients[:4] == (1, 2, "G", -1)
+        assert 0.02 <= again.start_s <= again.end_s - 0.02
+        assert again.end_s <= backward.start_s < backward.end_s <= gradients.start_s
+        assert clock.read().total_s < gradients.end_s - 0.04, "waiting is on the wall clock and not in the sums"
+
+
 def test_several_threads_are_timed_by_the_wall(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert cpu_clock() is time.perf_counter

@@ -83,15 +83,16 @@ def exactness(stage: int, names: list[str], recompute: bool = False, dtype: str 
     return found
 
 
-def trained(stage: int, name: str, recompute: bool = False) -> tuple[list[float], Any, Any]:
-    """Losses of two optimizer steps, the weights before and after."""
+def trained(stage: int, name: str, recompute: bool = False) -> tuple[list[float], Any, Any, Any]:
+    """Losses of two optimizer steps, the weights before and after, what the second recorded."""
     host = open_host(recipe(stage, recompute), init_world())
     before = host.weights()
     plan = plan_named(name)
-    losses = [host.train_step(plan, plans.tokens_of(plan), lr=1e-2).loss for _ in range(2)]
+    results = [host.train_step(plan, plans.tokens_of(plan), lr=1e-2, record=record) for record in (False, True)]
     after = host.weights()
     host.close()
-    return losses, before, after
+    assert not results[0].spans
+    return [result.loss for result in results], before, after, results[1].spans
 
 
 def gathered_while_backward_ends(counted: bool) -> list[int]:

@@ -165,9 +165,19 @@ def test_bf16_within_its_rounding(on_ranks, stage, recompute):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute"), [(0, True), (2, False), (3, False)])
-def test_slices_train_like_whole_sequences(on_ranks, stage, recompute):
-    wanted, start, weights = on_ranks(2, "rank_slices.trained", stage=1, name="whole_sequences")[0]
-    for losses, _, found in on_ranks(2, "rank_slices.trained", stage=stage, name="chains some", recompute=recompute):
+def test_slices_train_like_whole_sequences(on_ranks, slice_plans, stage, recompute):
+    wanted, start, weights, _ = on_ranks(2, "rank_slices.trained", stage=1, name="whole_sequences")[0]
+    plan = slice_plans.chains("some")
+    ranks = on_ranks(2, "rank_slices.trained", stage=stage, name="chains some", recompute=recompute)
+    for rank, (losses, _, found, spans) in enumerate(ranks):
+        for kind in ("F", "B"):
+            numbers = [span.micro_batch for span in spans if span.kind == kind and span.micro_batch >= 0]
+            assert set(numbers) <= set(plan.of_rank(rank, kind))
+            assert len(numbers) == len(set(numbers))
+        backwards = [span.micro_batch for span in spans if span.kind == "B" and span.micro_batch >= 0]
+        assert sorted(backwards) == sorted(plan.of_rank(rank, "B"))
+        assert {s.micro_batch for s in spans if s.kind == "R"} == {j for j in backwards if plan.forward_of[j] is None}
+        assert [s.kind for s in spans if s.kind in "GU"] == (["U"] if stage == 3 else ["G", "U"])
         assert losses == pytest.approx(wanted, rel=2e-6)
         for name, weight in weights.items():
             moved = (weight - start[name]).norm()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.order import one_forward_one_backward
+from evenload.core.order import one_forward_one_backward, orders_of_stage
 from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.megatron.attention import PackedCoreAttention
 from evenload.integrations.megatron.forward import Forward
@@ -20,6 +20,7 @@ from evenload.integrations.megatron.tape import Tape
 from evenload.integrations.megatron.verify import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients, global_parameters
 from evenload.runtime import prefix
+from evenload.runtime.busy import BusyClock
 from megatron_jobs import LENGTHS, hosted, plan, tokens
 from megatron_random_plans import random_plan
 
@@ -74,21 +75,40 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
         _, expected = reference(host.recipe, host, data, sequences(LENGTHS))
         for seed in seeds:
             for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.plane_size)):
-                host._run(the_plan, data, lambda _: None, whole=False)
+                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")), whole=False)
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 
 
-def trained(world: Any, *, cut: bool, **changes: Any) -> dict[str, Any]:
-    """Losses, norms and weights of three steps, with random plans or with Megatron's schedule."""
+def trained(world: Any, *, cut: bool, record: bool = False, **changes: Any) -> dict[str, Any]:
+    """Losses, norms and weights of three steps, with random plans or with Megatron's schedule; what was recorded."""
     with hosted(world, **changes) as host:
         plans = [planned(host, seed) if cut else plan(host.layout.plane_size) for seed in (4, 5, 6)]
-        results = [host.train_step(p, tokens(seed=i), lr=1e-2) for i, p in enumerate(plans)]
+        results = [host.train_step(p, tokens(seed=i), lr=1e-2, record=record) for i, p in enumerate(plans)]
         return {
+            "spans": [r.spans for r in results],
+            "passes": [passes_here(host, p) for p in plans],
             "losses": [r.loss for r in results],
             "norms": [r.grad_norm for r in results],
             "weights": {name: p.detach().double().norm().item() for name, p in global_parameters(host.model)},
         }
+
+
+def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
+    """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
+    found = []
+    stage, rank = host.pipeline_stage, host.plane_rank
+    behind = host.layout.pp - 1 - stage
+    stock = one_forward_one_backward(the_plan.of_rank(rank), behind)
+    for kind, number in orders_of_stage(the_plan, stage)[rank] if the_plan.order else stock:
+        replayed = the_plan.forward_of[number] is None if kind == "B" else number not in the_plan.kept
+        if kind == "B":
+            found += [("R", number)] * replayed + [("B", number)]
+        elif not (
+            replayed and not behind and the_plan.cut.isdisjoint(s[0] for s in the_plan.micro_batches[number].slices)
+        ):
+            found.append((kind, number))
+    return found
 
 
 def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -178,9 +198,9 @@ def _restarted_positions() -> Any:
 def _loss_booked_twice() -> Any:
     call = Forward.__call__
 
-    def twice(self: Any, batch: Any, model: Any, kind: Any = "F") -> Any:
-        output, loss_func = call(self, batch, model, kind)
-        return output, (lambda losses: (loss_func(losses), loss_func(losses))[1]) if kind == "B" else loss_func
+    def twice(self: Any, batch: Any, model: Any, kind: Any = "F", **numbers: int) -> Any:
+        output, loss_func = call(self, batch, model, kind, **numbers)
+        return output, (lambda losses: (loss_func(losses), loss_func(losses))[1]) if kind == "R" else loss_func
 
     return patch.object(Forward, "__call__", twice)
 

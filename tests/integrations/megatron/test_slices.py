@@ -136,11 +136,29 @@ def test_training_dtypes_are_right_to_their_rounding(on_ranks, dtype, bound, lay
 
 @pytest.mark.parametrize("layout", [{}, {"parallel__pp": 2}], ids=["dp2", "pp2"])
 def test_slices_train_as_whole_sequences_do(on_ranks, layout):
-    whole = on_ranks(2, "trained", cut=False, **layout)
-    for mine, stock in zip(on_ranks(2, "trained", cut=True, **layout), whole, strict=True):
+    whole = on_ranks(2, "trained", cut=False, record=True, **layout)
+    recorded = on_ranks(2, "trained", cut=True, record=True, **layout)
+    refuse_wrong_spans([*whole, *recorded])
+    if layout:
+        plain = on_ranks(2, "trained", cut=True, **layout)
+        for name in ("losses", "norms", "weights"):
+            assert [rank[name] for rank in recorded] == [rank[name] for rank in plain], "recording changed a number"
+        assert all(not spans for rank in plain for spans in rank["spans"])
+    for mine, stock in zip(recorded, whole, strict=True):
         assert mine["losses"] == pytest.approx(stock["losses"], rel=1e-9)
         assert mine["norms"] == pytest.approx(stock["norms"], rel=1e-9)
         assert mine["weights"] == pytest.approx(stock["weights"], rel=1e-6)
+
+
+def refuse_wrong_spans(ranks):
+    """Every pass of the plan has its span, one after the other, then the gradient sum and the update."""
+    kinds = {span.kind for rank in ranks for spans in rank["spans"] for span in spans}
+    assert kinds == set("FRBGU")
+    for spans, passes in ((s, p) for rank in ranks for s, p in zip(rank["spans"], rank["passes"], strict=True)):
+        assert [(s.kind, s.micro_batch) for s in spans] == [*passes, ("G", -1), ("U", -1)]
+        times = [t for s in spans for t in (s.start_s, s.end_s)]
+        assert times == sorted(times)
+        assert times[0] >= 0
 
 
 MUTANTS = [
