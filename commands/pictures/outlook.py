@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Any
 
@@ -52,7 +53,7 @@ def about(outlook: Outlook) -> dict[str, Any]:
 
 def command() -> str:
     """What was typed, with the program's bare name."""
-    return " ".join(["evenload", *sys.argv[1:]])
+    return shlex.join(["evenload", *sys.argv[1:]])
 
 
 _WHAT = {

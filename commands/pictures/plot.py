@@ -56,12 +56,13 @@ def write_plot(outlook: Outlook, path: Path) -> None:
     refuse_without_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     facts = facts_of(outlook)
     shown = facts.shown
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.04)
+        room = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.04)
+        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout=room)
         grid = figure.add_gridspec(len(shown), 2, width_ratios=(3.1, 1))
         figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
         first, parts = None, set[Part]()

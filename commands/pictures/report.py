@@ -96,15 +96,15 @@ def _against(ours: Planner, rival: Planner) -> list[str]:
 
 
 def _lengths(facts: Facts, num_steps: int) -> Markup:
-    lengths = np.sort(facts.lengths)
-    longest = lengths[-max(1, len(lengths) // 100) :]
-    squares = lengths.astype(np.float64) ** 2
-    of_tokens, of_pairs = longest.sum() / lengths.sum(), squares[-len(longest) :].sum() / squares.sum()
-    who = f"the longest {len(longest)} of them hold" if len(longest) > 1 else "the longest one holds"
+    lengths = np.sort(facts.lengths)[::-1]
+    pairs = np.cumsum(lengths.astype(np.float64) ** 2)
+    half = int(np.searchsorted(pairs, 0.5 * pairs[-1])) + 1
+    half_of = "the longest one" if half == 1 else f"the longest {half:,} of them"
     say = tag(
         "p",
-        f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens in {_count(num_steps, 'step')}: {who} "
-        f"{of_tokens:.0%} of the tokens and {of_pairs:.0%} of attention's work.",
+        f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens in {_count(num_steps, 'step')}. Half of "
+        f"attention's work is in {half_of}, {half / len(lengths):.1%} of the sequences and "
+        f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens.",
         class_="say",
     )
     edges, shares = histogram(lengths)
