@@ -60,13 +60,15 @@ def bench(
     overrides: Overrides = None,
     nproc: NumRanks = None,
     against: Against = "stock,in_order",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of every step; the median counts.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
     from .commands import tables
 
     names = _names(against)
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.bench, "bench", names)
+    wanted = load_recipe(recipe, overrides or ())
+    _run_ranks(wanted, nproc, as_json, tables.bench, "bench", names, repeats=repeats)
 
 
 @app.command()

@@ -4,24 +4,43 @@ Every step each variant plans and trains the same global batch; the order rotate
 meets all alike. ``of_totals`` is a baseline's seconds over evenload's, all steps summed; ``median`` and ``quartiles``
 are of the ratios step by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps
 summed: what balance alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
+
+Beside each measured step stands what `core.simulate` predicts for its plan with the recipe's costs: ``predicted_s`` and
+``measured_s``, without the time a step waited for its plan. Where other programs use the cores, ``busiest_error`` still
+says how good the costs are: compute of the busiest rank, predicted against measured.
+
+``repeats`` trains every batch so many times with each variant, in turn; of every number the median of the runs counts.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.planner import Planned, Planner, alone
 from ..core.recipe import Recipe
+from ..core.simulate import simulate
 from .job import Job, run_rank
 from .show import progress
 from .train import learning_rate
 
 OURS = "evenload"
 WARMUP_STEPS = 1
+
+
+class Run(NamedTuple):
+    """One run of one plan."""
+
+    step_s: float
+    """Of the slowest rank."""
+    busy_s: npt.NDArray[np.float64]
+    """Of each rank of the plane."""
+    wait_s: float
+    loss: float
 
 
 @dataclass
@@ -33,7 +52,24 @@ class Measured:
     tokens: list[int] = field(default_factory=list)
     padding_frac: list[float] = field(default_factory=list)
     plan_wait_s: list[float] = field(default_factory=list)
+    predicted_s: list[float] = field(default_factory=list)
+    predicted_busiest_s: list[float] = field(default_factory=list)
     loss: float = 0.0
+
+    @property
+    def measured_s(self) -> list[float]:
+        """Steps without the waiting for their plans."""
+        return [step_s - wait_s for step_s, wait_s in zip(self.step_s, self.plan_wait_s, strict=True)]
+
+    @property
+    def busiest_error(self) -> list[float]:
+        """Relative error of the compute that was predicted for each step's busiest rank of the plane."""
+        return (np.array(self.predicted_busiest_s) / np.max(self.busy, axis=1) - 1.0).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def prediction_error(self) -> float:
+        """Mean absolute relative error of the predicted steps."""
+        return float(np.mean(np.abs(np.array(self.predicted_s) / np.array(self.measured_s) - 1.0)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -50,25 +86,30 @@ class Measured:
         return float(np.max(self.busy, axis=1).sum())
 
 
-def bench(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
+def bench(recipe: Recipe, against: tuple[str, ...], repeats: int = 1) -> dict[str, Any] | None:
     """Measure on this rank."""
-    return run_rank(recipe, lambda job: _bench(job, against))
+    return run_rank(recipe, lambda job: _bench(job, against, repeats))
 
 
-def _bench(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
+def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
     recipe = job.recipe
     names = [*against, OURS]
     planner = job.planner(job.drawing())
     measured = {name: Measured() for name in names}
-    with progress(job.leads) as bar, bar.task("bench", (recipe.train.steps + WARMUP_STEPS) * len(names)) as tick:
-        for step in range(recipe.train.steps + WARMUP_STEPS):
+    steps = recipe.train.steps + WARMUP_STEPS
+    with progress(job.leads) as bar, bar.task("bench", steps * len(names) * repeats) as tick:
+        for step in range(steps):
             job.watchdog.at("waiting for the plan", step)
             ours = planner.next()
-            for name in names[step % len(names) :] + names[: step % len(names)]:
-                planned = ours if name == OURS else _planned(job, name, ours)
-                _measure(job, planned, step, measured[name] if step >= WARMUP_STEPS else Measured())
-                tick(name)
-    return _result(job, measured)
+            plans = {name: ours if name == OURS else _planned(job, name, ours) for name in names}
+            runs: dict[str, list[Run]] = {name: [] for name in names}
+            for turn in range(step, step + repeats):
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    runs[name].append(_measure(job, plans[name], step))
+                    tick(name)
+            for name in names if step >= WARMUP_STEPS else ():
+                _count(job, plans[name], runs[name], measured[name])
+    return _result(job, measured, repeats)
 
 
 def _planned(job: Job, name: str, ours: Planned) -> Planned:
@@ -77,7 +118,7 @@ def _planned(job: Job, name: str, ours: Planned) -> Planned:
     return Planner(chain, lambda: ours.draw, background=False, exchange=alone).next()
 
 
-def _measure(job: Job, planned: Planned, step: int, into: Measured) -> None:
+def _measure(job: Job, planned: Planned, step: int) -> Run:
     job.watchdog.at("lining up", step, waits=True)
     job.gather(0.0)
     start = time.perf_counter()
@@ -90,16 +131,25 @@ def _measure(job: Job, planned: Planned, step: int, into: Measured) -> None:
     step_s = time.perf_counter() - start
     job.watchdog.at("comparing times", step, waits=True)
     rows = job.gather(step_s, result.busy_s, planned.waited_s)
-    wait_s = float(rows[:, 2].max())
-    into.step_s.append(float(rows[:, 0].max()) + wait_s)
-    into.busy.append(job.of_plane(rows[:, 1]))
+    return Run(float(rows[:, 0].max()), job.of_plane(rows[:, 1]), float(rows[:, 2].max()), result.loss)
+
+
+def _count(job: Job, planned: Planned, runs: list[Run], into: Measured) -> None:
+    """The medians of a step's runs."""
+    wait_s = runs[0].wait_s
+    into.step_s.append(float(np.median([run.step_s for run in runs])) + wait_s)
+    into.busy.append(np.median([run.busy_s for run in runs], axis=0))
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
-    into.loss = result.loss
+    simulated = simulate(planned.plan, job.chain.situation, record=False)
+    into.predicted_s.append(simulated.step_s)
+    # Like `Job.of_plane`: all stages and tensor-parallel peers together.
+    into.predicted_busiest_s.append(job.host.layout.tp * float(simulated.busy_s.sum(axis=0).max()))
+    into.loss = runs[-1].loss
 
 
-def _result(job: Job, measured: dict[str, Measured]) -> dict[str, Any]:
+def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, Any]:
     ours = measured[OURS]
     ratio = {}
     for name, baseline in measured.items():
@@ -122,6 +172,11 @@ def _result(job: Job, measured: dict[str, Measured]) -> dict[str, Any]:
         "imbalance": {name: m.imbalance for name, m in measured.items()},
         "padding_frac": {name: float(np.mean(m.padding_frac)) for name, m in measured.items()},
         "loss": {name: m.loss for name, m in measured.items()},
+        "predicted_s": {name: m.predicted_s for name, m in measured.items()},
+        "measured_s": {name: m.measured_s for name, m in measured.items()},
+        "busiest_error": {name: m.busiest_error for name, m in measured.items()},
+        "prediction_error": {name: m.prediction_error for name, m in measured.items()},
+        "repeats": repeats,
         "plan_share": sum(ours.plan_wait_s) / sum(ours.step_s),
         "ratio": ratio,
     }

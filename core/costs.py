@@ -8,16 +8,20 @@ A pass over ``n`` tokens of one sequence that follow ``p`` earlier tokens of it 
 (query, key) pair], ``launch_s`` the constant of one micro-batch [s]. Forward and backward have coefficients of their
 own; where only totals are published, backward counts 2x the forward's linear part and 2.5x its attention
 (FlashAttention's backward multiplies five matrices where the forward multiplies two; Dao, arXiv 2307.08691, section 3).
+All sums over the passes of a rank are linear in the coefficients, so whole steps of any plan can be fitted (`fit`).
 
 Coefficients describe the whole model on one device; `of_stage` gives one pipeline stage of one tensor-parallel rank.
 They come from ``evenload profile``, from a preset that names its source, or from `analytic`. What the model leaves out:
-kernel tile effects on short sequences, cache effects, and contention between ranks of one host.
+kernel tile effects on short sequences and cache effects. Contention between the ranks of a host is in what a profile of
+that many ranks measures, in nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +41,27 @@ BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
 
 
+class Work(NamedTuple):
+    """What a rank computes in one direction of a step: the factors of the three coefficients."""
+
+    launches: float
+    tokens: float
+    """Padding included."""
+    pairs: float
+    """(query, key) pairs of causal attention."""
+
+
+def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
+    """The work of each rank of these micro-batches, summed. A dummy is one token."""
+    launches, tokens, pairs = 0, 0.0, 0.0
+    for slices, ranks, pad in micro_batches:
+        rows = [(pad or s.stop - s.start, s.start) for s in slices] or [(1, 0)]
+        launches += 1
+        tokens += sum(n for n, _ in rows) / len(ranks)
+        pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
+    return Work(launches, tokens, pairs)
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,23 +77,58 @@ class PassCost(_Frozen):
         """Seconds for ``length`` tokens after ``prefix`` tokens (arrays broadcast), launch left out."""
         return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
 
+    def of(self, work: Work) -> float:
+        """Seconds of all of it."""
+        return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
+
+    def plus(self, other: PassCost) -> PassCost:
+        """What both cost, one after the other."""
+        mine, more = self.model_dump(), other.model_dump()
+        return PassCost(**{name: mine[name] + more[name] for name in mine})
+
     def scaled(self, compute: float, launch: float) -> PassCost:
         return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
 
 
 class MemoryCost(_Frozen):
-    """Bytes on one device that holds the whole model."""
+    """Bytes on one device that holds the whole model; `core.memory` says when each is held."""
 
     fixed_bytes: NonNegativeFloat = 0.0
-    """Weights, gradients and optimizer states."""
+    """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
+    sharded_bytes: NonNegativeFloat = 0.0
+    """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
+    gradient_bytes: NonNegativeFloat = 0.0
+    """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
+    update_bytes: NonNegativeFloat = 0.0
+    """Beyond ``fixed_bytes``, when no activation is left: gradient sum and update, with gradients and buckets."""
+    pass_bytes: NonNegativeFloat = 0.0
+    """Any pass while it runs, whatever its tokens: the gradient of one weight before it is added to its buffer."""
     activation_bytes_per_token: NonNegativeFloat = 0.0
     """All layers together, kept from forward to backward."""
+    cut_saves_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together: what a token of a cut sequence keeps less, as its K and V are stored already."""
+    head_bytes_per_token: NonNegativeFloat = 0.0
+    """Kept from forward to backward beside the layers: the last one's output, norm, logits, loss, rotary angles."""
+    head_working_bytes_per_token: NonNegativeFloat = 0.0
+    """What output layer and loss take while they run, beyond what they keep: copies of the logits, their gradient."""
+    working_bytes_per_token: NonNegativeFloat = 0.0
+    """What the backward of one layer takes while it runs, beyond what its forward kept."""
     kv_bytes_per_token: NonNegativeFloat = 0.0
     """All layers together, K and V kept for later slices."""
     replay_bytes_per_token: NonNegativeFloat = 0.0
     """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
-    working_bytes_per_token: NonNegativeFloat = 0.0
-    """What a pass takes while it runs beyond what it leaves: logits and their gradient, buffers of one layer."""
+    fit_error: float | None = None
+    """Mean absolute relative error of predicted peaks over the plans that were measured."""
+
+    def of_stage(self, layout: Layout) -> MemoryCost:
+        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole.
+
+        Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
+        """
+        whole = {"head_bytes_per_token", "head_working_bytes_per_token", "working_bytes_per_token", "pass_bytes"}
+        values = self.model_dump(exclude={"fit_error"})
+        each = {name: value / (layout.tp * (1 if name in whole else layout.pp)) for name, value in values.items()}
+        return MemoryCost(**each, fit_error=self.fit_error)
 
 
 class Costs(_Frozen):
@@ -83,7 +143,8 @@ class Costs(_Frozen):
     recompute: bool = False
     """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
     update_s: NonNegativeFloat = 0.0
-    """Of a step, beyond its passes and collectives: clipping and the optimizer, over all weights."""
+    """Of a step, beyond its passes and collectives: clipping, the optimizer, the trainer's bookkeeping, all weights on
+    one rank. Ranks that share the optimizer (and tensor and pipeline peers) share these seconds."""
     intra: Link | None = None
     """Link inside a node as measured beside these costs; it replaces the cluster's."""
     inter: Link | None = None
@@ -103,25 +164,12 @@ class Costs(_Frozen):
 
     def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch on each of its ranks, compute only."""
-        pad = micro_batch.pad_to
-        rows = [(pad or s.stop - s.start, s.start) for s in micro_batch.slices] or [(1, 0)]
-        degree = len(micro_batch.ranks)
-        tokens = sum(n for n, _ in rows)
-        pairs = sum(n * (p + 0.5 * n) for n, p in rows)
-
-        def one_way(cost: PassCost) -> float:
-            return cost.launch_s + (cost.token_s * tokens + cost.pair_s * pairs) / degree
-
-        return one_way(self.forward), one_way(self.backward)
+        work = work_of([micro_batch])
+        return self.forward.of(work), self.backward.of(work)
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
-        forward, backward = self.forward, self.backward
-        again = PassCost(
-            launch_s=forward.launch_s + backward.launch_s,
-            token_s=forward.token_s + backward.token_s,
-            pair_s=forward.pair_s + backward.pair_s,
-        )
+        again = self.forward.plus(self.backward)
         whole = self.memory.activation_bytes_per_token
         memory = self.memory.model_copy(
             update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
@@ -131,12 +179,11 @@ class Costs(_Frozen):
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
         compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
-        memory = {name: value * compute for name, value in self.memory.model_dump().items()}
         return self.model_copy(
             update={
                 "forward": self.forward.scaled(compute, launch),
                 "backward": self.backward.scaled(compute, launch),
-                "memory": MemoryCost(**memory),
+                "memory": self.memory.of_stage(layout),
                 "update_s": self.update_s * compute,
             }
         )
@@ -178,32 +225,42 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
         memory=MemoryCost(
             fixed_bytes=16.0 * shape.parameters,
             activation_bytes_per_token=activation_bytes,
+            cut_saves_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
             kv_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
         ),
         num_layers=layers,
     )
 
 
-def fit(samples: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
+def fit(work: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
     """Least-squares coefficients of one direction, none negative, and the fit's mean absolute relative error.
 
-    ``samples`` float [N, 2]: tokens and (query, key) pairs of one launch each; ``seconds`` float [N]. Rows are weighted
-    by 1/seconds, so that short launches count as much as long ones. A coefficient that comes out negative is set to
-    zero and the others are fitted again.
+    ``work`` float [N, 3]: `Work` of a rank in each sample; ``seconds`` float [N]. Rows are weighted by 1/seconds, so
+    that short samples count as much as long ones.
     """
-    work, target = np.asarray(samples, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    columns = np.column_stack([np.ones(len(work)), work]) / target[:, None]
-    active = list(range(3))
-    coefficients = np.zeros(3)
-    while active:
-        part, *_ = np.linalg.lstsq(columns[:, active], np.ones(len(target)), rcond=None)
-        if (part >= 0).all():
-            coefficients[active] = part
-            break
-        active.remove(active[int(part.argmin())])
-    error = float(np.abs(columns @ coefficients - 1.0).mean())
-    launch_s, token_s, pair_s = map(float, coefficients)
-    return PassCost(launch_s=launch_s, token_s=token_s, pair_s=pair_s), error
+    target = np.asarray(seconds, dtype=np.float64)
+    coefficients, error = solve(work, target, target)
+    return PassCost(**dict(zip(("launch_s", "token_s", "pair_s"), coefficients.tolist(), strict=True))), error
+
+
+def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Seconds, float]:
+    """Non-negative x of least sum of ((columns x - target) / unit)^2, and the mean of |columns x - target| / unit.
+
+    ``columns`` float [N, k], k small: every subset of the columns is tried, which is exact.
+    """
+    rows = np.asarray(columns, dtype=np.float64) / (per := np.asarray(unit, dtype=np.float64))[:, None]
+    wanted = np.asarray(target, dtype=np.float64) / per
+    size = np.linalg.norm(rows, axis=0)
+    scaled = rows / np.where(size > 0, size, 1.0)
+    best, best_left = np.zeros(rows.shape[1]), float(wanted @ wanted)
+    for count in range(1, rows.shape[1] + 1):
+        for chosen in map(list, combinations(range(rows.shape[1]), count)):
+            part, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            left = float(np.square(scaled[:, chosen] @ part - wanted).sum())
+            if (part >= 0).all() and left < best_left:
+                best, best_left = np.zeros(rows.shape[1]), left
+                best[chosen] = part / np.where(size > 0, size, 1.0)[chosen]
+    return best, float(np.abs(rows @ best - wanted).mean())
 
 
 def load(name: str, folder: Path) -> Costs:

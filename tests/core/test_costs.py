@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from evenload.core import cluster, costs
-from evenload.core.costs import Costs, PassCost, fit, from_totals
+from evenload.core.costs import Costs, PassCost, Work, fit, from_totals, solve, work_of
 from evenload.core.errors import EvenloadError
 from evenload.core.layout import Layout
 from evenload.core.setting import RECIPES
@@ -54,21 +54,47 @@ def test_a_stage_has_its_share() -> None:
     assert stage.forward.launch_s == pytest.approx(SOME.forward.launch_s / 4)
 
 
+def test_the_work_of_a_rank_is_linear_in_its_micro_batches() -> None:
+    chain = [MicroBatch((Slice(0, 0, 10),), (0,)), MicroBatch((Slice(0, 10, 30), Slice(1, 0, 4)), (0,))]
+    shared, dummy = MicroBatch((Slice(2, 0, 8),), (0, 1)), MicroBatch((), (0,))
+    work = work_of([*chain, shared, dummy])
+    # 30^2 / 2 for the whole sequence, however it is cut; half of 8 tokens on each of two ranks.
+    assert work == Work(4, 10 + 24 + 4 + 1, 450 + 8 + 16 + 0.5)
+    each = [SOME.micro_batch_s(m) for m in (*chain, shared, dummy)]
+    assert SOME.forward.of(work) == pytest.approx(sum(f for f, _ in each))
+    assert SOME.backward.of(work) == pytest.approx(sum(b for _, b in each))
+
+
 @given(st.floats(1e-5, 1e-2), st.floats(1e-8, 1e-5), st.floats(1e-12, 1e-9))
 def test_fit_recovers_exact_coefficients(launch_s: float, token_s: float, pair_s: float) -> None:
     true = PassCost(launch_s=launch_s, token_s=token_s, pair_s=pair_s)
-    work = [(n * k, k * n * n / 2) for n in (64, 256, 1024, 4096) for k in (1, 2, 4)]
-    found, error = fit(work, [true.launch_s + true.token_s * t + true.pair_s * p for t, p in work])
+    work = [Work(m, m * n * k, m * k * n * n / 2) for n in (64, 256, 1024, 4096) for k in (1, 4) for m in (1, 3)]
+    found, error = fit(work, [true.of(w) for w in work])
     assert error < 1e-6
-    for name in ("launch_s", "token_s", "pair_s"):
+    for name, most in zip(("launch_s", "token_s", "pair_s"), (3, 3 * 4 * 4096, 3 * 4 * 4096**2 / 2), strict=True):
         value = getattr(true, name)
-        share = value * {"launch_s": 1, "token_s": 16384, "pair_s": 4 * 4096**2 / 2}[name] / true.seconds(16384)
-        assert getattr(found, name) == pytest.approx(value, rel=1e-4) or share < 1e-6
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4) or value * most / true.of(work[-1]) < 1e-6
 
 
 def test_fit_never_gives_a_negative_cost() -> None:
-    found, _ = fit([(100, 10), (200, 40), (400, 160)], [1.0, 1.5, 1.9])
+    found, _ = fit([(1, 100, 10), (1, 200, 40), (1, 400, 160)], [1.0, 1.5, 1.9])
     assert min(found.launch_s, found.token_s, found.pair_s) >= 0
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_no_other_non_negative_solution_is_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    columns, target = rng.uniform(0, 1, (8, 3)) * [1, 1e3, 1e-6], rng.uniform(0.5, 2, 8)
+    found, error = solve(columns, target, target)
+
+    def loss(x: object) -> float:
+        return float(np.square((columns @ x - target) / target).sum())
+
+    assert (found >= 0).all()
+    assert error == pytest.approx(np.abs(columns @ found / target - 1).mean())
+    size = np.abs(1 / columns.max(axis=0))
+    for step in (*np.eye(3), *-np.eye(3), *rng.normal(size=(20, 3))):
+        assert loss(found) <= loss(np.maximum(0, found + 1e-3 * step * size)) + 1e-12
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "costs").glob("*.yaml")), ids=lambda p: p.stem)
