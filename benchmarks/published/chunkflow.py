@@ -1,0 +1,69 @@
+"""ChunkFlow (ICML'25, arXiv 2503.02356): fine-tuning of Qwen2.5 on mostly short sequences, up to 4.53x Megatron-LM.
+
+    python benchmarks/published/chunkflow.py [--quick] [--json] [--out FILE]
+
+    theirs    Megatron-LM as the paper describes its baseline: one sequence a micro-batch, in the order of the batch, on
+              a layout that holds the longest sequence. Guesses: TP4 PP4 (72B: TP8 PP4), DP 4, A100-80G, full
+              recomputation at 256K, 256 sequences a step
+    simple    the fastest of four ways to pack whole sequences, on that layout and on two stages, with or without
+              recomputation
+    chunks    the paper's own method as evenload's baseline runs it: long sequences in equal chunks, short ones best-fit
+    ours      evenload on the same layouts, with slices or without
+
+The gain is mostly that of filling micro-batches, so it depends on what a micro-batch of a few hundred tokens costs
+beyond its tokens: rows "launch x0" and "launch x4" vary that one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, ways
+from lengths import K
+
+CHUNKS = (4 * K, 8 * K, 16 * K, 32 * K)
+"""Tokens of a micro-batch that are tried, for the paper's chunks and for evenload alike."""
+
+SETTINGS = (
+    ("qwen2.5-7b", 256 * K, "4.53x", Degrees(4, 4, 1, True)),
+    ("qwen2.5-14b", 256 * K, "3.76x", Degrees(4, 4, 1, True)),
+    ("qwen2.5-32b", 256 * K, "3.21x", Degrees(4, 4, 1, True)),
+    ("qwen2.5-72b", 256 * K, "1.67x", Degrees(8, 4, 1, True)),
+    ("qwen2.5-7b", 32 * K, "2.38x", Degrees(4, 4, 1, False)),
+)
+
+
+def case(model: str, context: int, paper: str, theirs: Degrees, quick: bool, launch: float = 1.0) -> Case:
+    label, batches = batches_of("sft-like", 64 if quick else 256, 1 if quick else 2, context)
+    layouts = [Degrees(theirs.tp, theirs.pp, 1, recompute) for recompute in (False, True)]
+    if not quick:
+        layouts += [Degrees(theirs.tp, 2, 1, recompute) for recompute in (False, True)]
+    caps = CHUNKS[1:2] if quick else CHUNKS
+    return Case(
+        name=f"{model} {context // K}K" + (f", launch x{launch:g}" if launch != 1 else ""),
+        paper=paper,
+        machines=Machines(model, 4 * theirs.tp * theirs.pp, "a100", launch),
+        lengths=label,
+        batches=batches,
+        theirs=tuple(ways(["stock"], [theirs], lambda d: [context])),
+        definition=f"theirs: one sequence a micro-batch, {theirs} (guessed)",
+        simple=tuple(ways(SIMPLE, layouts, lambda d: [c for c in caps if c <= context])),
+        ours=tuple(evenload(layouts, lambda d: [c for c in caps if c <= context])),
+        more={"chunks": tuple(ways(["chunks"], layouts, lambda d: [c for c in caps if c <= context]))},
+    )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for setting in SETTINGS[: 1 if quick else None]:
+        yield case(*setting, quick)
+    for launch in () if quick else (0.0, 4.0):
+        yield case(*SETTINGS[0], quick, launch)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    finish(claim("ChunkFlow: fine-tuning on A100-80G", cases(options.quick)), options)
+
+
+if __name__ == "__main__":
+    main()

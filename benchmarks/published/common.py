@@ -1,0 +1,320 @@
+"""What the scripts of this folder share: batches, ways to run a batch, the fastest of them that fits, the table.
+
+A *way* is a planner on a layout. Everything is planned in the package's own vocabulary and timed by `core.simulate`;
+nothing is measured here and nothing is fitted to a paper's number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from evenload.commands.show import emit, grid
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.traffic import Engine
+from evenload.core.workload import Sequence, sequences
+from evenload.face import load_plugins
+from lengths import K, corpus
+
+Batch = tuple[Sequence, ...]
+Result = dict[str, Any]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-550m": {"num_layers": 16, "hidden_size": 1536, "num_attention_heads": 16, "ffn_hidden_size": 4096},
+    "llama-7b": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008},
+    "llama-13b": {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "ffn_hidden_size": 13824},
+    "llama-32b": {"num_layers": 60, "hidden_size": 6656, "num_attention_heads": 64, "ffn_hidden_size": 17920},
+    "llama-30b": {"num_layers": 60, "hidden_size": 6656, "num_attention_heads": 64, "ffn_hidden_size": 17920},
+    "llama-70b": {
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 28672,
+    },
+    "qwen2.5-7b": {
+        "num_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_query_groups": 4,
+        "ffn_hidden_size": 18944,
+        "vocab_size": 152064,
+    },
+    "qwen2.5-14b": {
+        "num_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 13824,
+        "vocab_size": 152064,
+    },
+    "qwen2.5-32b": {
+        "num_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 27648,
+        "vocab_size": 152064,
+    },
+    "qwen2.5-72b": {
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 29568,
+        "vocab_size": 152064,
+    },
+}
+"""Shapes of the models' own config files (550M: ours); a vocabulary of 32,000 where none is given."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Tensor, pipeline and context parallelism; the data-parallel degree is what they leave of the machines."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        named = [f"TP{self.tp}", f"PP{self.pp}", f"CP{self.cp}"]
+        return " ".join([n for n in named if n[2:] != "1"] + ["recompute"] * self.recompute) or "DP"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A planner on a layout: ``evenload`` or the name of a baseline."""
+
+    planner: str
+    degrees: Degrees
+    max_tokens: int
+    """Of a micro-batch on a rank."""
+    micro_batch_size: int = 1
+    """Samples of a micro-batch of ``padded``."""
+    packing: tuple[tuple[str, Any], ...] = ()
+    """Further settings of plugins.packing."""
+
+    def __str__(self) -> str:
+        settings = "".join(f", {key} {value}" for key, value in self.packing)
+        return f"{self.planner}{settings}, {self.degrees}, micro-batches of {self.max_tokens * self.degrees.cp // K}K"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A model on a cluster."""
+
+    model: str
+    world: int
+    cluster: str
+    launch: float = 1.0
+    """Factor on the cost of a launch, for sensitivity."""
+    engine: Engine = "ring"
+    """How a micro-batch is shared by context-parallel ranks."""
+
+    @cache  # noqa: B019  # a script's settings live as long as the script
+    def chain(self, way: Way) -> PlanChain:
+        """The chain of a way. Raises EvenloadError for a layout that the model or the machines do not allow."""
+        load_plugins()
+        d = way.degrees
+        recipe = parse(
+            {
+                "model": {"vocab_size": 32000, **MODELS[self.model]},
+                "parallel": {"tp": d.tp, "pp": d.pp, "cp": d.cp},
+                "train": {
+                    "dtype": "bf16",
+                    "recompute": d.recompute,
+                    "global_batch_size": 1 << 20,
+                    "micro_batch_size": way.micro_batch_size,
+                },
+                "cluster": self.cluster,
+                "plugins": {"packing": {"enabled": True, "max_tokens": way.max_tokens, **dict(way.packing)}},
+            }
+        )
+        chain = PlanChain.of_recipe(recipe, recipe.layout(self.world))
+        costs = chain.situation.costs
+        launches = {
+            name: (cost := getattr(costs, name)).model_copy(update={"launch_s": cost.launch_s * self.launch})
+            for name in ("forward", "backward")
+        }
+        situation = replace(
+            chain.situation,
+            costs=costs.model_copy(update=launches),
+            traffic=replace(chain.situation.traffic, engine=self.engine),
+        )
+        return replace(chain, situation=situation, instead="" if way.planner == "evenload" else way.planner)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a way comes to over all batches."""
+
+    way: Way
+    step_s: float
+    """Mean over the batches."""
+    peak_bytes: float
+    fits: bool
+
+
+def timed(machines: Machines, way: Way, batches: Iterable[Batch]) -> Timed:
+    """Plan and simulate every batch. Raises EvenloadError for what cannot be planned."""
+    chain = machines.chain(way)
+    outcomes = [simulate(chain.plan(batch), chain.situation, record=False) for batch in batches]
+    peak = max(float(o.peak_bytes.max()) for o in outcomes)
+    step_s = sum(o.step_s for o in outcomes) / len(outcomes)
+    return Timed(way, step_s, peak, peak <= chain.situation.cluster.memory_bytes)
+
+
+def fastest(machines: Machines, ways: Iterable[Way], batches: Iterable[Batch]) -> Timed:
+    """The fastest way that fits into memory. Raises EvenloadError if none does."""
+    found: list[Timed] = []
+    why = ""
+    for way in ways:
+        try:
+            found.append(timed(machines, way, batches))
+        except EvenloadError as error:
+            why = str(error)
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        least = min(found, key=lambda one: one.peak_bytes, default=None)
+        held = f"the least of them holds {least.peak_bytes / 2**30:.0f} GiB ({least.way})" if least else why
+        raise EvenloadError("no way of this setting fits into memory", held, "give it other layouts")
+    return min(fitting, key=lambda one: one.step_s)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published number and what is compared for it."""
+
+    name: str
+    paper: str
+    """As published, with what it is over."""
+    machines: Machines
+    lengths: str
+    batches: tuple[Batch, ...]
+    theirs: tuple[Way, ...]
+    """The paper's baseline: the fastest of these that fits."""
+    definition: str
+    """What ``theirs`` is, and what of it is guessed."""
+    simple: tuple[Way, ...]
+    """Simple baselines: balanced and sorted packing of whole sequences, every static layout that is searched."""
+    ours: tuple[Way, ...]
+    more: dict[str, tuple[Way, ...]] = field(default_factory=dict)
+    """Further columns: ways to run the batch that are neither side's, by name."""
+
+    def run(self) -> Result:
+        """The row of the table. Raises EvenloadError if a side has no way that fits."""
+        theirs, simple, ours, *more = (
+            fastest(self.machines, ways, self.batches)
+            for ways in (self.theirs, self.simple, self.ours, *self.more.values())
+        )
+        simple = min(theirs, simple, key=lambda one: one.step_s)
+        tokens = sum(s.length for batch in self.batches for s in batch) / len(self.batches)
+        return {
+            "setting": self.name,
+            "paper": self.paper,
+            "lengths": self.lengths,
+            "definition": self.definition,
+            "tokens": tokens,
+            "theirs": _side(theirs),
+            "simple": _side(simple),
+            "ours": _side(ours),
+            "gain": theirs.step_s / ours.step_s,
+            "gain_over_simple": simple.step_s / ours.step_s,
+            "more": {
+                name: {**_side(one), "gain": theirs.step_s / one.step_s}
+                for name, one in zip(self.more, more, strict=True)
+            },
+        }
+
+
+def _side(one: Timed) -> Result:
+    return {"way": str(one.way), "step_s": one.step_s, "peak_bytes": one.peak_bytes}
+
+
+def batches_of(
+    name: str, size: int, count: int, longest: int, wikipedia: Path | None = None
+) -> tuple[str, tuple[Batch, ...]]:
+    """What stood in, and ``count`` global batches of ``size`` sequences up to ``longest`` tokens."""
+    label, lengths = corpus(name, size * count, longest, wikipedia)
+    return label, tuple(sequences(lengths[i * size : (i + 1) * size]) for i in range(count))
+
+
+def ways(
+    planners: Iterable[str], degrees: Iterable[Degrees], caps: Callable[[Degrees], Iterable[int]]
+) -> Iterator[Way]:
+    """All planners on all layouts with all caps (tokens of a micro-batch on a rank)."""
+    some = tuple(planners)
+    for d in degrees:
+        for cap in caps(d):
+            yield from (Way(planner, d, cap) for planner in some)
+
+
+def evenload(degrees: Iterable[Degrees], caps: Callable[[Degrees], Iterable[int]]) -> Iterator[Way]:
+    """evenload on all layouts with all caps, with slices as its planner wants them and without any.
+
+    Both, because the planner weighs compute alone: where slices move their prefix between ranks, whole may be faster.
+    """
+    for way in ways(["evenload"], degrees, caps):
+        yield way
+        yield replace(way, packing=(("slices", "off"),))
+
+
+SIMPLE = ("whole", "karmarkar_karp", "best_fit", "in_order")
+"""Baselines that anyone can have: whole sequences balanced by cost, bins, order of arrival."""
+
+
+def table(result: Result) -> Any:
+    """Setting, paper's number, ours, strongest simple baseline, what the baselines are."""
+    more = [f"{name} over theirs" for name in result["more"]]
+    head = ["setting", "paper", "ours over theirs", "ours over simple", *more, "a step: theirs, simple, ours"]
+    rows = []
+    for r in result["rows"]:
+        times = ", ".join(f"{r[side]['step_s']:.3g}" for side in ("theirs", "simple", "ours")) + " s"
+        rows.append(
+            (
+                r["setting"],
+                r["paper"],
+                f"{r['gain']:.2f}x",
+                f"{r['gain_over_simple']:.2f}x",
+                *(f"{r['more'][name]['gain']:.2f}x" if name in r["more"] else "" for name in result["more"]),
+                times,
+            )
+        )
+    notes = []
+    for r in result["rows"]:
+        sides = "; ".join(f"{side}: {r[side]['way']}" for side in ("theirs", "simple", "ours"))
+        notes.append(f"{r['setting']}: lengths {r['lengths']}; {r['definition']}; {sides}")
+    return grid(f"{result['title']} (predicted)", head, rows, "\n".join([*result["notes"], *notes]))
+
+
+def arguments(about: str | None) -> argparse.Namespace:
+    """The options that all scripts have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wikipedia", type=Path, help="FlexSP's wikipedia.txt; default: a stand-in of its quantiles.")
+    parser.add_argument("--quick", action="store_true", help="One setting, one small batch.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
+    return parser.parse_args()
+
+
+def finish(result: Result, options: argparse.Namespace, draw: Callable[[Result], Any] = table) -> None:
+    """Print the table or the JSON, and write the file that was asked for."""
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, options.json, draw)
+
+
+def claim(title: str, cases: Iterable[Case], notes: Iterable[str] = ()) -> Result:
+    """The rows of all cases as one result."""
+    rows = [case.run() for case in cases]
+    more = dict.fromkeys(name for row in rows for name in row["more"])
+    return {"predicted": True, "title": title, "rows": rows, "more": list(more), "notes": list(notes)}

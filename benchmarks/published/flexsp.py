@@ -1,0 +1,291 @@
+"""FlexSP (ASPLOS'25, arXiv 2412.01523), its speed-ups on Wikipedia, with the coefficients of its released solver.
+
+    python benchmarks/published/flexsp.py [--wikipedia FILE] [--quick] [--json] [--out FILE]
+
+64 ranks (8 nodes of 8 A100-40G), 512 sequences a batch, longer ones left out, all padded to multiples of 128 tokens
+(its data loader pads to twice the number of ranks). Ulysses all-to-all at the measured rates
+of recipes/clusters/flexsp-a100.yaml. ZeRO-3: all ranks run the same number of micro-batches and meet in each; what it
+gathers is in the coefficient of a launch. Seconds of a step:
+
+    static     the least degree that holds a sequence of the context everywhere: 64 at 384K, 32 at 192K. It stands for
+               the paper's DeepSpeed (SP64 at 384K; its degree at 192K is a guess)
+    SP64       degree 64 everywhere
+    BatchAda   FlexSP-BatchAda: the best one degree of each batch
+    each       the best one degree of each micro-batch: what sorting alone gives, the strongest simple baseline
+    evenload   the packing plugin on lanes of parallel.cp ranks, the best one degree of all batches (what a recipe can
+               say today), and of each batch. Nothing is cut: beside a full micro-batch these cards have no room for the
+               keys and values of a cut sequence. Degrees that differ inside a micro-batch come with the mesh plugin
+
+The first four sort: a batch, longest first, is cut into M runs whose largest holds the fewest tokens, as FlexSP's
+blaster does, for the first five M that all ranks together hold; in each, sequences go longest first to the group that
+is done first. The best M is taken for every column and batch by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from common import Batch, arguments, batches_of, finish
+from evenload.commands.show import grid
+from evenload.core.chain import PlanChain
+from evenload.core.costs import load
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe import parse
+from evenload.core.setting import RECIPES
+from evenload.core.simulate import simulate
+from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.face import load_plugins
+from lengths import K
+
+RANKS = 64
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
+PAD = 2 * RANKS
+TRIES = 5
+"""Numbers of micro-batches, from the least on."""
+MIB = 1 << 20
+ROOM = 30_300 * MIB
+"""Bytes of a 40 GB device for states and activations: what the solver's token cap for 7B at 384K (6,407) comes to."""
+
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the paper, and its speed-ups over DeepSpeed and Megatron-LM by context."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    parameters: float
+    paper: tuple[tuple[int, tuple[float, float]], ...]
+
+    @property
+    def costs(self) -> str:
+        return f"flexsp-{self.name}-a100"
+
+
+MODELS = (
+    Model("gpt-7b", 32, 4096, 32, 6.7e9, ((192 * K, (1.72, 1.98)), (384 * K, (1.46, 1.77)))),
+    Model("gpt-13b", 40, 5120, 40, 13e9, ((192 * K, (1.59, 1.79)), (384 * K, (1.43, 1.77)))),
+    Model("gpt-30b", 60, 6656, 52, 30e9, ((192 * K, (1.64, 1.95)), (384 * K, (1.53, 1.85)))),
+)
+
+
+@cache
+def cap_of(model: Model) -> int:
+    """Tokens that a rank may hold in a micro-batch: what ZeRO-3's 16 bytes a parameter leave."""
+    per_token = load(model.costs, RECIPES / "costs").memory.activation_bytes_per_token
+    return int((ROOM - 16 * model.parameters / RANKS) / per_token)
+
+
+@cache
+def chain_of(model: Model, degree: int) -> PlanChain:
+    """Packing on lanes of ``degree`` ranks."""
+    load_plugins()
+    cap = cap_of(model)
+    recipe = parse(
+        {
+            "trainer": "deepspeed",
+            "deepspeed": {"zero_stage": 3},
+            "model": {
+                "family": "gpt",
+                "num_layers": model.layers,
+                "hidden_size": model.hidden,
+                "num_attention_heads": model.heads,
+            },
+            "parallel": {"dp": RANKS},
+            "train": {"dtype": "bf16", "global_batch_size": 512},
+            "cluster": "flexsp-a100",
+            "costs": model.costs,
+            "plugins": {"packing": {"enabled": True, "max_tokens": cap, "slices": "off"}},
+        }
+    )
+    chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=degree, dp=RANKS // degree))
+    # What ZeRO-3 gathers is in the published coefficient of a launch.
+    traffic = replace(chain.situation.traffic, engine="all_to_all", gradient_bytes=0.0, weight_bytes=0.0)
+    return replace(chain, situation=replace(chain.situation, traffic=traffic))
+
+
+def step_seconds(model: Model, plan: StepPlan, degree: int = 1) -> float:
+    return simulate(plan, chain_of(model, degree).situation, record=False).step_s
+
+
+def chunks(batch: Batch, count: int) -> list[list[int]]:
+    """The batch, longest first, in ``count`` runs whose largest holds the fewest tokens."""
+    order = sorted((s.index for s in batch), key=lambda i: -batch[i].length)
+    tokens = [batch[i].length for i in order]
+
+    def runs(most: int) -> list[list[int]]:
+        out: list[list[int]] = [[]]
+        held = 0
+        for i, n in zip(order, tokens, strict=True):
+            if held + n > most:
+                out.append([])
+                held = 0
+            out[-1].append(i)
+            held += n
+        return out
+
+    low, high = max(max(tokens), -(-sum(tokens) // count)), sum(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(runs(middle)) <= count else (middle + 1, high)
+    return runs(low)
+
+
+def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[MicroBatch] | None:
+    """A micro-batch on equal groups of ``degree`` ranks, longest sequence first to the group that is done first.
+
+    None where no group has room for the next.
+    """
+    costs, cap = chain_of(model, 1).situation.costs, cap_of(model) * degree
+    done, held = np.zeros(RANKS // degree), np.zeros(RANKS // degree, dtype=np.int64)
+    members: list[list[int]] = [[] for _ in done]
+    for i in chunk:
+        n = batch[i].length
+        if not (held + n <= cap).any():
+            return None
+        group = int(np.where(held + n <= cap, done, np.inf).argmin())
+        members[group].append(i)
+        done[group] += float(costs.sequence_s(n))
+        held[group] += n
+    out = []
+    for g, mine in enumerate(members):
+        ranks = tuple(range(g * degree, (g + 1) * degree))
+        if mine:
+            out.append(MicroBatch(tuple(Slice(i, 0, batch[i].length) for i in mine), ranks))
+        else:
+            out += [MicroBatch((), (rank,)) for rank in ranks]
+    return out
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A batch in sorted micro-batches, each on equal groups of every degree that holds it."""
+
+    ways: list[dict[int, list[MicroBatch]]]
+    """Of each micro-batch, by degree."""
+    seconds: list[dict[int, float]]
+    """Simulated alone; all ranks meet after each, so those of a step add up."""
+
+    def best(self, degrees: tuple[int, ...], *, each: bool) -> list[list[MicroBatch]] | None:
+        """One degree for all micro-batches, or with ``each`` for every one; None where none of them holds the batch."""
+        if each:
+            return [way[min(s, key=lambda d: s[d])] for way, s in zip(self.ways, self.seconds, strict=True) if s]
+        whole = [d for d in degrees if all(d in way for way in self.ways)]
+        if not whole:
+            return None
+        d = min(whole, key=lambda d: sum(s[d] for s in self.seconds))
+        return [way[d] for way in self.ways]
+
+
+@cache
+def cuts_of(model: Model, batch: Batch) -> list[Cut]:
+    """The first numbers of micro-batches that all ranks together can hold."""
+    out: list[Cut] = []
+    count = -(-sum(s.length for s in batch) // (RANKS * cap_of(model)))
+    while len(out) < TRIES:
+        parts = chunks(batch, count)
+        ways = [{d: way for d in DEGREES if (way := groups(model, batch, part, d))} for part in parts]
+        if all(ways):
+            seconds = [{d: _alone(model, batch, way) for d, way in one.items()} for one in ways]
+            out.append(Cut(ways, seconds))
+        count += 1
+    return out
+
+
+def static(model: Model, batch: Batch, cuts: list[Cut], degrees: tuple[int, ...], *, each: bool) -> tuple[float, int]:
+    """Seconds and micro-batches of the best plan with one degree for the batch, or with ``each`` one a micro-batch."""
+    limits = replace(chain_of(model, 1).limits, max_tokens=cap_of(model) + 1)
+    best = (float("inf"), 0)
+    for cut in cuts:
+        rounds = cut.best(degrees, each=each)
+        if rounds is not None:
+            plan = StepPlan(batch, tuple(m for one in rounds for m in one), limits, made_by="static").check()
+            best = min(best, (step_seconds(model, plan), len(rounds)))
+    return best
+
+
+def _alone(model: Model, batch: Batch, way: list[MicroBatch]) -> float:
+    mine = [s.sequence for m in way for s in m.slices]
+    number = {old: new for new, old in enumerate(mine)}
+    part = tuple(batch[i]._replace(index=number[i]) for i in mine)
+    renamed = [m._replace(slices=tuple(s._replace(sequence=number[s.sequence]) for s in m.slices)) for m in way]
+    return step_seconds(model, StepPlan(part, tuple(renamed), chain_of(model, 1).limits))
+
+
+def row_of(
+    model: Model, context: int, paper: tuple[float, float], batches: tuple[Batch, ...], label: str
+) -> dict[str, Any]:
+    least = next(d for d in DEGREES if d * cap_of(model) >= context)
+    columns = {"static": (least,), "SP64": (64,), "BatchAda": DEGREES, "each": DEGREES}
+    cuts = [cuts_of(model, batch) for batch in batches]
+    found = {
+        name: [static(model, b, c, degrees, each=name == "each") for b, c in zip(batches, cuts, strict=True)]
+        for name, degrees in columns.items()
+    }
+    seconds = {name: float(np.mean([s for s, _ in rows])) for name, rows in found.items()}
+    lanes = {d: [_packed(model, d, batch) for batch in batches] for d in DEGREES}
+    seconds["evenload"] = float(min(np.mean(column) for column in lanes.values()))
+    seconds["evenload, per batch"] = float(np.mean([min(column) for column in zip(*lanes.values(), strict=True)]))
+    lengths = [np.array([s.length for s in batch], dtype=np.float64) for batch in batches]
+    return {
+        "setting": f"{model.name} {context // K}K",
+        "lengths": label,
+        "paper": {"over DeepSpeed": paper[0], "over Megatron-LM": paper[1]},
+        "static_degree": least,
+        "seconds": seconds,
+        "gain": {name: seconds["static"] / value for name, value in seconds.items()},
+        "evenload_degree": min(lanes, key=lambda d: float(np.mean(lanes[d]))),
+        "tokens": [float(n.sum()) for n in lengths],
+        "squares": [float((n * n).sum()) for n in lengths],
+        "micro_batches": [count for _, count in found["SP64"]],
+    }
+
+
+def _packed(model: Model, degree: int, batch: Batch) -> float:
+    """Seconds of the packing plugin's plan; infinite where lanes of this degree cannot hold the batch."""
+    try:
+        return step_seconds(model, chain_of(model, degree).plan(batch), degree)
+    except EvenloadError:
+        return float("inf")
+
+
+def rows(quick: bool, wikipedia: Any) -> Iterator[dict[str, Any]]:
+    for model in MODELS[: 1 if quick else None]:
+        for context, paper in reversed(model.paper[1:] if quick else model.paper):
+            label, batches = batches_of("wikipedia-like", 512, 2 if quick else 8, context, wikipedia)
+            batches = tuple(sequences(-(-s.length // PAD) * PAD for s in batch) for batch in batches)
+            yield row_of(model, context, paper, batches, label)
+
+
+def table(result: dict[str, Any]) -> Any:
+    names = list(result["rows"][0]["seconds"])
+    lines = [
+        (
+            r["setting"],
+            *(f"{value:.2f}x" for value in r["paper"].values()),
+            *(f"{r['seconds'][name]:.2f} ({r['gain'][name]:.2f}x)" for name in names),
+            f"SP{r['static_degree']}, cp {r['evenload_degree']}",
+        )
+        for r in result["rows"]
+    ]
+    head = ("setting", "FlexSP / DeepSpeed", "/ Megatron-LM", *names, "degrees")
+    about = f"lengths: {result['rows'][0]['lengths']}; seconds (gain over static); degrees: static's, evenload's"
+    return grid(f"{result['title']} (predicted)", head, lines, about)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    found = list(rows(options.quick, options.wikipedia))
+    title = "FlexSP, 512 Wikipedia sequences a step on 64 A100-40G"
+    finish({"predicted": True, "title": title, "rows": found}, options, table)
+
+
+if __name__ == "__main__":
+    main()
