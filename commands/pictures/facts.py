@@ -87,6 +87,12 @@ class Facts:
     """Weights, gradients and optimizer states of a rank, part of every peak."""
 
     @property
+    def predicted(self) -> str:
+        """What the headline's numbers are."""
+        steps = len(self.ours.steps)
+        return "(predicted)" if steps == 1 else f"(predicted, mean of {steps:,} steps)"
+
+    @property
     def stock(self) -> Planner:
         return self.others[0]
 

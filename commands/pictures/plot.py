@@ -82,11 +82,11 @@ def write_plot(outlook: Outlook, path: Path) -> None:
 def _headline(facts: Facts) -> str:
     ours, stock, rival = facts.ours, facts.stock, facts.rival
     if not facts.evened:
-        return f"stock {seconds(stock.step_s)} a step; no plugin is switched on (predicted)"
+        return f"stock {seconds(stock.step_s)} a step; no plugin is switched on {facts.predicted}"
     text = f"evenload {seconds(ours.step_s)} a step, stock {seconds(stock.step_s)}: {stock.step_s / ours.step_s:.2f}x"
     if rival is not None:
         text += f"; {rival.label} {seconds(rival.step_s)}: {rival.step_s / ours.step_s:.2f}x"
-    return text + " (predicted)"
+    return f"{text} {facts.predicted}"
 
 
 def _draw_step(axes: Any, one: Planner, facts: Facts) -> set[Part]:

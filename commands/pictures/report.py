@@ -72,7 +72,7 @@ def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
         head = join("evenload: ", duration(ours.step_s), " a step, as stock: nothing to gain here")
     else:
         head = join("evenload: ", duration(ours.step_s), " a step, slower than stock's ", duration(stock.step_s))
-    lead = [tag("h1", head, " ", tag("small", "(predicted)"))]
+    lead = [tag("h1", head, " ", tag("small", facts.predicted))]
     if rival is not None:
         lead.append(tag("p", *_against(ours, rival), class_="lead"))
     if any(notes) and ratio < 1.05:

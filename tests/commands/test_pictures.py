@@ -266,7 +266,7 @@ def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(outlook: Outloo
     style = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in style
     assert "@import" not in style
-    assert "(predicted)" in page.text["head"]
+    assert "(predicted, mean of 2 steps)" in page.text["head"]
     assert "except the time that planning took" in page.text["fine"]
     assert "$" not in re.sub(r"<dd>.*?</dd>", "", text)
 
