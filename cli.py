@@ -97,6 +97,10 @@ def plan(
         files = {"--out": out, "--trace": trace, "--plot": plot, "--report": report}
         emit(work(chosen, sweep, lengths, steps, nproc, files), as_json, tables.sweep)
         return
+    if trace or plot or report:
+        from .commands.pictures import refuse
+
+        refuse(trace=trace, plot=plot, report=report)
     outlook = look_ahead(chosen, lengths, steps, nproc, record=trace is not None or report is not None)
     if out is not None:
         write_plans(outlook, out)

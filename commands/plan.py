@@ -51,7 +51,8 @@ class Outlook:
 
     recipe: Recipe
     chain: PlanChain
-    num_samples: int
+    lengths: npt.NDArray[np.int64]
+    """Tokens of every sample of the file, as training would cut them."""
     steps: tuple[PlannedStep, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Outlook:
             "cluster": self.chain.situation.cluster.name,
             "layout": vars(self.chain.situation.layout),
             "plugins": [p.name for p in self.recipe.enabled()],
-            "samples": self.num_samples,
+            "samples": len(self.lengths),
             "steps": [{"step": number, **_step_json(step, self.chain)} for number, step in enumerate(self.steps)],
         }
 
@@ -102,7 +103,7 @@ def look_ahead(
         plan_s = time.perf_counter() - start
         baselines = _baselines(chain, batch, record)
         planned.append(PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps))
-    return Outlook(recipe, chain, len(samples), tuple(planned))
+    return Outlook(recipe, chain, samples, tuple(planned))
 
 
 def write_plans(outlook: Outlook, path: Path) -> None:
@@ -133,7 +134,7 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
     return {
         "plan_s": step.plan_s,
         **_outcome_json(step.ours, chain),
-        "bound_s": plan.bound_s or float(outcome.busy_s.sum(axis=0).mean()),
+        "bound_s": plan.bound_s or float(outcome.busy_s.mean()),
         "padding_frac": plan.padding_frac,
         "micro_batches": len(plan.micro_batches),
         "tokens": plan.num_tokens,

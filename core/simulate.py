@@ -58,6 +58,8 @@ class Simulation:
     """Compute."""
     exposed_s: Floats
     """Communication that no compute hides, gradient sum included."""
+    update_s: float
+    """Of the step, on every rank."""
     peak_bytes: Floats
     """The most that a rank holds: weights and optimizer, activations, prefix KV, what a pass needs while it runs."""
     spans: tuple[Span, ...]
@@ -77,7 +79,8 @@ class Simulation:
     @property
     def bubble_frac(self) -> float:
         """Share of all ranks' time in which they wait for other ranks or stages."""
-        return max(0.0, 1.0 - float(self.busy_s.mean() / self.step_s) - self.exposed_frac) if self.step_s else 0.0
+        working_s = float(self.busy_s.mean() + self.exposed_s.mean()) + self.update_s
+        return max(0.0, 1.0 - working_s / self.step_s) if self.step_s else 0.0
 
 
 def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Simulation:
@@ -99,9 +102,11 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
             hidden[stage] = max(hidden[stage], work.compute["B"][op.micro_batch])
     step_s = _end_of_step(plan, situation, np.array(free), exposed, hidden, spans if record else None)
     peaks = [[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])]
-    held = np.array(peaks) + fixed_bytes(situation.costs.memory, plan.limits)
+    memory = situation.costs.memory
+    held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
-    return Simulation(step_s, np.tile(work.busy_s(), (shape[0], 1)), exposed, held, tuple(spans))
+    busy = np.tile(work.busy_s(), (shape[0], 1))
+    return Simulation(step_s, busy, exposed, _update_s(situation), held, tuple(spans))
 
 
 class _Work:
@@ -191,10 +196,14 @@ def _end_of_step(
             sum_s = max(0.0, sum_s - hidden[stage])
         exposed[stage] += sum_s
         ends.append((ready, ready + sum_s))
-    sharded = 1 if traffic.sharding == "none" else layout.plane_size
-    update_s, begin = situation.costs.update_s / sharded, max(end for _, end in ends)
+    update_s, begin = _update_s(situation), max(end for _, end in ends)
     for stage, (ready, end) in enumerate(ends):
         for rank in range(plan.limits.num_ranks) if spans is not None else ():
             found = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
             spans += [span for span in found if span.end_s > span.start_s]  # type: ignore[operator]
     return begin + update_s
+
+
+def _update_s(situation: Situation) -> float:
+    sharded = situation.traffic.sharding != "none"
+    return situation.costs.update_s / (situation.layout.plane_size if sharded else 1)

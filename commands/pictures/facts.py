@@ -79,12 +79,17 @@ class Facts:
     first_bound_s: float
     """That of the first step."""
     lengths: npt.NDArray[np.int64]
-    """Tokens of every sequence of every step."""
+    """Tokens of every sequence of the file, as training would cut them."""
     situation: Situation
     evened: bool
     """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
     fixed_bytes: float
     """Weights, gradients and optimizer states of a rank, part of every peak."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Sequences of all steps."""
+        return sum(len(one.plan.sequences) for one in self.ours.steps)
 
     @property
     def predicted(self) -> str:
@@ -139,7 +144,7 @@ def facts_of(outlook: Outlook) -> Facts:
         tuple(of_name.values()),
         float(np.mean(bounds)),
         bounds[0],
-        np.array([s.length for one in ours.steps for s in one.plan.sequences], dtype=np.int64),
+        outlook.lengths,
         situation,
         bool(outlook.chain.links),
         fixed_bytes(situation.costs.memory, outlook.chain.limits),

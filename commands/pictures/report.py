@@ -45,7 +45,7 @@ def page_of(outlook: Outlook) -> str:
     notes = [_bounding(step) for step in outlook.to_json()["steps"]]
     body = join(
         _headline(facts, outlook, notes),
-        sections.lengths(facts, len(outlook.steps)),
+        sections.lengths(facts),
         sections.timelines(facts),
         sections.where(facts),
         _bound(facts, notes),
@@ -186,7 +186,7 @@ def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
         "cluster": f"{situation.cluster.name}: {situation.cluster.source}",
         "costs": situation.costs.source,
         "plugins": ", ".join(plugin.name for plugin in outlook.recipe.enabled()) or "none",
-        "samples": f"{outlook.num_samples:,} in the file, {len(facts.lengths):,} in the steps shown",
+        "samples": f"{len(outlook.lengths):,} in the file, {facts.num_drawn:,} in the steps shown",
         "planning": measured,
         "command": tag("code", str(about(outlook)["command"])),
     }

@@ -11,20 +11,20 @@ from . import charts
 from .facts import PARTS, Facts, Part, histogram, pieces_of, rows_of, shown_ranks
 from .markup import Markup, number, tag
 from .outlook import what_it_does
-from .words import counted, duration, gib, section
+from .words import duration, gib, section
 
 _MOST_ROWS = 32
 """Of a timeline."""
 
 
-def lengths(facts: Facts, num_steps: int) -> Markup:
+def lengths(facts: Facts) -> Markup:
     lengths = np.sort(facts.lengths)[::-1]
     pairs = np.cumsum(lengths.astype(np.float64) ** 2)
     half = int(np.searchsorted(pairs, 0.5 * pairs[-1])) + 1
     half_of = "the longest one" if half == 1 else f"the longest {half:,} of them"
     say = tag(
         "p",
-        f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens in {counted(num_steps, 'step')}. Half of "
+        f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens. Half of "
         f"attention's work is in {half_of}, {half / len(lengths):.1%} of the sequences and "
         f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens.",
         class_="say",
