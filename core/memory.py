@@ -14,11 +14,11 @@ from __future__ import annotations
 from .cluster import Cluster
 from .costs import MemoryCost
 from .order import orders_of_stage
-from .workload import Limits, Op, StepPlan
+from .workload import Beside, Limits, Op, StepPlan
 
 
 def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
-    """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves, roughly.
+    """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves.
 
     A tenth is left free.
     """
@@ -28,12 +28,14 @@ def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
 
 
 def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
-    """Weights, gradients and optimizer states of one rank, roughly.
+    """Weights and optimizer states of one rank, and gradients where they are kept, between steps."""
+    return memory.fixed_bytes - memory.sharded_bytes * (1.0 - 1.0 / limits.num_ranks)
 
-    Of 16 bytes a weight (mixed precision with Adam; Rajbhandari et al., arXiv 1910.02054, section 3.1) ten are taken to
-    be sharded over the ranks.
-    """
-    return memory.fixed_bytes * (6 + 10 / limits.num_ranks) / 16
+
+def beside_of(memory: MemoryCost, layers: int) -> Beside:
+    """What `Limits` carries of a stage's memory costs besides activations and prefix KV; ``layers`` of the stage."""
+    values = {name: getattr(memory, name) for name in Beside._fields}
+    return Beside(**values)._replace(cut_saves_bytes_per_token=memory.cut_saves_bytes_per_token / layers)
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
@@ -47,40 +49,65 @@ def peaks_of_stage(plan: StepPlan, stage: int) -> list[tuple[float, Op]]:
 
 
 def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
-    limits = plan.limits
-    layers = limits.layers_per_stage
+    limits, beside = plan.limits, plan.limits.beside
+    # A plan that says what is recomputed overrules the recipe.
+    layers, recomputing = limits.layers_per_stage, limits.replay_bytes_per_token > 0 and not plan.recompute
+    is_last = stage == limits.num_stages - 1
+    head, head_working = (beside.head_bytes_per_token, beside.head_working_bytes_per_token) if is_last else (0.0, 0.0)
+    input_per_token = limits.input_bytes_per_token
+    whole_per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
     lengths, all_cut = plan.sequences, plan.cut
     tokens_left: dict[int, int] = {}
+    stored: dict[int, float] = {}
+    gradients = beside.gradient_bytes
     held, peak, where = 0.0, 0.0, Op("F", 0)
     for op in ops:
         micro_batch = plan.passes(op.kind)[op.micro_batch]
         share = 1.0 / len(micro_batch.ranks)
+        slots = share * micro_batch.num_slots
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
-        activations = share * micro_batch.num_slots * limits.activation_bytes_per_token * (layers - recomputed)
-        inputs = share * micro_batch.num_slots * limits.input_bytes_per_token if stage else 0.0
         cut = [s for s in micro_batch.slices if s.sequence in all_cut] if all_cut else []
+        layer = slots * whole_per_token - share * sum(s.length for s in cut) * beside.cut_saves_bytes_per_token
+        if recomputing:
+            layer_input = slots * limits.activation_bytes_per_token
+            kept = layer_input * layers + slots * head
+        else:
+            layer_input = slots * input_per_token
+            kept = layer * (layers - recomputed) + layer_input * recomputed + slots * head
+        inputs = slots * input_per_token if stage else 0.0
         if op.kind == "F":
             for s in cut:
                 if s.sequence not in tokens_left:
-                    tokens_left[s.sequence] = lengths[s.sequence].length
-                    held += share * lengths[s.sequence].length * limits.kv_bytes_per_token * layers
-            held += activations if op.micro_batch in plan.kept else inputs
-            now = held
+                    length = tokens_left[s.sequence] = lengths[s.sequence].length
+                    stored[s.sequence] = share * length * limits.kv_bytes_per_token * layers
+                    held += stored[s.sequence]
+            if op.micro_batch in plan.kept:
+                held += kept
+                now = held
+            else:
+                held += inputs
+                now = held + layer
         else:
             replayed = plan.forward_of[op.micro_batch] is None
+            begin, after = held, held - kept
+            if replayed:
+                begin = held + (layer * layers + slots * head if recomputing else kept)
+                after = held - inputs
+            late, gradients = gradients, 0.0
+            booked = 0.0
             for s in cut:
                 if tokens_left[s.sequence] == lengths[s.sequence].length:
-                    held += share * lengths[s.sequence].length * limits.kv_grad_bytes_per_token * layers
-            slots = share * micro_batch.num_slots
-            layer = slots * (limits.replay_bytes_per_token or (recomputed and limits.activation_bytes_per_token))
-            alive = slots * limits.replay_bytes_per_token * layers or activations
-            now = held + (alive if replayed else layer)
-            held -= inputs if replayed else activations
-            for s in cut:
+                    of_prefix = share * s.start * limits.kv_grad_bytes_per_token * layers
+                    stored[s.sequence] += of_prefix
+                    booked += of_prefix
                 tokens_left[s.sequence] -= s.length
-                if not tokens_left[s.sequence]:
-                    per_token = limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token
-                    held -= share * lengths[s.sequence].length * per_token * layers
+            after += late + booked
+            again = layer - layer_input if (recomputing and not replayed) or recomputed else 0.0
+            at_head = begin + slots * head_working
+            at_first = begin - slots * head + again + booked / layers
+            at_last = after + layer - late / layers
+            now = max(at_head, max(at_first, at_last) + slots * beside.working_bytes_per_token) + beside.pass_bytes
+            held = after - sum(stored.pop(i) for i in {s.sequence for s in cut} if not tokens_left[i])
         if now > peak:
             peak, where = now, op
     return peak, where

@@ -7,15 +7,17 @@ from pathlib import Path
 from . import cluster as clusters
 from . import costs as cost_models
 from .layout import Layout
+from .memory import beside_of
 from .recipe import Recipe
 from .registry import Situation
 from .shape import shape_of
+from .states import VALUE_BYTES as VALUE_BYTES
+from .states import states_of
 from .stock import UNCAPPED
 from .traffic import Sharding, Traffic
 from .workload import Limits
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 
 def situation_of(recipe: Recipe, layout: Layout) -> Situation:
@@ -34,7 +36,11 @@ def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     """The recipe's cost model for the whole model on one device."""
     if recipe.costs != "auto":
         return cost_models.load(recipe.costs, RECIPES / "costs")
-    return cost_models.analytic(shape_of(recipe.model), cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
+    shape, states = shape_of(recipe.model), states_of(recipe)
+    costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
+    held = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
+    memory = {name: float(each * shape.parameters) for name, each in held.items()}
+    return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
 
 
 def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
@@ -79,4 +85,5 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         replay_bytes_per_token=memory.replay_bytes_per_token / layers,
         kv_grad_bytes_per_token=kv_grad / layers,
         input_bytes_per_token=shape.hidden_size * value_bytes,
+        beside=beside_of(memory, layers),
     )

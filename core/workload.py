@@ -69,6 +69,23 @@ class Op(NamedTuple):
     micro_batch: int
 
 
+class Beside(NamedTuple):
+    """Bytes that `core.memory` counts beside activations and prefix KV, for one stage of one tensor-parallel rank."""
+
+    cut_saves_bytes_per_token: float = 0.0
+    """Per token and layer: what a token of a cut sequence keeps less, as its K and V are in the store already."""
+    head_bytes_per_token: float = 0.0
+    """Per token at the last stage: logits and what else the output layer and the loss keep for the backward."""
+    head_working_bytes_per_token: float = 0.0
+    """Per token at the last stage: what output layer and loss take while they run."""
+    working_bytes_per_token: float = 0.0
+    """Per token: what the backward of one layer takes while it runs."""
+    pass_bytes: float = 0.0
+    """What any pass takes while it runs, however many tokens: the gradient of one weight before it is added up."""
+    gradient_bytes: float = 0.0
+    """Gradients that the trainer makes in a step's first backward; 0 where they are there throughout."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the trainer and the machine allow; `check` holds every plan to it."""
@@ -92,6 +109,7 @@ class Limits:
     """Per token and layer while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
     input_bytes_per_token: float = 0.0
     """Per token: the stage input that a replayed micro-batch keeps (the first stage has the token ids instead)."""
+    beside: Beside = Beside()
     whole_sequences: bool = False
     """The host runs whole sequences only, forward and backward of one micro-batch after the other."""
 

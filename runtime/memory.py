@@ -48,6 +48,41 @@ def peak_bytes(device: torch.device) -> Iterator[Peak]:
     peak.num_bytes = tracker.peak
 
 
+class Levels:
+    """Memory on the device between chosen points of the work inside, in bytes above the level at the beginning.
+
+    with Levels(device) as levels:
+        ...
+        before, highest = levels.read()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tracker = None if device.type == "cuda" else StorageTracker(device)
+        self._base = 0
+
+    def __enter__(self) -> Levels:
+        if self._tracker is not None:
+            self._tracker.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            torch.cuda.synchronize(self._device)
+            self._base = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def read(self) -> tuple[int, int]:
+        """(level now, highest level since the last reading). Waits for nothing: allocators follow the host's order."""
+        if self._tracker is not None:
+            return self._tracker.level, self._tracker.restart()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device) - self._base, peak - self._base
+
+
 @dataclass
 class _Booked:
     """A storage that is known; ``num_bytes`` follows one that is resized."""
@@ -70,6 +105,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes counted now."""
         self.peak = 0
         """The highest level so far."""
+
+    def restart(self) -> int:
+        """The highest level so far; from here on that of what follows counts."""
+        peak, self.peak = self.peak, self.level
+        return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and book what it made. Inputs not seen before were there before the block."""

@@ -253,10 +253,10 @@ def test_links_between_stages_are_queues() -> None:
 
 
 def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations() -> None:
-    """By hand: KV of 12 tokens, two replays that never meet, dKV from the first backward on."""
+    """By hand: KV of 12 tokens, two replays that never meet, dKV of the 8 before the last slice."""
     limits = replace(
         LIMITS, num_stages=1, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0, kv_grad_bytes_per_token=2.0
     )
     plan = replace(ASYMMETRIC, limits=limits)
-    peak = 12 * 4 * 1 + 12 * 4 * 2 + 5 * 4 * 10 + 8 * 4 * 10
+    peak = 12 * 4 * 1 + 8 * 4 * 2 + 5 * 4 * 10 + 8 * 4 * 10
     assert peak_activation_bytes(plan, 0, 0) == (peak, Op("B", 1))
