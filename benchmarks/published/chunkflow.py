@@ -5,13 +5,14 @@
     theirs    Megatron-LM as the paper describes its baseline: one sequence a micro-batch, in the order of the batch, on
               a layout that holds the longest sequence. Guesses: TP4 PP4 (72B: TP8 PP4), DP 4, A100-80G, full
               recomputation at 256K, 256 sequences a step
-    simple    the fastest of four ways to pack whole sequences, on that layout and on two stages, with or without
+    simple    the faster of two balanced ways to pack whole sequences, on that layout and on two stages, with or without
               recomputation
     chunks    the paper's own method as evenload's baseline runs it: long sequences in equal chunks, short ones best-fit
     ours      evenload on the same layouts, with slices or without
 
 The gain is mostly that of filling micro-batches, so it depends on what a micro-batch of a few hundred tokens costs
-beyond its tokens: rows "launch x0" and "launch x4" vary that one number.
+beyond its tokens, and on how unevenly single sequences load data-parallel ranks: rows "launch x0", "launch x4" and
+"DP 1" vary one guess each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, ways
 from lengths import K
 
+DP = 4
 CHUNKS = (4 * K, 8 * K, 16 * K, 32 * K)
 """Tokens of a micro-batch that are tried, for the paper's chunks and for evenload alike."""
 
@@ -33,21 +35,23 @@ SETTINGS = (
 )
 
 
-def case(model: str, context: int, paper: str, theirs: Degrees, quick: bool, launch: float = 1.0) -> Case:
-    label, batches = batches_of("sft-like", 64 if quick else 256, 1 if quick else 2, context)
+def case(model: str, context: int, paper: str, theirs: Degrees, quick: bool, launch: float = 1.0, dp: int = DP) -> Case:
+    label, batches = batches_of("sft-like", 64 if quick else 256, 1 if quick else 4, context)
     layouts = [Degrees(theirs.tp, theirs.pp, 1, recompute) for recompute in (False, True)]
     if not quick:
         layouts += [Degrees(theirs.tp, 2, 1, recompute) for recompute in (False, True)]
     caps = CHUNKS[1:2] if quick else CHUNKS
     return Case(
-        name=f"{model} {context // K}K" + (f", launch x{launch:g}" if launch != 1 else ""),
+        name=f"{model} {context // K}K"
+        + (f", launch x{launch:g}" if launch != 1 else "")
+        + (f", DP {dp}" if dp != DP else ""),
         paper=paper,
-        machines=Machines(model, 4 * theirs.tp * theirs.pp, "a100", launch),
+        machines=Machines(model, dp * theirs.tp * theirs.pp, "a100", launch),
         lengths=label,
         batches=batches,
         theirs=tuple(ways(["stock"], [theirs], lambda d: [context])),
         definition=f"theirs: one sequence a micro-batch, {theirs} (guessed)",
-        simple=tuple(ways(SIMPLE, layouts, lambda d: [c for c in caps if c <= context])),
+        simple=tuple(ways(SIMPLE[:2], layouts, lambda d: [c for c in caps if c <= context])),
         ours=tuple(evenload(layouts, lambda d: [c for c in caps if c <= context])),
         more={"chunks": tuple(ways(["chunks"], layouts, lambda d: [c for c in caps if c <= context]))},
     )
@@ -56,8 +60,11 @@ def case(model: str, context: int, paper: str, theirs: Degrees, quick: bool, lau
 def cases(quick: bool) -> Iterator[Case]:
     for setting in SETTINGS[: 1 if quick else None]:
         yield case(*setting, quick)
-    for launch in () if quick else (0.0, 4.0):
-        yield case(*SETTINGS[0], quick, launch)
+    if not quick:
+        yield case(*SETTINGS[0], quick, launch=0.0)
+        yield case(*SETTINGS[0], quick, launch=4.0)
+        yield case(*SETTINGS[0], quick, dp=1)
+        yield case(*SETTINGS[3], quick, dp=1)
 
 
 def main() -> None:
