@@ -57,7 +57,7 @@ def command() -> str:
 
 
 _WHAT = {
-    "padded": "every micro-batch padded to its longest sequence",
+    "padded": "equal counts of samples, padded within a micro-batch",
     "whole": "whole sequences, balanced by cost",
     "chunks": "long sequences in chunks, the others packed",
     "in_order": "packed in the order of the batch",

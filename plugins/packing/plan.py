@@ -58,6 +58,8 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
         except DoesNotFitError as error:
             problem = error
             continue
+        if judged.held_bytes > room and judged.plan.order:
+            judged = _replayed(judged, room, costs)
         found.append(judged)
         margin = EVENNESS_COSTS if judged.plan.cut else WORTH_A_CUT
         if judged.step_s <= bound_s * (1 + margin) and judged.held_bytes <= room:
@@ -81,6 +83,16 @@ def _judge(plan: StepPlan, costs: Costs) -> _Judged:
     passes = pass_seconds(plan, costs)
     held = max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
     return _Judged(plan, predict(plan, costs, passes).step_s, micro_batch_imbalance(plan, costs, passes), held)
+
+
+def _replayed(judged: _Judged, room: float, costs: Costs) -> _Judged:
+    """The plan with the replays that bring it into the device's memory; as it was where none do."""
+    limits = judged.plan.limits
+    try:
+        fitted = fit_memory(replace(judged.plan, limits=replace(limits, max_activation_bytes=room)))
+    except DoesNotFitError:
+        return judged
+    return _judge(replace(fitted, limits=limits), costs)
 
 
 def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:

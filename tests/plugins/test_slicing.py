@@ -285,3 +285,24 @@ def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_o
     alike = planned([100, 100, 100, 100], 4, costs)
     assert not alike.backward
     assert alike.made_by == "packing"
+
+
+def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
+    """One sequence on a pipeline, on a device that holds the activations of its whole chain, and on a smaller one."""
+    costs = COSTS.model_copy(
+        update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 8.0 * 2**20})}
+    )
+    limits = Limits(1, 1 << 40, num_stages=4, layers_per_stage=8, activation_bytes_per_token=float(2**18))
+    bare = StepPlan(sequences([65536, 500, 900]), (), limits)
+    config = PackingConfig(enabled=True, max_tokens=8192)
+    made, room = {}, {"large": 2.0**40, "small": 2.0**36}
+    for name, size in room.items():
+        cluster = A100.model_copy(update={"memory_bytes": size / 0.9})
+        made[name] = plan(bare, Situation(costs, Layout(pp=4), cluster), config).check()
+    assert not made["large"].replayed
+    assert made["small"].replayed
+    held = {
+        name: max(peak for stage in range(4) for peak, _ in peaks_of_stage(one, stage)) for name, one in made.items()
+    }
+    assert held["large"] > room["small"] >= held["small"]
+    assert made["small"].limits.max_activation_bytes == float("inf")
