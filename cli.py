@@ -125,7 +125,13 @@ def profile(
 
     wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
     num_ranks = nproc or wanted.min_world_size
-    plane = {"parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.ep": 1, "parallel.dp": num_ranks}
+    # Tensor parallelism stays: not all that a layer does is divided by it.
+    plane = {
+        "parallel.pp": 1,
+        "parallel.cp": 1,
+        "parallel.ep": 1,
+        "parallel.dp": max(1, num_ranks // wanted.parallel.tp),
+    }
     _run_ranks(wanted.changed(plane), num_ranks, as_json, tables.profile, "profile", out=out.absolute())
 
 

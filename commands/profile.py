@@ -1,117 +1,144 @@
-"""Measure this machine's real layers through the recipe's trainer, and fit the cost model to them.
+"""Measure this machine's real layers and links through the recipe's trainer, and fit the cost model to them.
 
-Samples are training steps of one micro-batch each, of n sequences of L tokens, over a grid of (n, L): forward and
-backward seconds of a rank alone, the least of a few runs (what the machine takes when nothing disturbs it). Small
-shapes first, until the time is spent. `core.costs.fit` finds launch_s, token_s and pair_s of each direction. Memory
-comes from two shapes: the slope of what is held for backward, and what is alive after a step.
+Samples are training steps in which every rank has the same work at the same time (`profile_cases`), so that contention
+between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
+counts. What is measured of a step, and what it gives:
 
-A world of one measures no collectives: link times stay those of the recipe's ``cluster``. Model and data are the
-recipe's, except that tokens are random and the learning rate is zero.
+    forward, backward   busy seconds (`runtime.busy`), linear in launches, tokens and pairs: the three coefficients
+    rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
+                        clipping, the optimizer. Linear in launches and tokens, of which both directions get half, and
+                        a constant: ``update_s``
+    collectives         by themselves (`runtime.links`): latency and bandwidth of the links
+
+The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
+which waiting for a collective does not count. Where it does count, the simulator's exposed communication is taken off.
+
+Ranks keep the recipe's tensor parallelism and are data-parallel otherwise. Coefficients are those of the whole model,
+so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_stage` then gives back what was measured,
+with the work in it that tensor parallelism does not divide (norms, residuals, calls).
+
+Model and data are the recipe's, except that tokens are random, the learning rate is zero and nothing is recomputed:
+`Costs.recomputed` says what recomputation costs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import yaml
 
-from ..core.costs import Costs, MemoryCost, PassCost, fit
+from ..core.cluster import Link
+from ..core.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError
 from ..core.recipe import Recipe
-from ..core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
-from ..runtime.held import free_bytes, held_for_backward, live_bytes
-from .job import Job, run_rank
+from ..core.registry import Situation
+from ..core.shape import shape_of
+from ..core.simulate import simulate
+from ..core.states import VALUE_BYTES
+from ..runtime.busy import cpu_clock
+from ..runtime.held import free_bytes
+from ..runtime.links import LinkFit, measure_links
+from .job import Job, logger, run_rank
+from .profile_cases import Case, cases
+from .profile_memory import measure_memory, random_tokens
 from .show import progress
 
-BUDGET_S = 40.0
-"""Wall time for all samples; two more steps measure memory."""
+BUDGET_S = 60.0
+"""Wall time for all samples; memory and links come on top."""
+LINKS_S = 8.0
+"""Wall time for the links."""
 REPEATS = 5
-SHAPE_S = 1.5
-"""A shape is run again, up to `REPEATS` times, while it has taken less than this."""
+FEWEST_RUNS = 2
+CASE_S = 2.0
+"""A case is run again, `FEWEST_RUNS` to `REPEATS` times, while it has taken less than this."""
 MEMORY_SHARE = 0.6
-"""Share of the free memory that the largest shape may take."""
-
+"""Share of the free memory that the largest micro-batch may take."""
 
 _FEWEST = 4
 _UNWRITABLE = "the costs cannot be written"
 
 
-class Shape(NamedTuple):
-    """A micro-batch of ``num`` sequences of ``length`` tokens."""
-
-    num: int
-    length: int
-
-    @property
-    def tokens(self) -> int:
-        return self.num * self.length
-
-    @property
-    def pairs(self) -> float:
-        return 0.5 * self.num * self.length**2
-
-    @property
-    def micro_batch(self) -> MicroBatch:
-        return MicroBatch(tuple(Slice(i, 0, self.length) for i in range(self.num)), (0,))
-
-    @property
-    def plan(self) -> StepPlan:
-        batch = sequences([self.length] * self.num)
-        return StepPlan(batch, (self.micro_batch,), Limits(1, self.tokens), made_by="profile").check()
-
-
 @dataclass(frozen=True)
 class Sample:
-    """What one shape took, the least of its runs."""
+    """What one case took, the least of its runs, the mean of the ranks."""
 
     num: int
     length: int
+    count: int
+    cuts: int
     forward_s: float
     backward_s: float
+    rest_s: float
+    step_s: float
+    """By the wall, of the slowest rank."""
     runs: int
+
+    @property
+    def case(self) -> Case:
+        return Case(self.num, self.length, self.count, self.cuts)
+
+
+class Fitted(NamedTuple):
+    """Coefficients, and how far they are from the samples."""
+
+    forward: PassCost
+    backward: PassCost
+    update_s: float
+    errors: dict[str, float]
+    """Mean absolute relative error; ``step``: simulated against wall time of the whole step."""
 
 
 def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
     _refuse_unwritable(out)
-    return run_rank(recipe, lambda job: _profile(job, out))
+    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
 
 
 def _profile(job: Job, out: Path) -> dict[str, Any]:
-    config = getattr(job.recipe.plugins, "packing", None)
-    cap = max(config.max_tokens if config and config.enabled else 0, job.recipe.data.max_length)
+    recipe, device = job.recipe, job.world.device
+    config = getattr(recipe.plugins, "packing", None)
+    cap = config.max_tokens if config and config.enabled else recipe.data.max_length
     job.watchdog.at("warming up")
-    _step(job, Shape(1, min(64, job.recipe.data.max_length)))
-    memory = measure_memory(job, cap)
-    free = MEMORY_SHARE * free_bytes(job.world.device)
+    _step(job, Case(1, min(64, recipe.data.max_length)))
+    memory = _memory(job, cap)
+    job.watchdog.at("timing the links")
+    links = _links(job)
+    free = float(job.gather(MEMORY_SHARE * free_bytes(device))[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
-    samples = measure(job, shapes(job.recipe.data.max_length, cap))
-    forward, backward, errors = fit_samples(samples)
+    samples = measure(job, cases(recipe.data.max_length, cap))
+    measured = {name: found.link for name, found in links.items()}
+    cluster = job.chain.situation.cluster.model_copy(update=measured)
+    fitted = fit_samples(samples, replace(job.chain.situation, cluster=cluster), waiting_counts=_waiting_counts(device))
     costs = Costs(
         source=_source(job),
-        forward=_rounded(forward),
-        backward=_rounded(backward),
+        forward=_rounded(fitted.forward),
+        backward=_rounded(fitted.backward),
         memory=memory,
-        num_layers=_layers_and_kv(job.recipe)[0],
-        fit_error=round(max(errors.values()), 4),
+        num_layers=shape_of(recipe.model).num_layers,
+        update_s=_digits(fitted.update_s),
+        intra=_rounded_link(measured.get("intra")),
+        inter=_rounded_link(measured.get("inter")),
+        fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
     )
-    write_costs(costs, out)
+    if job.leads:
+        write_costs(costs, out)
     return {
         "host": job.host.describe(),
-        "passes": {"forward": forward.model_dump(), "backward": backward.model_dump()},
-        "fit_error": errors,
+        "ranks": job.world.size,
+        "passes": {"forward": fitted.forward.model_dump(), "backward": fitted.backward.model_dump()},
+        "update_s": fitted.update_s,
+        "links": {name: {**found.link.model_dump(), "fit_error": found.errors} for name, found in links.items()},
+        "fit_error": fitted.errors,
         "memory": memory.model_dump(),
         "samples": [asdict(sample) for sample in samples],
         "source": costs.source,
@@ -119,72 +146,66 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     }
 
 
-def shapes(max_length: int, max_tokens: int) -> list[Shape]:
-    """Lengths and counts by powers of four, and the longest length alone; few tokens first.
-
-    Two lengths at least differ at equal tokens, which is what tells token_s and pair_s apart.
-    """
-    lengths = [n for n in (64 * 4**k for k in range(12)) if n < max_length] + [max_length]
-    grid = {Shape(4**k, n) for n in lengths for k in range(5) if 4**k * n <= max_tokens}
-    return sorted(grid, key=lambda s: (s.tokens, s.pairs))
-
-
-def measure(job: Job, wanted: Iterable[Shape]) -> list[Sample]:
-    """Time the shapes in order until `BUDGET_S` is spent; one that would overrun it is left out."""
+def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
+    """Time the cases in order until `BUDGET_S` is spent; one that would overrun it is left out. Collective."""
     costs = job.chain.situation.costs
-    start, slower, samples = time.perf_counter(), 0.0, []
+    spent_s, slower, samples = 0.0, 0.0, []
     wanted = list(wanted)
     with progress(job.leads) as bar, bar.task("profile", len(wanted)) as tick:
-        for shape in wanted:
-            guess_s = sum(costs.micro_batch_s(shape.micro_batch))
-            left_s = BUDGET_S - (time.perf_counter() - start)
-            if slower * guess_s > left_s:
-                tick(f"{shape.num} x {shape.length} would take too long")
+        for case in wanted:
+            guess_s = costs.forward.of(case.work) + costs.backward.of(case.work)
+            if slower * guess_s * FEWEST_RUNS > BUDGET_S - spent_s:
+                tick(f"{case} would take too long")
                 continue
-            job.watchdog.at(f"{shape.num} sequences of {shape.length} tokens")
-            began = time.perf_counter()
-            times: list[tuple[float, float]] = []
-            while len(times) < REPEATS and (not times or time.perf_counter() - began < SHAPE_S):
-                times.append(_step(job, shape))
-            slower = (time.perf_counter() - began) / len(times) / guess_s
-            forward_s, backward_s = np.min(times, axis=0).tolist()
-            samples.append(Sample(shape.num, shape.length, forward_s, backward_s, len(times)))
-            tick(f"{shape.num} x {shape.length}")
+            job.watchdog.at(f"{case} tokens")
+            runs: list[list[float]] = []
+            taken_s = 0.0
+            # Every rank sees the same numbers, so all stop together.
+            while len(runs) < FEWEST_RUNS or (len(runs) < REPEATS and taken_s < CASE_S):
+                runs.append(_step(job, case))
+                taken_s += runs[-1][-1]
+            spent_s += taken_s
+            slower = taken_s / len(runs) / guess_s
+            forward_s, backward_s, rest_s, step_s = np.min(runs, axis=0).tolist()
+            shape = case.num, case.length, case.count, case.cuts
+            samples.append(Sample(*shape, forward_s, backward_s, rest_s, step_s, len(runs)))
+            tick(str(case))
     return samples
 
 
-def fit_samples(samples: list[Sample]) -> tuple[PassCost, PassCost, dict[str, float]]:
-    """Coefficients of both directions, and each fit's mean absolute relative error. Raises EvenloadError."""
+def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: bool) -> Fitted:
+    """Coefficients of the whole model for both directions and the rest. Raises EvenloadError for too few samples.
+
+    ``situation``: layout, traffic and measured links; its costs are not read.
+    """
     if len(samples) < _FEWEST:
         raise EvenloadError(
             "too few shapes could be measured to fit three coefficients",
             f"{len(samples)} within {BUDGET_S:.0f} s and the free memory",
             "raise data.max_length if it is tiny, else profile a smaller model.num_layers",
         )
-    work = [(shape.tokens, shape.pairs) for shape in (Shape(s.num, s.length) for s in samples)]
+    num_ranks, tp = situation.layout.plane_size, situation.layout.tp
+    work = np.array([sample.case.work for sample in samples])
     forward, forward_error = fit(work, [s.forward_s for s in samples])
     backward, backward_error = fit(work, [s.backward_s for s in samples])
-    return forward, backward, {"forward": forward_error, "backward": backward_error}
-
-
-def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
-    """Bytes on this device, which holds the whole model."""
-    device, recipe = job.world.device, job.recipe
-    job.watchdog.at("measuring memory")
-    fixed = live_bytes(device)
-    length = min(1024 if device.type == "cuda" else 128, recipe.data.max_length, max(1, max_tokens // 4))
-    held = []
-    for shape in (Shape(1, length), Shape(4, length)):
-        with held_for_backward(device) as one:
-            job.host.gradients(shape.plan, _random_tokens(recipe))
-        held.append(one.num_bytes)
-    layers, kv_values = _layers_and_kv(recipe)
-    value_bytes = {"fp32": 4, "bf16": 2, "fp64": 8}[recipe.train.dtype]
-    return MemoryCost(
-        fixed_bytes=float(fixed),
-        activation_bytes_per_token=round(max(0.0, (held[1] - held[0]) / (3 * length))),
-        kv_bytes_per_token=float(layers * kv_values * value_bytes),
-    )
+    passes = Costs(source="profile", forward=forward, backward=backward)
+    plans = [sample.case.plan(num_ranks) for sample in samples]
+    rest = np.array([s.rest_s for s in samples])
+    if waiting_counts:
+        trial = replace(situation, costs=passes)
+        exposed = [float(simulate(plan, trial, record=False).exposed_s.max()) for plan in plans]
+        rest = np.maximum(0.0, rest - exposed)
+    whole = rest + [s.forward_s + s.backward_s for s in samples]
+    columns = np.column_stack([work[:, :2], np.ones(len(work))])
+    (launch_s, token_s, constant_s), _ = solve(columns, rest, whole)
+    half = PassCost(launch_s=launch_s / 2, token_s=token_s / 2)
+    sharded = situation.traffic.sharding != "none"
+    update_s = float(constant_s) * (num_ranks if sharded else 1)
+    costs = Costs(source="profile", forward=forward.plus(half), backward=backward.plus(half), update_s=update_s)
+    known = replace(situation, costs=costs)
+    steps = [simulate(plan, known, record=False).step_s / s.step_s for plan, s in zip(plans, samples, strict=True)]
+    errors = {"forward": forward_error, "backward": backward_error, "step": float(np.abs(np.array(steps) - 1).mean())}
+    return Fitted(costs.forward.scaled(tp, 1), costs.backward.scaled(tp, 1), update_s * tp, errors)
 
 
 def write_costs(costs: Costs, out: Path) -> None:
@@ -204,30 +225,52 @@ def write_costs(costs: Costs, out: Path) -> None:
         raise EvenloadError(_UNWRITABLE, f"{out}: {error.strerror}", "choose another --out") from error
 
 
-def _step(job: Job, shape: Shape) -> tuple[float, float]:
-    """(forward, backward) seconds of one step."""
-    result = job.host.train_step(shape.plan, _random_tokens(job.recipe), lr=0.0)
-    return result.forward_s, result.busy_s - result.forward_s
+def _step(job: Job, case: Case) -> list[float]:
+    """Of one step: forward, backward and other seconds (mean of the ranks), and wall seconds (of the slowest rank)."""
+    device, plan = job.world.device, case.plan(job.host.layout.plane_size)
+    tokens_of, clock = random_tokens(job.recipe), _clock(device)
+    job.gather(0.0)
+    start, computed_s = time.perf_counter(), clock()
+    result = job.host.train_step(plan, tokens_of, lr=0.0)
+    computed_s = clock() - computed_s
+    step_s = time.perf_counter() - start
+    mine = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
+    rows = job.gather(*mine)
+    return [*rows[:, :3].mean(axis=0).tolist(), float(rows[:, 3].max())]
 
 
-def _random_tokens(recipe: Recipe) -> Any:
-    vocabulary = min(256, recipe.model.vocab_size or 256)
+def _clock(device: torch.device) -> Callable[[], float]:
+    """The seconds in which `runtime.busy` counts, for whole steps."""
+    if device.type == "cpu":
+        return cpu_clock()
 
-    def tokens_of(index: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng(index).integers(0, vocabulary, recipe.data.max_length)
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
 
-    return tokens_of
+    return now
 
 
-def _layers_and_kv(recipe: Recipe) -> tuple[int, int]:
-    """Layers, and values of K and V per token and layer."""
-    model = recipe.model
-    if model.config is None:
-        return model.num_layers, 2 * model.hidden_size // model.num_attention_heads * model.kv_heads
-    fields = json.loads(model.config.read_text())
-    heads = fields["num_attention_heads"]
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // heads
-    return fields["num_hidden_layers"], 2 * head_dim * (fields.get("num_key_value_heads") or heads)
+def _waiting_counts(device: torch.device) -> bool:
+    """Whether `_clock` goes on while the rank waits."""
+    return device.type == "cuda" or torch.get_num_threads() > 1
+
+
+def _memory(job: Job, max_tokens: int) -> MemoryCost:
+    """Measured where a rank holds the whole model; else counted from the shape, with a word about it."""
+    if job.host.layout.tp == 1:
+        return measure_memory(job, max_tokens)
+    logger.info("bytes are counted, not measured, under tensor parallelism: profile with parallel.tp=1 to measure them")
+    recipe = job.recipe
+    counted = analytic(shape_of(recipe.model), job.chain.situation.cluster, VALUE_BYTES[recipe.train.dtype])
+    return counted.memory
+
+
+def _links(job: Job) -> dict[str, LinkFit]:
+    """Of the ranks there are; none for one rank alone."""
+    size = job.world.size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return measure_links(job.world.device, min(size, per_node), budget_s=LINKS_S) if size > 1 else {}
 
 
 def _source(job: Job) -> str:
@@ -237,7 +280,10 @@ def _source(job: Job) -> str:
     shape = model.model_dump(mode="json", exclude_none=True)
     command = " ".join(["evenload", *sys.argv[1:]])
     about = ", ".join(f"{key} {value}" for key, value in shape.items())
-    return f"{machine(job.world.device)}; {', '.join(versions)}; {job.recipe.train.dtype}; {about}; `{command}`"
+    ranks = f"{job.world.size} ranks at once" if job.world.size > 1 else "1 rank"
+    return (
+        f"{machine(job.world.device)}; {ranks}; {', '.join(versions)}; {job.recipe.train.dtype}; {about}; `{command}`"
+    )
 
 
 def machine(device: torch.device) -> str:
@@ -254,7 +300,15 @@ def machine(device: torch.device) -> str:
 
 
 def _rounded(cost: PassCost) -> PassCost:
-    return PassCost(**{name: float(f"{value:.4g}") for name, value in cost.model_dump().items()})
+    return PassCost(**{name: _digits(value) for name, value in cost.model_dump().items()})
+
+
+def _rounded_link(link: Link | None) -> Link | None:
+    return link and Link(**{name: _digits(value) for name, value in link.model_dump().items()})
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _refuse_unwritable(out: Path) -> None:

@@ -84,7 +84,8 @@ def bench(result: Result) -> Table:
     )
     caption = (
         f"{result['steps']} steps, alternating; ceiling: the baseline's own imbalance, measured; "
-        f"planning took {percent(result['plan_share'])} of a step"
+        f"planning took {percent(result['plan_share'])} of a step\n"
+        f"predicted step times are off by {_errors(result['prediction_error'])} in the mean"
     )
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 
@@ -218,13 +219,29 @@ def _directions(imbalance: dict[str, float]) -> str:
     return f"{imbalance['forward']:.3f}, {imbalance['backward']:.3f}"
 
 
-def profile(result: Result) -> Table:
+def profile(result: Result) -> Group:
+    """Coefficients of the passes, then the links."""
     rows = [
         (name, f"{c['launch_s']:.3g}", f"{c['token_s']:.3g}", f"{c['pair_s']:.3g}", percent(result["fit_error"][name]))
         for name, c in result["passes"].items()
     ]
     head = ("", "s a launch", "s a token", "s a (query, key) pair", "error of the fit")
-    return grid(f"costs of {_machine(result)}", head, rows, f"written to {result['out']}")
+    caption = (
+        f"update: {seconds(result['update_s'])}; steps of {result['ranks']} rank(s), simulated with these costs, are "
+        f"off by {percent(result['fit_error']['step'])} in the mean; written to {result['out']}"
+    )
+    passes = grid(f"costs of {_machine(result)}", head, rows, caption)
+    if not result["links"]:
+        return Group(passes)
+    links = [
+        (name, seconds(link["latency_s"]), f"{link['bytes_per_s'] / 1e9:.3g} GB/s", _errors(link["fit_error"]))
+        for name, link in result["links"].items()
+    ]
+    return Group(passes, grid("links", ("", "latency", "bandwidth", "error of the fit"), links))
+
+
+def _errors(errors: dict[str, float]) -> str:
+    return ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
 
 
 def doctor(result: Result) -> Table:

@@ -6,60 +6,137 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from evenload.commands import profile
-from evenload.commands.profile import Sample, Shape, fit_samples, measure, shapes, write_costs
+from evenload.commands.profile import Sample, fit_samples, measure, write_costs
+from evenload.commands.profile_cases import Case, cases
+from evenload.core import cluster as clusters
 from evenload.core import costs as cost_models
 from evenload.core.costs import Costs, MemoryCost, PassCost
 from evenload.core.errors import EvenloadError
+from evenload.core.layout import Layout
+from evenload.core.registry import Situation
+from evenload.core.setting import RECIPES
+from evenload.core.simulate import simulate
+from evenload.core.traffic import Traffic
 from evenload.runtime.held import free_bytes, held_for_backward, live_bytes
 
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)
 BACKWARD = PassCost(launch_s=3e-3, token_s=6e-6, pair_s=1e-8)
+LAUNCH_S, TOKEN_S, CONSTANT_S = 1e-3, 1e-7, 5e-3
+"""The rest of a step: a micro-batch's, a token's and its own."""
+PLANTED = Costs(source="test", forward=FORWARD, backward=BACKWARD)
 CPU = torch.device("cpu")
 
 
-def seconds(cost: PassCost, shape: Shape) -> float:
-    return cost.launch_s + shape.num * float(cost.seconds(shape.length))
+def rest_of(case: Case) -> float:
+    return CONSTANT_S + LAUNCH_S * case.work.launches + TOKEN_S * case.work.tokens
 
 
-@pytest.mark.parametrize(("max_length", "max_tokens"), [(8192, 16384), (64, 64), (100, 1000), (32768, 32768), (2, 2)])
-def test_shapes_fit_the_cap_and_tell_lengths_from_tokens(max_length: int, max_tokens: int) -> None:
-    grid = shapes(max_length, max_tokens)
-    assert len(set(grid)) == len(grid)
-    assert Shape(1, max_length) in grid
-    assert all(shape.tokens <= max_tokens and shape.length <= max_length for shape in grid)
-    assert [s.tokens for s in grid] == sorted(s.tokens for s in grid)
+def situation(num_ranks: int = 2, **traffic: Any) -> Situation:
+    layout = Layout(dp=num_ranks)
+    cluster = clusters.load("local", RECIPES / "clusters")
+    link = clusters.Link(latency_s=0.0, bytes_per_s=2e9)
+    return Situation(PLANTED, layout, cluster.model_copy(update={"intra": link}), Traffic(**traffic))
+
+
+@pytest.mark.parametrize(("max_length", "max_tokens"), [(8192, 16384), (64, 64), (100, 1000), (32768, 8192), (2, 2)])
+def test_cases_fit_the_cap_and_tell_lengths_from_tokens(max_length: int, max_tokens: int) -> None:
+    found = cases(max_length, max_tokens)
+    assert len(set(found)) == len(found)
+    assert any(c.length == max_length for c in found)
+    assert all(case.slots <= max_tokens and case.length <= max_length for case in found)
+    assert [c.tokens for c in found] == sorted(c.tokens for c in found)
     if max_length > 256:
-        by_tokens = [s.tokens for s in grid]
-        assert any(by_tokens.count(n) > 1 for n in by_tokens)
+        whole = [c.tokens for c in found if c.cuts == c.count == 1]
+        assert any(whole.count(n) > 1 for n in whole)
+        assert {c.cuts for c in found} == {1, 2, 4, 8}
+        assert {c.count for c in found} == {1, 4}
 
 
-def test_a_shape_is_a_lawful_plan_of_one_micro_batch() -> None:
-    shape = Shape(3, 5)
-    assert shape.plan.num_tokens == shape.tokens == 15
-    assert shape.pairs == 3 * 12.5
-    costs = Costs(source="test", forward=FORWARD, backward=BACKWARD)
-    assert costs.micro_batch_s(shape.micro_batch) == pytest.approx([seconds(FORWARD, shape), seconds(BACKWARD, shape)])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("case", [Case(3, 5), Case(2, 100, count=3), Case(2, 101, cuts=4), Case(1, 64, 2, 2)], ids=str)
+def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case: Case, num_ranks: int) -> None:
+    plan = case.plan(num_ranks)
+    assert plan.num_tokens == num_ranks * case.tokens
+    for rank in range(num_ranks):
+        mine = [plan.micro_batches[i] for i in plan.of_rank(rank)]
+        assert cost_models.work_of(mine) == pytest.approx(case.work)
+        assert len(mine) == case.count * case.cuts == case.work.launches
+        assert max(m.num_slots for m in mine) == case.slots
+    assert case.work.pairs == pytest.approx(case.count * case.num * case.length**2 / 2)
+    assert bool(plan.order) == (case.cuts > 1) == bool(plan.cut)
 
 
-def test_the_fit_finds_the_planted_coefficients() -> None:
-    samples = [Sample(s.num, s.length, seconds(FORWARD, s), seconds(BACKWARD, s), 1) for s in shapes(4096, 16384)]
-    forward, backward, errors = fit_samples(samples)
-    assert max(errors.values()) < 1e-9
-    for found, planted in ((forward, FORWARD), (backward, BACKWARD)):
-        assert found.model_dump() == pytest.approx(planted.model_dump(), rel=1e-6)
+def samples_of(planted: Costs, **changed: Any) -> list[Sample]:
+    def sample(case: Case) -> Sample:
+        forward_s, backward_s, rest_s = planted.forward.of(case.work), planted.backward.of(case.work), rest_of(case)
+        shape = case.num, case.length, case.count, case.cuts
+        return Sample(*shape, forward_s, backward_s, rest_s, forward_s + backward_s + rest_s, 1)
+
+    return [replace(sample(case), **changed) for case in cases(4096, 16384)]
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
+    at = situation(2, sharding=sharding)
+    found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
+    assert max(found.errors.values()) < 1e-6
+    half = PassCost(launch_s=LAUNCH_S / 2, token_s=TOKEN_S / 2)
+    for passes, planted in ((found.forward, FORWARD), (found.backward, BACKWARD)):
+        assert passes.model_dump() == pytest.approx(planted.plus(half).model_dump(), rel=1e-6)
+    # Ranks that share the optimizer take the time of a share.
+    assert found.update_s == pytest.approx(CONSTANT_S * (2 if sharding == "optimizer" else 1))
+
+
+def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
+    at = replace(situation(1), layout=Layout(tp=2))
+    found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
+    whole = Costs(source="", forward=found.forward, backward=found.backward, update_s=found.update_s)
+    rank = whole.of_stage(at.layout)
+    half = PassCost(launch_s=LAUNCH_S / 2, token_s=TOKEN_S / 2)
+    assert rank.forward.model_dump() == pytest.approx(FORWARD.plus(half).model_dump(), rel=1e-6)
+    assert rank.backward.model_dump() == pytest.approx(BACKWARD.plus(half).model_dump(), rel=1e-6)
+    assert rank.update_s == pytest.approx(CONSTANT_S)
+
+
+def test_what_the_simulator_adds_to_a_step_is_not_counted_twice() -> None:
+    """Where waiting counts, the rest holds the gradient sum, which the links predict."""
+    at = situation(2, gradient_bytes=1e7)
+    costs = replace(at, costs=PLANTED)
+    sum_s = {float(simulate(case.plan(2), costs, record=False).exposed_s.max()) for case in cases(4096, 16384)[:3]}
+    assert len(sum_s) == 1
+    (gradient_sum_s,) = sum_s
+    assert gradient_sum_s > 1e-3
+    samples = [
+        replace(s, rest_s=s.rest_s + gradient_sum_s, step_s=s.step_s + gradient_sum_s) for s in samples_of(PLANTED)
+    ]
+    found = fit_samples(samples, at, waiting_counts=True)
+    assert found.update_s == pytest.approx(CONSTANT_S)
+    assert found.errors["step"] < 1e-6
+    # Counted twice, the same samples give a longer update and wrong steps.
+    assert fit_samples(samples, at, waiting_counts=False).update_s > CONSTANT_S + 0.9 * gradient_sum_s
+
+
+def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
+    """Attention that costs every slice its whole sequence again: not linear in launches, tokens and pairs."""
+    samples = [replace(s, backward_s=s.backward_s * s.cuts) for s in samples_of(PLANTED)]
+    errors = fit_samples(samples, situation(), waiting_counts=False).errors
+    assert errors["forward"] < 1e-6
+    assert errors["backward"] > 0.1
+    assert errors["step"] > 0.05
 
 
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(EvenloadError, match="too few shapes"):
-        fit_samples([Sample(1, 64, 1.0, 2.0, 1)] * 3)
+        fit_samples(samples_of(PLANTED)[:3], situation(), waiting_counts=False)
 
 
 @dataclass
@@ -68,46 +145,51 @@ class Machine:
 
     now: float = 0.0
     runs: int = 0
+    layout: Layout = field(default_factory=Layout)
 
     def train_step(self, plan: Any, tokens_of: Any, *, lr: float) -> Any:
         assert lr == 0.0
         assert len(tokens_of(0)) >= plan.sequences[0].length
-        shape = Shape(len(plan.sequences), plan.sequences[0].length)
+        work = cost_models.work_of(plan.micro_batches)
         self.runs += 1
         noise = 1.0 + 0.5 * (self.runs % 2)
-        forward, backward = seconds(FORWARD, shape) * noise, seconds(BACKWARD, shape) * noise
-        self.now += forward + backward
+        forward, backward = FORWARD.of(work) * noise, BACKWARD.of(work) * noise
+        self.now += forward + backward + CONSTANT_S
         return SimpleNamespace(forward_s=forward, busy_s=forward + backward)
 
 
 def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    costs = Costs(source="test", forward=FORWARD, backward=BACKWARD)
-    recipe = SimpleNamespace(model=SimpleNamespace(vocab_size=128), data=SimpleNamespace(max_length=4096))
+    monkeypatch.setattr(profile, "cpu_clock", lambda: lambda: machine.now)
+    recipe = SimpleNamespace(model=SimpleNamespace(vocab_size=128), data=SimpleNamespace(max_length=65536))
     return SimpleNamespace(
         host=machine,
         recipe=recipe,
         leads=False,
+        world=SimpleNamespace(size=1, device=CPU),
+        gather=lambda *values: np.array([values]),
         watchdog=SimpleNamespace(at=lambda where: None),
-        chain=SimpleNamespace(situation=SimpleNamespace(costs=costs)),
+        chain=SimpleNamespace(situation=SimpleNamespace(costs=PLANTED)),
     )
 
 
 def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = measure(job_on(Machine(), monkeypatch), shapes(4096, 4096))
-    assert [(s.num, s.length) for s in samples] == shapes(4096, 4096)
+    samples = measure(job_on(Machine(), monkeypatch), cases(4096, 4096))
+    assert [sample.case for sample in samples] == cases(4096, 4096)
     for sample in samples:
-        assert sample.runs >= 2
-        assert sample.forward_s == pytest.approx(seconds(FORWARD, Shape(sample.num, sample.length)))
-        assert sample.backward_s == pytest.approx(seconds(BACKWARD, Shape(sample.num, sample.length)))
+        assert profile.FEWEST_RUNS <= sample.runs <= profile.REPEATS
+        assert sample.forward_s == pytest.approx(FORWARD.of(sample.case.work))
+        assert sample.backward_s == pytest.approx(BACKWARD.of(sample.case.work))
+        assert sample.rest_s == pytest.approx(CONSTANT_S)
+        assert sample.step_s == pytest.approx(sample.forward_s + sample.backward_s + CONSTANT_S)
 
 
-def test_shapes_that_would_overrun_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_would_overrun_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    monkeypatch.setattr(profile, "BUDGET_S", 1.0)
-    samples = measure(job_on(machine, monkeypatch), shapes(65536, 65536))
-    assert 4 < len(samples) < len(shapes(65536, 65536))
-    assert machine.now < 1.0 + 1.5 * profile.REPEATS * max(s.forward_s + s.backward_s for s in samples)
+    monkeypatch.setattr(profile, "BUDGET_S", 4.0)
+    samples = measure(job_on(machine, monkeypatch), cases(65536, 65536))
+    assert 4 < len(samples) < len(cases(65536, 65536))
+    assert machine.now < 4.0 + 1.5 * profile.REPEATS * max(s.forward_s + s.backward_s for s in samples)
 
 
 def test_written_costs_are_read_back(tmp_path: Path) -> None:
@@ -117,6 +199,8 @@ def test_written_costs_are_read_back(tmp_path: Path) -> None:
         backward=BACKWARD,
         memory=MemoryCost(fixed_bytes=1e9, activation_bytes_per_token=123456.0, kv_bytes_per_token=8192.0),
         num_layers=4,
+        update_s=0.004,
+        intra=clusters.Link(latency_s=1e-4, bytes_per_s=2e9),
         fit_error=0.0123,
     )
     out = tmp_path / "costs.yaml"
@@ -168,8 +252,10 @@ def test_free_bytes_is_a_plausible_number() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "num_ranks", "more"), [("megatron", 2, "train.recompute=true"), ("deepspeed", 1, "")]
+)
+def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str, num_ranks: int, more: str) -> None:
     (tmp_path / "recipe.yaml").write_text(
         f"trainer: {trainer}\n"
         "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, num_query_groups: 2}\n"
@@ -178,8 +264,9 @@ def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str) -> None:
     )
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 40)))
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    options = ["--nproc", str(num_ranks), "--out", "costs.yaml", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "evenload", "profile", "recipe.yaml", "--out", "costs.yaml", "--json"],
+        [sys.executable, "-m", "evenload", "profile", "recipe.yaml", *more.split(), *options],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -188,12 +275,18 @@ def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert set(result) >= {"host", "passes", "fit_error", "samples", "out", "memory"}
-    assert {(s["num"], s["length"]) for s in result["samples"]} <= set(shapes(256, 1024))
+    assert set(result) >= {"host", "passes", "update_s", "links", "fit_error", "samples", "out", "memory"}
+    found = {(s["num"], s["length"], s["count"], s["cuts"]) for s in result["samples"]}
+    assert found == {(c.num, c.length, c.count, c.cuts) for c in cases(256, 1024)}
     costs = cost_models.load(str(tmp_path / "costs.yaml"), tmp_path)
     assert costs.forward.token_s > 0
     assert costs.backward.token_s > 0
+    assert costs.update_s > 0
+    assert not costs.recompute
     assert "evenload profile recipe.yaml" in costs.source
+    assert set(result["links"]) == ({"intra"} if num_ranks > 1 else set())
+    assert (costs.intra is not None) == (num_ranks > 1)
+    assert costs.inter is None
     parameters = result["host"].get("parameters") or result["host"]["parameters_on_rank"]
     # Weights, gradients and two Adam states in float32 at least.
     assert costs.memory.fixed_bytes >= 16 * parameters
@@ -201,13 +294,16 @@ def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str) -> None:
     assert costs.memory.kv_bytes_per_token == 2 * 2 * 16 * 4 * 2
     # At least the inputs of the seven projections of a layer: 4 x hidden and 2 x ffn values.
     assert costs.memory.activation_bytes_per_token > 2 * 4 * 4 * 64
+
+
+@pytest.mark.slow
+def test_a_wrong_out_is_a_wrong_request(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "evenload", "profile", "--out", "costs.txt"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
-        env=clean,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "ends in .yaml" in done.stderr
