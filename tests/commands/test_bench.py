@@ -1,0 +1,87 @@
+"""`evenload bench` on a host that takes as long as was predicted, on a clock of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evenload.commands import bench
+from evenload.commands.job import Job
+from evenload.core.chain import PlanChain
+from evenload.core.layout import Layout
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.workload import StepPlan
+from evenload.face import load_plugins
+from evenload.runtime.world import World
+
+DISTURBED = 3.0
+
+
+@dataclass
+class Machine:
+    """One step of six is disturbed."""
+
+    chain: PlanChain
+    now: float = 0.0
+    layout: Layout = field(default_factory=Layout)
+    plane_rank: int = 0
+    pipeline_stage: int = 0
+    ran: list[str] = field(default_factory=list)
+
+    def train_step(self, plan: StepPlan, tokens_of: Any, *, lr: float, mark: Any) -> Any:
+        expected = simulate(plan, self.chain.situation, record=False)
+        self.ran.append(plan.made_by)
+        self.now += expected.step_s * (DISTURBED if len(self.ran) % 6 == 3 else 1.0)
+        return SimpleNamespace(busy_s=float(expected.busy_s.sum()), loss=1.0)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    load_plugins()
+    recipe = parse(
+        {
+            "parallel": {"dp": 1},
+            "train": {"steps": 2, "global_batch_size": 4},
+            "planner": {"background": False},
+            "plugins": {"packing": {"enabled": True, "max_tokens": 512}},
+        }
+    )
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    machine = Machine(chain)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    source = SimpleNamespace(lengths=np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250]), tokens=None)
+    watchdog = SimpleNamespace(at=lambda *where, **more: None)
+    return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, source, watchdog)  # type: ignore[arg-type]
+
+
+def test_predicted_steps_stand_beside_measured_ones(job: Job) -> None:
+    result = bench._bench(job, ("in_order",), 3)
+    assert set(result["predicted_s"]) == set(result["measured_s"]) == {"in_order", "evenload"}
+    for name, predicted in result["predicted_s"].items():
+        assert len(predicted) == result["steps"] == 2
+        # One run of three is disturbed: the median is not.
+        assert result["measured_s"][name] == pytest.approx(predicted, rel=1e-9)
+        assert result["prediction_error"][name] == pytest.approx(0.0, abs=1e-9)
+        assert result["busiest_error"][name] == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert result["predicted_s"]["in_order"] != result["predicted_s"]["evenload"]
+
+
+def test_repeats_alternate_and_one_run_shows_what_disturbs_it(job: Job) -> None:
+    once = bench._bench(job, ("in_order",), 1)
+    assert len(job.host.ran) == 2 * 3  # type: ignore[attr-defined]
+    assert max(once["prediction_error"].values()) > 0.2
+    job.host.ran.clear()  # type: ignore[attr-defined]
+    bench._bench(job, ("in_order",), 2)
+    ran = job.host.ran  # type: ignore[attr-defined]
+    assert len(ran) == 2 * 2 * 3
+    for first in (0, 4, 8):
+        assert ran[first] == ran[first + 3] != ran[first + 1] == ran[first + 2]
+    assert ran[0] == ran[8] != ran[4]
