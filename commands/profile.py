@@ -113,7 +113,8 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
     links = _links(job)
-    free = float(job.gather(MEMORY_SHARE * free_bytes(device))[:, 0].min())
+    sharers = 1 if device.type == "cuda" else _ranks_per_node(job)
+    free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap))
     measured = {name: found.link for name, found in links.items()}
@@ -268,9 +269,11 @@ def _memory(job: Job, max_tokens: int) -> MemoryCost:
 
 def _links(job: Job) -> dict[str, LinkFit]:
     """Of the ranks there are; none for one rank alone."""
-    size = job.world.size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return measure_links(job.world.device, min(size, per_node), budget_s=LINKS_S) if size > 1 else {}
+    return measure_links(job.world.device, _ranks_per_node(job), budget_s=LINKS_S) if job.world.size > 1 else {}
+
+
+def _ranks_per_node(job: Job) -> int:
+    return min(job.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world.size)))
 
 
 def _source(job: Job) -> str:
