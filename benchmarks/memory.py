@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import memory_plans
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -251,19 +252,29 @@ def main() -> None:
             parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp64"), default="fp32")
     parser.add_argument("--threads", type=int, default=1, help="Of the CPU; more than are idle make it slower.")
+    parser.add_argument("--plans", action="store_true", help="Many small plans instead: see memory_plans.py.")
+    parser.add_argument("--only", default="", help="With --plans: cases whose name holds this.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--out", type=Path, help="Write the JSON here too.")
     arguments = vars(parser.parse_args())
     as_json, out, threads = (arguments.pop(name) for name in ("json", "out", "threads"))
+    plans, only = arguments.pop("plans"), arguments.pop("only")
+    if plans:
+        report(memory_plans.benchmark(only), as_json, out, memory_plans.table)
+        return
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
     bridge_cpu()
     world = init_world()
     torch.set_num_threads(threads)
     result = benchmark(Shape(**arguments), world)
     close_world(world)
+    report(result, as_json, out, table)
+
+
+def report(result: dict[str, Any], as_json: bool, out: Path | None, table_of: Callable[[dict[str, Any]], Any]) -> None:
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, as_json, table)
+    emit(result, as_json, table_of)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..core.costs import MemoryCost
 from ..core.errors import EvenloadError
+from ..core.layout import Layout
 from ..core.memory import peak_activation_bytes
 from ..core.recipe import Recipe
 from ..core.setting import limits_of
@@ -75,11 +76,11 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     ``max_tokens``: what a micro-batch may have at the most.
     """
     device, recipe, host = job.world.device, job.recipe, job.host
-    num_ranks = _num_ranks(job)
+    _refuse_stages(host.layout)
+    num_ranks, tp = host.layout.plane_size, host.layout.tp
     job.watchdog.at("measuring memory")
     length = max(1, min(LENGTH[device.type], recipe.data.max_length // 2, max_tokens // (2 * COUNTS[-1])))
     tokens_of = random_tokens(recipe)
-    num_ranks = job.world.size
     tiny = two_alive(1, min(TINY, length), cut=False, num_ranks=num_ranks)
     for _ in range(2):  # the first makes what later steps find
         host.train_step(tiny, tokens_of, lr=0.0)
@@ -90,18 +91,20 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
     readings = [_read(host, device, plan, tokens_of) for plan in plans]
     shape, states = shape_of(recipe.model), states_of(recipe)
-    kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype]
+    kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
-    sharded = float(states.sharded * shape.parameters)
+    sharded = states.sharded * shape.parameters / tp
     memory = memory.model_copy(
         update={
-            # As if one rank held what these ranks share.
-            "fixed_bytes": float(fixed) + sharded * (1 - 1 / num_ranks),
-            "sharded_bytes": sharded,
-            "gradient_bytes": float(states.late * shape.parameters),
+            # Of what is shared with other ranks this one has its part.
+            "fixed_bytes": float(fixed + sharded * (1 - 1 / num_ranks)),
+            "sharded_bytes": float(sharded),
+            "gradient_bytes": float(states.late * shape.parameters / tp),
             "update_bytes": float(update.num_bytes),
         }
     )
+    # Of the whole model on one device, which `MemoryCost.of_stage` divides again.
+    memory = MemoryCost(**{name: round(value * tp) for name, value in memory.model_dump(exclude_none=True).items()})
     return memory.model_copy(update={"fit_error": round(_error(job, memory, plans, readings), 4)})
 
 
@@ -249,6 +252,7 @@ def _layers(host: Any) -> nn.ModuleList:
 def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[Readings]) -> float:
     """Mean absolute relative error of the predicted peaks of the steps that were measured."""
     at = job.chain.situation
+    memory = memory.of_stage(at.layout)
     limits = limits_of(job.recipe, replace(at, costs=at.costs.model_copy(update={"memory": memory})))
     errors = []
     for plan, measured in zip(plans, readings, strict=True):
@@ -257,13 +261,11 @@ def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[R
     return float(np.mean(errors))
 
 
-def _num_ranks(job: Job) -> int:
-    """Data-parallel ranks. Raises EvenloadError where a rank has a part of the model alone."""
-    layout = job.host.layout
-    if layout.tp > 1 or layout.pp > 1:
+def _refuse_stages(layout: Layout) -> None:
+    """Raise EvenloadError where a rank has some of the layers alone."""
+    if layout.pp > 1:
         raise EvenloadError(
-            "memory is measured on ranks that hold the whole model",
-            f"parallel.tp={layout.tp} parallel.pp={layout.pp}",
-            "profile with parallel.tp=1 parallel.pp=1 and fewer layers if they do not fit; plans divide the costs",
+            "memory is measured on ranks that hold all layers",
+            f"parallel.pp={layout.pp}",
+            "profile with parallel.pp=1, and fewer layers if they do not fit; plans divide the costs",
         )
-    return layout.plane_size

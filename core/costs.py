@@ -226,7 +226,7 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
             fixed_bytes=16.0 * shape.parameters,
             activation_bytes_per_token=activation_bytes,
             cut_saves_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
-            # The loss keeps one float32 copy of the logits and takes another for their gradient; both trainers measured.
+            # One float32 copy of the logits is kept for the loss, another is taken for their gradient (as measured).
             head_bytes_per_token=4 * shape.vocab_size + 2 * bytes_per_value * shape.hidden_size,
             head_working_bytes_per_token=4 * shape.vocab_size,
             kv_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,

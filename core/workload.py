@@ -86,6 +86,9 @@ class Beside(NamedTuple):
     """Gradients that the trainer makes in a step's first backward; 0 where they are there throughout."""
 
 
+NOTHING_BESIDE = Beside()
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the trainer and the machine allow; `check` holds every plan to it."""
@@ -109,7 +112,7 @@ class Limits:
     """Per token and layer while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
     input_bytes_per_token: float = 0.0
     """Per token: the stage input that a replayed micro-batch keeps (the first stage has the token ids instead)."""
-    beside: Beside = Beside()
+    beside: Beside = NOTHING_BESIDE
     whole_sequences: bool = False
     """The host runs whole sequences only, forward and backward of one micro-batch after the other."""
 

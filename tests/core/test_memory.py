@@ -1,0 +1,186 @@
+"""The memory model against plans whose peaks are counted by hand; bytes are small whole numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from evenload.core.costs import MemoryCost
+from evenload.core.layout import Layout
+from evenload.core.memory import beside_of, fixed_bytes, peak_activation_bytes, peaks_of_stage
+from evenload.core.recipe import parse
+from evenload.core.setting import limits_of, situation_of
+from evenload.core.simulate import simulate
+from evenload.core.states import states_of
+from evenload.core.workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+
+LAYERS = 2
+BESIDE = Beside(
+    cut_saves_bytes_per_token=3.0,
+    head_bytes_per_token=20.0,
+    head_working_bytes_per_token=30.0,
+    working_bytes_per_token=5.0,
+    pass_bytes=7.0,
+)
+LIMITS = Limits(
+    1,
+    1000,
+    layers_per_stage=LAYERS,
+    activation_bytes_per_token=100.0,
+    kv_bytes_per_token=2.0,
+    kv_grad_bytes_per_token=4.0,
+    input_bytes_per_token=8.0,
+    beside=BESIDE,
+)
+
+
+def ops(text: str) -> tuple[Op, ...]:
+    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
+
+
+def whole(*lengths: int, limits: Limits = LIMITS, order: str = "") -> StepPlan:
+    """A micro-batch for each length."""
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    return StepPlan(sequences(lengths), micro_batches, limits, (ops(order),) if order else ())
+
+
+def cut(limits: Limits = LIMITS, replayed: tuple[int, ...] = ()) -> StepPlan:
+    """One sequence of 30 tokens in slices of 10."""
+    micro_batches = tuple(MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10, 20))
+    return StepPlan(sequences([30]), micro_batches, limits, (ops("F0 F1 F2 B2 B1 B0"),), replayed=replayed).check()
+
+
+def test_a_pass_needs_more_while_it_runs_than_it_keeps() -> None:
+    """10 tokens: two layers of 100, the head's 20, and 30 more while it runs backward."""
+    assert peak_activation_bytes(whole(10), 0, 0) == (10 * (2 * 100 + 20 + 30) + 7, Op("B", 0))
+
+
+def test_a_layer_that_needs_more_than_the_head_is_the_peak() -> None:
+    """The head has let go of what it kept when the first layer runs backward."""
+    limits = replace(LIMITS, beside=BESIDE._replace(working_bytes_per_token=60.0))
+    assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 10 * (2 * 100 + 60) + 7
+
+
+def test_micro_batches_that_wait_are_held_with_their_heads() -> None:
+    plan = whole(10, 40, 20, order="F0 F1 F2 B2 B1 B0")
+    assert peak_activation_bytes(plan, 0, 0) == (70 * 220 + 20 * 30 + 7, Op("B", 2))
+    in_turn = whole(10, 40, 20, order="F0 B0 F1 B1 F2 B2")
+    assert peak_activation_bytes(in_turn, 0, 0) == (40 * 250 + 7, Op("B", 1))
+
+
+def test_only_the_last_stage_has_a_head() -> None:
+    plan = whole(10, 10, 10, limits=replace(LIMITS, num_stages=2))
+    # Stage 0 runs one forward ahead; its last layer runs backward first.
+    assert peaks_of_stage(plan, 0) == [(2 * 10 * 200 + 10 * 5 + 7, Op("B", 0))]
+    assert peaks_of_stage(plan, 1) == [(10 * 250 + 7, Op("B", 0))]
+
+
+def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
+    """K and V of 30 tokens from the first forward on; at the first backward no dK and dV but the first layer's."""
+    slice_bytes = 10 * (2 * (100 - 3) + 20)
+    assert peak_activation_bytes(cut(), 0, 0) == (3 * slice_bytes + 30 * 2 * 2 + 10 * 30 + 7, Op("B", 2))
+
+
+def test_gradients_of_keys_and_values_are_those_before_the_last_slice() -> None:
+    """Two slices replayed: KV of 30 tokens, dKV of 20, one slice with its head at a time."""
+    plan = cut(replayed=(0, 1))
+    keys, gradients = 30 * 2 * 2, 20 * 4 * 2
+    assert peak_activation_bytes(plan, 0, 0) == (keys + gradients + 10 * (2 * 97 + 20 + 30) + 7, Op("B", 1))
+
+
+def test_a_replay_behind_the_first_stage_keeps_its_input() -> None:
+    plan = cut(replayed=(0, 1))
+    plan = replace(plan, limits=replace(LIMITS, num_stages=2), order=2 * plan.order).check()
+    first, last = (peaks_of_stage(plan, stage)[0][0] for stage in (0, 1))
+    keys, gradients = 30 * 2 * 2, 20 * 4 * 2
+    assert first == keys + gradients + 10 * 2 * 97 + 10 * 5 + 7
+    assert last == keys + gradients + 2 * 10 * 8 + 10 * (2 * 97 + 20 + 30) + 7
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_of_them_works() -> None:
+    """The recipe recomputes: 8 bytes a layer and token are kept, of 100 while the layer runs again."""
+    limits = replace(LIMITS, activation_bytes_per_token=8.0, replay_bytes_per_token=100.0)
+    peak = 10 * (2 * 8 + (100 - 8) + 5) + 7
+    assert peak_activation_bytes(whole(10, limits=limits), 0, 0) == (peak, Op("B", 0))
+    # The plan recomputes one of two layers of a micro-batch.
+    plan = replace(whole(10, order="F0 B0"), recompute=((1,),))
+    assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (100 + 8 + (100 - 8) + 5) + 7
+    large_head = replace(LIMITS, beside=BESIDE._replace(head_working_bytes_per_token=500.0))
+    plan = replace(whole(10, order="F0 B0", limits=large_head), recompute=((2,),))
+    assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (2 * 8 + 20 + 500) + 7
+
+
+def test_late_gradients_are_there_from_the_first_backward_on() -> None:
+    limits = replace(LIMITS, beside=BESIDE._replace(gradient_bytes=10_000.0))
+    # One micro-batch: before its last layer runs backward the other layer's gradients are made.
+    assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 5_000 + 10 * (100 + 5) + 7
+    second = whole(10, 10, order="F0 B0 F1 B1", limits=limits)
+    assert peak_activation_bytes(second, 0, 0) == (10_000 + 10 * 250 + 7, Op("B", 1))
+    assert peak_activation_bytes(second, 0, 0)[0] - peak_activation_bytes(whole(10), 0, 0)[0] == 10_000
+
+
+def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
+    alone = whole(40)
+    limits = replace(LIMITS, num_ranks=2)
+    shared = replace(alone, limits=limits, micro_batches=(alone.micro_batches[0]._replace(ranks=(0, 1)),))
+    expected = (peak_activation_bytes(alone, 0, 0)[0] - 7) / 2 + 7
+    assert [peak for peak, _ in peaks_of_stage(shared, 0)] == [expected, expected]
+
+
+MEMORY = MemoryCost(
+    fixed_bytes=1600.0,
+    sharded_bytes=1200.0,
+    gradient_bytes=400.0,
+    update_bytes=50.0,
+    pass_bytes=8.0,
+    activation_bytes_per_token=64.0,
+    cut_saves_bytes_per_token=16.0,
+    head_bytes_per_token=12.0,
+    head_working_bytes_per_token=4.0,
+    working_bytes_per_token=6.0,
+    kv_bytes_per_token=32.0,
+)
+
+
+def test_a_stage_has_its_share_of_the_layers_and_a_whole_head() -> None:
+    stage = MEMORY.of_stage(Layout(tp=2, pp=4))
+    assert (stage.fixed_bytes, stage.activation_bytes_per_token, stage.cut_saves_bytes_per_token) == (200.0, 8.0, 2.0)
+    assert (stage.head_bytes_per_token, stage.head_working_bytes_per_token) == (6.0, 2.0)
+    assert (stage.working_bytes_per_token, stage.pass_bytes) == (3.0, 4.0)
+    assert beside_of(stage, layers=2) == Beside(1.0, 6.0, 2.0, 3.0, 4.0, 50.0)
+
+
+def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
+    assert [fixed_bytes(MEMORY, Limits(n, 1)) for n in (1, 2, 4)] == [1600.0, 1000.0, 700.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"megatron.distributed_optimizer": False}, (16, 0, 0)),
+        ({}, (16, 8, 0)),
+        ({"train.dtype": "bf16"}, (18, 12, 0)),
+        ({"trainer": "deepspeed", "deepspeed.zero_stage": 0}, (12, 0, 4)),
+        ({"trainer": "deepspeed", "deepspeed.zero_stage": 2}, (16, 12, 4)),
+        ({"trainer": "deepspeed", "deepspeed.zero_stage": 2, "train.dtype": "bf16"}, (14, 12, 2)),
+        ({"trainer": "deepspeed", "deepspeed.zero_stage": 3}, (20, 20, 0)),
+    ],
+)
+def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, int, int]) -> None:
+    recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
+    assert states_of(recipe) == expected
+    memory = situation_of(recipe, Layout()).costs.memory
+    assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
+
+
+def test_a_simulated_rank_holds_its_states_and_the_larger_of_passes_and_update() -> None:
+    recipe = parse({"train": {"global_batch_size": 4}, "model": {"num_layers": 2, "vocab_size": 256}})
+    situation = situation_of(recipe, Layout())
+    peaks = {}
+    for update_bytes in (0.0, 1e9):
+        memory = MEMORY.model_copy(update={"update_bytes": update_bytes})
+        at = replace(situation, costs=situation.costs.model_copy(update={"memory": memory}))
+        plan = whole(10, limits=replace(limits_of(recipe, at), max_tokens=100))
+        peaks[update_bytes] = float(simulate(plan, at).peak_bytes[0, 0])
+    passes = max(10 * (64 + 12 + 4), 200 + 10 * (32 + 6)) + 8
+    assert peaks == {0.0: 1600 + passes, 1e9: 1600 + 1e9}
