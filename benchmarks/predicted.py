@@ -93,7 +93,10 @@ def benchmark(scenarios: tuple[Scenario, ...], steps: int, repeats: int) -> dict
             for scenario in (s for s in scenarios if s.profile == name):
                 given = [*SIZES, *scenario.overrides, f"train.steps={steps}", f"costs={costs}"]
                 options = ["--against", scenario.against, "--repeats", str(repeats)]
-                rows += rows_of(scenario, evenload("bench", recipe, given, options))
+                found = list(rows_of(scenario, evenload("bench", recipe, given, options)))
+                for row in found:
+                    print("{trainer} {layout} {planner} {batch}: {error:+.3f}".format(**row), file=sys.stderr)
+                rows += found
     return {**summary(rows), "rows": rows, "profiles": {k: _short(p) for k, p in profiles.items()}, "seed": SEED}
 
 
