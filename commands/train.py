@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,13 +12,13 @@ from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..core.sections import Train
-from ..core.simulate import simulate
 from . import checkpoints
 from .drawing import Drawing, num_waiting
 from .hosts import integration
 from .job import Job, logger, run_rank
 from .metrics import Idle, Row, Taken, summary, writer
 from .recording import Recording
+from .refitting import Foreseen, Refitting, foresee
 from .show import Progress, progress
 
 
@@ -33,11 +33,9 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
     with progress(job.leads) as bar:
         for name in against:
             fresh = replace(job, host=integration(job.recipe.trainer).open_host(job.recipe, job.world))
-            rows, idle = _run(fresh, name, bar, recording)
+            _, variants[name] = _run(fresh, name, bar, recording)
             fresh.host.close()
-            variants[name] = {**summary(rows), "idle": idle}
-        rows, idle = _run(job, "", bar, recording)
-    own = {**summary(rows), "idle": idle}
+        rows, own = _run(job, "", bar, recording)
     return {
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
@@ -50,14 +48,13 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[list[Row], list[list[float]]]:
-    """All steps with one planner: their rows, and the idle share of every rank [stages][plane] without the first step.
-
-    Only evenload's own run resumes and saves.
-    """
+def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[list[Row], dict[str, Any]]:
+    """All steps with one planner, and what they come to; only evenload's own run resumes and saves."""
     recipe, keeps, name = job.recipe, not baseline, baseline or "evenload"
-    first, drawing = _resume(job) if keeps else (0, job.drawing())
-    planner = job.planner(drawing, replace(job.chain, instead=baseline))
+    state = _resume(job) if keeps else None
+    first, drawing = (state["step"], _drawing(job, state)) if state else (0, job.drawing())
+    refitting = Refitting(job, replace(job.chain, instead=baseline), state.get("refit") if state else None)
+    planner = job.planner(drawing, refitting.chain, refitting.first)
     rows: list[Row] = []
     idle = Idle()
     with (
@@ -69,9 +66,11 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
             job.watchdog.at("waiting for the plan", step)
             planned = planner.next()
             # On the rank that reports, beside the step: large plans take the simulator a second.
-            predicted = aside.submit(_predicted_s, planned) if job.leads else None
+            future = aside.submit(foresee, planned, refits=refitting.on) if job.leads else None
             measured = _take(job, planned, step, record=recording.wants(step, first))
-            row = _row(planned, measured, step, learning_rate(step, recipe.train), predicted)
+            foreseen = future.result() if future else None
+            refitting.after(planner, step, planned, measured, foreseen)
+            row = _row(planned, measured, step, learning_rate(step, recipe.train), foreseen)
             rows.append(row)
             idle.add(measured)
             write(row, planned)
@@ -83,14 +82,15 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
             if keeps and recipe.checkpoint.dir and _is_due(step + 1, recipe):
                 job.watchdog.at("checkpoint", step)
                 data = job.source.report()["fingerprint"]
-                state = {"order": planned.draw.state, "data": data, "recipe": recipe.model_dump(mode="json")}
+                kept = {"order": planned.draw.state, "data": data, "recipe": recipe.model_dump(mode="json")}
+                kept |= refitting.state(planner)
                 checkpoints.save(
-                    recipe.checkpoint.dir, step + 1, state, job.host.save, job.world.rank, recipe.checkpoint.keep
+                    recipe.checkpoint.dir, step + 1, kept, job.host.save, job.world.rank, recipe.checkpoint.keep
                 )
     if keeps and rows and rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
         logger.info("%d samples still wait for a later batch; %s", rows[-1].waiting, where)
-    return rows, idle.shares()
+    return rows, {**summary(rows), "idle": idle.shares(), "refit": refitting.report()}
 
 
 def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
@@ -118,11 +118,7 @@ def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
     return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1])
 
 
-def _predicted_s(planned: Planned) -> float:
-    return simulate(planned.plan, planned.chain.situation, record=False).step_s
-
-
-def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted: Future[float] | None) -> Row:
+def _row(planned: Planned, taken: Taken, step: int, lr: float, foreseen: Foreseen | None) -> Row:
     busy = taken.busy_s.sum(axis=0)
     idle = 1 - taken.busy_s / taken.step_s
     return Row(
@@ -139,7 +135,7 @@ def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted: Future
         bound_s=planned.plan.bound_s,
         delay_steps=planned.draw.delay_steps,
         waiting=num_waiting(planned.draw.state),
-        predicted_s=predicted.result() if predicted else 0.0,
+        predicted_s=foreseen.step_s if foreseen else 0.0,
         bubble_frac=float(idle.mean()),
         bubble_worst=float(idle.max()),
     )
@@ -154,11 +150,12 @@ def learning_rate(step: int, config: Train) -> float:
     return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]
 
 
-def _resume(job: Job) -> tuple[int, Drawing]:
+def _resume(job: Job) -> dict[str, Any] | None:
+    """Load the last good checkpoint, if there is one; its state. Collective."""
     config = job.recipe.checkpoint
     found = checkpoints.last_good(config.dir) if config.dir and config.resume else None
     if found is None:
-        return 0, job.drawing()
+        return None
     job.watchdog.at("loading the checkpoint")
     state = checkpoints.read_state(found)
     data = job.source.report()["fingerprint"]
@@ -169,11 +166,16 @@ def _resume(job: Job) -> tuple[int, Drawing]:
             "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
         )
     job.host.load(found / "trainer")
-    drawing = job.drawing(state["order"])
     logger.info("resumed from %s at step %d", found, state["step"])
+    return state
+
+
+def _drawing(job: Job, state: dict[str, Any]) -> Drawing:
+    """Goes on with the batches of a checkpoint."""
+    drawing = job.drawing(state["order"])
     if drawing.num_ranks not in (None, job.chain.limits.num_ranks):
         logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
-    return int(state["step"]), drawing
+    return drawing
 
 
 def _is_due(done: int, recipe: Recipe) -> bool:

@@ -62,6 +62,8 @@ class Host(Protocol):
     layout: Layout
     plane_rank: int
     pipeline_stage: int
+    busy_waits: bool
+    """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
 
     def train_step(
         self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False

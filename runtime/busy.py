@@ -58,6 +58,11 @@ class _Block(NamedTuple):
     end: _Moment
 
 
+def counts_waiting(device: torch.device) -> bool:
+    """Whether seconds hold what a pass waits for inside: everywhere but on a CPU thread that computes alone."""
+    return device.type == "cuda" or cpu_clock() is not time.thread_time
+
+
 class BusyClock:
     """Sums the seconds of one step, from here on.
 

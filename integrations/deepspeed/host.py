@@ -29,7 +29,7 @@ from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from ...core.simulate import Kind
 from ...core.workload import StepPlan
-from ...runtime.busy import BusyClock
+from ...runtime.busy import BusyClock, counts_waiting
 from ...runtime.kernels import choose_kernel
 from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
 from ...runtime.prefix import PrefixStore
@@ -76,6 +76,7 @@ class DeepSpeedHost:
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(model) else {}
         self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
+        self.busy_waits = self.stage == 3 and world.size > 1 and counts_waiting(world.device)
         self._told_of_dummies = False
 
     def train_step(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.layout import Layout
 from ...core.recipe import Recipe
 from ...core.workload import Slice, StepPlan
-from ...runtime.busy import Busy, BusyClock
+from ...runtime.busy import Busy, BusyClock, counts_waiting
 from ...runtime.kernels import choose_kernel
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
@@ -55,6 +55,7 @@ class MegatronHost:
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
+        self.busy_waits: bool = self.layout.tp > 1 and counts_waiting(device)
         self._last = parallel_state.is_pipeline_last_stage()
 
         config = transformer_config(recipe, self.layout)

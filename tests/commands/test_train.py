@@ -151,10 +151,11 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path)
     result = json.loads(done.stdout)
     assert result["exact"]
     assert result["sequences"] < 6
-    board = ("log.tensorboard=board", "--against", "stock")
+    board = ("log.tensorboard=board", "planner.refit=true", "--against", "stock")
     trained = evenload(place, "train", f"{trainer}.yaml", *late, *board, "--json")
     assert trained.returncode == 0, trained.stderr[-3000:]
     variants = json.loads(trained.stdout)["variants"]
+    assert all(v["refit"]["prior"] != v["refit"]["newest"] for v in variants.values())
     assert variants["stock"]["delay_steps"] == variants["evenload"]["delay_steps"] > 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -256,6 +257,56 @@ def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how:
     resumed = losses(evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8", "--json"))
     assert whole[-len(resumed) :] == resumed
     assert 0 < len(resumed) < 8
+
+
+PLANTED = """
+from dataclasses import replace
+import os
+import evenload.commands.refitting as refitting
+import evenload.commands.train as train
+from evenload.core.refit import coefficients, work_of
+take, agreed = train._take, refitting.agreed
+def planted(job, planned, step, record):
+    truth = coefficients(job.chain.situation.costs)[:6] * [1, 1, 30, 1, 1, 30]
+    forward_s, backward_s = (work_of(planned.plan, False) @ truth).T[:, None]
+    return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
+train._take = planted
+def own(job, mine):
+    return agreed(job, mine) * [1, 1, 100 ** job.world.rank, 1, 1, 100 ** job.world.rank, 1]
+if os.path.exists("mutant"):
+    refitting.agreed = own
+"""
+
+
+def test_costs_follow_the_steps_and_ranks_and_resumes_plan_alike(place: Path) -> None:
+    """Busy seconds are planted, so that two runs measure the same: attention takes 30 times what the costs say."""
+    (place / "planted.py").write_text(PLANTED)
+    start = "import sys; sys.argv[0] = 'evenload'; from evenload.cli import main; import planted; main()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        (place / "start.py").write_text(start)
+        return subprocess.run(
+            [*torchrun, "start.py", "train", "megatron.yaml", "planner.refit=true", *arguments, "--json"],
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**environment(), "PYTHONPATH": str(place)},
+        )
+
+    uneven = heavy_tail(place)[:2]  # samples of one length show nothing but sums
+    done = run(*uneven, "train.steps=9", "checkpoint.every=6", "checkpoint.dir=kept", "checkpoint.keep=9")
+    whole = losses(done)
+    found = json.loads(done.stdout)["refit"]
+    assert found["newest"][5] / found["newest"][4] > 5 * found["prior"][5] / found["prior"][4]
+    shutil.rmtree(place / "kept" / "step00000009")
+    (place / "kept" / "latest").write_text("step00000006")
+    assert losses(run(*uneven, "train.steps=9", "checkpoint.every=6", "checkpoint.dir=kept")) == whole[6:]
+    (place / "mutant").touch()
+    mutant = run(*uneven, "train.steps=9")
+    assert mutant.returncode != 0
+    assert "ranks planned different steps" in mutant.stderr
 
 
 FAULT = """

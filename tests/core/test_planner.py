@@ -92,6 +92,36 @@ def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, capl
     assert "'chunks' failed too" in caplog.text
 
 
+def short(bare: StepPlan, *rest: object) -> StepPlan:
+    return replace(get("packing").plan(bare, *rest), made_by="other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: bool) -> None:
+    old, new = chain(), chain(short)
+    planner = Planner(old, Draws(), background=background)
+    assert planner.chain_of_next is old
+    planner.next()
+    planner.use(new)
+    assert planner.chain_of_next is (old if background else new)
+    made = [planner.next() for _ in range(2)]
+    assert [p.plan.made_by for p in made] == (["packing", "other"] if background else ["other", "other"])
+    assert [p.chain is new for p in made] == [not background, True]
+    resumed = Planner(new, Draws(), background=background, first=old)
+    assert [resumed.next().chain for _ in range(3)] == [old, new, new]
+
+
+def test_a_fallback_uses_what_its_plan_was_begun_with() -> None:
+    failing = chain(fails)
+    ((plugin, config),) = failing.links
+    marked = replace(plugin, baselines={"chunks": short})
+    planner = Planner(replace(failing, links=((marked, config),)), Draws())
+    planner.next()
+    planner.use(chain())
+    assert planner.next().plan.made_by == "other"
+    assert planner.next().plan.made_by == "packing"
+
+
 class Ranks:
     """Two ranks in two threads, whose exchange is a pair of barriers."""
 
