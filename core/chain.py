@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from .errors import EvenloadError, nearest
@@ -16,6 +17,7 @@ from .layout import Layout
 from .recipe import Recipe
 from .registry import Plugin, PluginConfig, Situation
 from .setting import limits_of, situation_of
+from .simulate import simulate
 from .stock import stock_plan
 from .workload import Limits, Sequence, StepPlan
 
@@ -72,7 +74,7 @@ class PlanChain:
     def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
         if self._cp > 1:
-            return widen(self._of_lanes().plan(batch), self.limits, self._cp).check()
+            return self._best_of_lanes(batch)
         if self.instead:
             return self.baseline(self.instead, batch)
         placing = bool(self.links) and self.links[0][0].places
@@ -106,6 +108,19 @@ class PlanChain:
         """Raise EvenloadError unless `baseline` knows the name."""
         if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
+
+    def _best_of_lanes(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """Lanes are planned by compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
+
+        On a lane every slice moves the keys and values of its whole prefix, which compute may not hide.
+        """
+        lanes = self._of_lanes()
+        uncut = replace(lanes, links=tuple((plugin, config.uncut()) for plugin, config in lanes.links))
+        plans = [widen(lanes.plan(batch), self.limits, self._cp).check()]
+        if plans[0].cut and not self.instead:
+            with suppress(EvenloadError):  # a sequence that must be cut
+                plans.append(widen(uncut.plan(batch), self.limits, self._cp).check())
+        return min(plans, key=lambda plan: simulate(plan, self.situation, record=False).step_s)
 
     @property
     def _cp(self) -> int:

@@ -33,6 +33,10 @@ class PluginConfig(BaseModel):
         """The same settings where ``num_ranks`` ranks act as one: what is counted a rank is so many times as much."""
         return self
 
+    def uncut(self) -> PluginConfig:
+        """The same settings where no sequence may be cut."""
+        return self
+
 
 @dataclass(frozen=True)
 class Situation:

@@ -22,12 +22,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp, longest_first
+from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp
 from ...core.registry import Situation
 from ...core.workload import Slice, StepPlan
 from .assemble import assemble
 from .bound import lower_bound_s
 from .config import PackingConfig
+from .ways import chunked
 from .whole import whole_packs
 
 Packs = list[list[list[int]]]
@@ -43,15 +44,8 @@ def whole(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPl
 def chunks(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
     lengths, longest = _sizes(bare, config)
     cap = longest if bare.limits.whole_sequences else config.max_tokens
-    ranks = longest_first(situation.costs.sequence_s(lengths), bare.limits.num_ranks)
-    packs = []
-    for rank in range(bare.limits.num_ranks):
-        mine = [(i, int(lengths[i])) for i in np.flatnonzero(ranks == rank).tolist()]
-        cut = [[Slice(i, start, min(start + cap, n))] for i, n in mine if n > cap for start in range(0, n, cap)]
-        short = [(i, n) for i, n in mine if n <= cap]
-        filled = best_fit_decreasing([n for _, n in short], cap)
-        packs.append(cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled])
-    return assemble(bare, replace(bare.limits, max_tokens=cap), packs, made_by="chunks")
+    plan = chunked(bare, lengths, replace(bare.limits, max_tokens=cap), situation.costs)
+    return replace(plan, made_by="chunks")
 
 
 def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:

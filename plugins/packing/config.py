@@ -38,3 +38,6 @@ class PackingConfig(PluginConfig):
 
     def on_lane(self, num_ranks: int) -> PackingConfig:
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})
+
+    def uncut(self) -> PackingConfig:
+        return self.model_copy(update={"slices": "off"})

@@ -4,6 +4,8 @@ even    every micro-batch of the batch costs alike (`dispatch`, `slicing`), cost
         `train.recompute` also with groups of their own for the backward
 whole   no sequence is cut (`whole`); only where none is longer than a micro-batch may be
 long    otherwise: the longest are cut into as few slices of equal cost as the token cap allows
+chunked otherwise: the longest are cut into slices of as many tokens as the cap allows (ChunkFlow, arXiv 2503.02356),
+        which are fewest, and hold least
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.costs import Costs, PassCost
-from ...core.partition import Ints
+from ...core.partition import Ints, best_fit_decreasing, longest_first
 from ...core.workload import Limits, Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
@@ -39,6 +41,7 @@ def portfolio(
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
         yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
+        yield chunked(bare, lengths, limits, costs)
 
 
 def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
@@ -46,6 +49,20 @@ def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: 
     sizes = lengths.tolist()
     packs = whole_packs(lengths, limits, costs, bound_s)
     return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
+
+
+def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs) -> StepPlan:
+    """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit."""
+    cap = limits.max_tokens
+    ranks = longest_first(costs.sequence_s(lengths), limits.num_ranks)
+    packs: list[list[list[Slice]]] = []
+    for rank in range(limits.num_ranks):
+        mine = [(i, int(lengths[i])) for i in np.flatnonzero(ranks == rank).tolist()]
+        cut = [[Slice(i, start, min(start + cap, n))] for i, n in mine if n > cap for start in range(0, n, cap)]
+        short = [(i, n) for i, n in mine if n <= cap]
+        filled = best_fit_decreasing([n for _, n in short], cap)
+        packs.append(cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled])
+    return assemble(bare, limits, packs)
 
 
 def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.predict import predict
@@ -69,3 +71,14 @@ def test_a_pipelined_chain_keeps_its_order_on_lanes() -> None:
     assert plan.cut
     assert plan.order
     assert {m.ranks for m in plan.micro_batches} == {(0, 1)}
+
+
+def test_slices_on_lanes_pay_for_their_prefixes() -> None:
+    """Over slow links the plan without cuts wins, although by compute alone equal slices do."""
+    made = chain(8, 1, "parallel.pp=4", "plugins.packing.slices=even")
+    slow = made.situation.cluster.intra.model_copy(update={"bytes_per_s": 1e8})
+    cluster = made.situation.cluster.model_copy(update={"intra": slow, "inter": slow})
+    batch = sequences([4 * CAP] * 3 + [300] * 20)
+    fast_links, slow_links = made.plan(batch), replace(made, situation=replace(made.situation, cluster=cluster))
+    assert fast_links.cut
+    assert not slow_links.plan(batch).cut

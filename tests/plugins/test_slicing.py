@@ -18,7 +18,7 @@ from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
-from evenload.plugins.packing.plan import plan
+from evenload.plugins.packing.plan import EVENNESS_COSTS, plan
 from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -306,3 +306,16 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
     }
     assert held["large"] > room["small"] >= held["small"]
     assert made["small"].limits.max_activation_bytes == float("inf")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1, 1), (2, 4), (4, 2)]), st.sampled_from(["auto", "even"]))
+def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str) -> None:
+    ranks, pp = sizes
+    lengths = heavy_tail(seed, 24, 60_000)
+    costs = COSTS.model_copy(update={"forward": COSTS.forward.model_copy(update={"launch_s": 0.02})})
+    limits = Limits(ranks, 1 << 40, num_stages=pp)
+    bare, situation = StepPlan(sequences(lengths), (), limits), Situation(costs, Layout(dp=ranks, pp=pp), A100)
+    config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)  # type: ignore[arg-type]
+    ours, chunks = plan(bare, situation, config).check(), baselines.chunks(bare, situation, config).check()
+    assert predict(ours, costs).step_s <= predict(chunks, costs).step_s * (1 + 1.01 * EVENNESS_COSTS)
