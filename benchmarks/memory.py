@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py [--tokens 65536] [--slices 16] [--keep 1] [--layers 2] [--hidden 64] [--heads 4]
                                 [--groups 1] [--dtype fp32] [--threads 1] [--json] [--out FILE]
+    python benchmarks/memory.py --plans [--only TEXT] [--json] [--out FILE]     (many small plans: memory_plans.py)
 
     whole            one forward and one backward, every activation kept
     recomputed       the same with train.recompute: Megatron's full activation checkpointing
@@ -9,9 +10,8 @@
     sliced, replayed only those of the last --keep slices do, the others run forward a second time (ChunkFlow's rule)
 
 Peak: the most that forward and backward hold at once beyond weights and gradient buffers (`runtime.memory`: tracked
-storages on a CPU, the allocator's own level on CUDA). "predicted" is `core.memory`'s model with the activation bytes
-per token measured on short sequences as `evenload profile` does; it leaves out what one kernel or the loss needs for a
-moment, and the layer that activation checkpointing has at work. Seconds are wall time on CUDA and the process's own CPU
+storages on a CPU, the allocator's own level on CUDA). "predicted" is `core.memory`'s model with what `evenload profile`
+measures on short sequences. Seconds are wall time on CUDA and the process's own CPU
 time elsewhere, with the time that tracking takes. Gradient error: the largest over parameters of ||g - ref|| / ||ref||,
 ref being those of the first variant that ran, usually the whole sequence.
 """
@@ -20,35 +20,45 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import memory_plans
 import numpy as np
 import numpy.typing as npt
 import torch
 from evenload.commands.profile import machine
 from evenload.commands.show import emit, grid, seconds
+from evenload.core.costs import MemoryCost
 from evenload.core.memory import peak_activation_bytes
 from evenload.core.recipe import Recipe, parse
-from evenload.core.setting import VALUE_BYTES
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.patches import bridge_cpu
-from evenload.runtime.held import held_for_backward
 from evenload.runtime.memory import peak_bytes
 from evenload.runtime.world import World, close_world, init_world
 
+
+def _script(name: str) -> Any:
+    """A script beside this one as a module; scripts are no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+memory_plans = _script("memory_plans")
+
 WHOLE, RECOMPUTED, SLICED, REPLAYED = "whole", "recomputed", "sliced", "sliced, replayed"
 VARIANTS = (WHOLE, RECOMPUTED, SLICED, REPLAYED)
-SHORT = 256
-"""Tokens of the sequences on which activation bytes per token are measured."""
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -87,18 +97,8 @@ class Shape:
             }
         )
 
-    def plan(self, variant: str, activation_bytes: float = 0.0) -> StepPlan:
-        """The checked plan of a variant. ``activation_bytes``: per token and layer."""
-        value = VALUE_BYTES[self.dtype]
-        kv = 2 * self.hidden // self.heads * self.groups
-        limits = Limits(
-            num_ranks=1,
-            max_tokens=self.tokens,
-            layers_per_stage=self.layers,
-            activation_bytes_per_token=activation_bytes,
-            kv_bytes_per_token=kv * value,
-            kv_grad_bytes_per_token=kv * max(4, value),
-        )
+    def plan(self, variant: str, limits: Limits) -> StepPlan:
+        """The checked plan of a variant."""
         if variant in (WHOLE, RECOMPUTED):
             return whole(1, self.tokens, limits)
         borders = np.linspace(0, self.tokens, self.slices + 1).astype(int).tolist()
@@ -135,17 +135,6 @@ def hosted(shape: Shape, world: World, recompute: bool) -> Iterator[Any]:
         gc.collect()
 
 
-def activation_bytes(shape: Shape, host: Any, device: torch.device) -> float:
-    """Per token and layer, kept from forward to backward: the slope between two short micro-batches."""
-    length = min(SHORT, max(1, shape.tokens // 4))
-    held = []
-    for count in (1, 4):
-        with held_for_backward(device) as one:
-            host.gradients(whole(count, length, Limits(1, shape.tokens)), tokens_of(shape))
-        held.append(one.num_bytes)
-    return (held[1] - held[0]) / (3 * length * shape.layers)
-
-
 def measure(
     shape: Shape, host: Any, plan: StepPlan, device: torch.device, runs: int = 1
 ) -> tuple[dict[str, Any], Gradients]:
@@ -176,16 +165,16 @@ def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) 
     """A row for each variant; one that memory or time does not allow has ``failed`` instead of numbers."""
     rows: list[dict[str, Any]] = []
     reference: tuple[float, Gradients] | None = None
-    per_token = 0.0
+    memory: MemoryCost | None = None
     for recompute in (False, True):
+        recipe = shape.recipe(recompute)
         with hosted(shape, world, recompute) as host:
-            per_token = per_token or activation_bytes(shape, host, world.device)
+            memory = memory or memory_plans.measured(recipe, world, host)
+            limits = replace(memory_plans.predicted_at(recipe, memory, 1)[1], max_tokens=shape.tokens)
             for variant in (RECOMPUTED,) if recompute else (WHOLE, SLICED, REPLAYED):
-                plan = shape.plan(variant, per_token)
-                row: dict[str, Any] = {"variant": variant, "predicted_bytes": None}
+                plan = shape.plan(variant, limits)
+                row: dict[str, Any] = {"variant": variant, "predicted_bytes": peak_activation_bytes(plan, 0, 0)[0]}
                 rows.append(row)
-                if not recompute:
-                    row["predicted_bytes"] = peak_activation_bytes(plan, 0, 0)[0]
                 if time.monotonic() > until:
                     row["failed"] = "no time left"
                     continue

@@ -46,12 +46,13 @@ from evenload.core.setting import VALUE_BYTES, limits_of, situation_of
 from evenload.core.shape import shape_of
 from evenload.core.simulate import simulate
 from evenload.core.workload import Limits, Slice, StepPlan, sequences
+from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
 from evenload.runtime.held import live_bytes
 from evenload.runtime.memory import peak_bytes
 from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.world import World, close_world, init_world
 
 MAX_TOKENS = 8192
 
@@ -132,6 +133,14 @@ def _pieces(sequence: int, length: int, count: int) -> list[list[Slice]]:
     return [[Slice(sequence, a, b)] for a, b in pairwise(borders)]
 
 
+def measured(recipe: Recipe, world: World, host: Host) -> MemoryCost:
+    """The memory part of a profile on an open host."""
+    source: Any = None  # random tokens are measured
+    with Watchdog() as watchdog:
+        chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
+        return measure_memory(Job(recipe, world, host, chain, source, watchdog), MAX_TOKENS)
+
+
 def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[Situation, Limits]:
     """Situation and limits of a recipe under measured memory costs."""
     layout = recipe.layout(num_ranks)
@@ -153,12 +162,7 @@ def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
     host = integration(recipe.trainer).open_host(recipe, world)
     known = json.loads(costs_file.read_text())
     if case.profile:
-        chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
-        with Watchdog() as watchdog:
-            source: Any = None  # random tokens are measured
-            known[case.costs] = measure_memory(
-                Job(recipe, world, host, chain, source, watchdog), MAX_TOKENS
-            ).model_dump()
+        known[case.costs] = measured(recipe, world, host).model_dump()
         costs_file.write_text(json.dumps(known))
     memory = MemoryCost.model_validate(known[case.costs])
     situation, limits = predicted_at(recipe, memory, world.size)

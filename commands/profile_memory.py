@@ -111,19 +111,19 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
 def fit_memory_cost(whole: list[Readings], cut: list[Readings], kv_bytes_per_token: float) -> MemoryCost:
     """The coefficients of activations, head and passes, from readings at three or more token counts each.
 
-    Every coefficient is a slope over tokens, never negative; ``pass_bytes`` is what of a pass's peak does not grow.
+    Every coefficient is a slope over tokens, never negative; ``pass_bytes`` is what of the head's peak does not grow.
     """
     tokens = [r.tokens for r in whole]
     activation, _ = line(tokens, [r.layers for r in whole])
     kept, _ = line(tokens, [r.kept for r in whole])
     head = max(0.0, kept - activation)
     head_working, head_constant = line(tokens, [r.head_peak - 2 * r.kept for r in whole])
-    working, layers_constant = line(tokens, [r.layers_peak - 2 * r.kept for r in whole])
+    working, _ = line(tokens, [r.layers_peak - 2 * r.kept for r in whole])
     kept_cut, _ = line([r.tokens for r in cut], [r.kept for r in cut])
     # A micro-batch's slices are half of their sequences, whose K and V are stored whole.
     saves = kept - (kept_cut - 2 * kv_bytes_per_token)
     return MemoryCost(
-        pass_bytes=round(max(0.0, head_constant, layers_constant)),
+        pass_bytes=round(max(0.0, head_constant)),
         activation_bytes_per_token=round(max(0.0, activation)),
         cut_saves_bytes_per_token=round(max(0.0, saves)),
         head_bytes_per_token=round(head),

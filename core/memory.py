@@ -67,7 +67,10 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
         slots = share * micro_batch.num_slots
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
         cut = [s for s in micro_batch.slices if s.sequence in all_cut] if all_cut else []
-        layer = slots * whole_per_token - share * sum(s.length for s in cut) * beside.cut_saves_bytes_per_token
+        layer = slots * whole_per_token
+        if len(cut) == len(micro_batch.slices):
+            # Beside whole sequences cut ones save nothing: queries, keys and values are copied where the two meet.
+            layer -= share * sum(s.length for s in cut) * beside.cut_saves_bytes_per_token
         if recomputing:
             layer_input = slots * limits.activation_bytes_per_token
             kept = layer_input * layers + slots * head
@@ -104,7 +107,7 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
             after += late + booked
             again = layer - layer_input if (recomputing and not replayed) or recomputed else 0.0
             at_head = begin + slots * head_working
-            at_first = begin - slots * head + again + booked / layers
+            at_first = begin - slots * head + again + booked / layers + late / (2 * layers)
             at_last = after + layer - late / layers
             now = max(at_head, max(at_first, at_last) + slots * beside.working_bytes_per_token) + beside.pass_bytes
             held = after - sum(stored.pop(i) for i in {s.sequence for s in cut} if not tokens_left[i])

@@ -73,7 +73,8 @@ class Beside(NamedTuple):
     """Bytes that `core.memory` counts beside activations and prefix KV, for one stage of one tensor-parallel rank."""
 
     cut_saves_bytes_per_token: float = 0.0
-    """Per token and layer: what a token of a cut sequence keeps less, as its K and V are in the store already."""
+    """Per token and layer: what a token of a cut sequence keeps less, as its K and V are in the store already; in
+    micro-batches of cut sequences alone."""
     head_bytes_per_token: float = 0.0
     """Per token at the last stage: logits and what else the output layer and the loss keep for the backward."""
     head_working_bytes_per_token: float = 0.0

@@ -81,6 +81,14 @@ def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
     assert peak_activation_bytes(cut(), 0, 0) == (3 * slice_bytes + 30 * 2 * 2 + 10 * 30 + 7, Op("B", 2))
 
 
+def test_cut_sequences_beside_whole_ones_save_nothing() -> None:
+    plan = cut()
+    mixed = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 5)), (0,))
+    plan = replace(plan, sequences=sequences([30, 5]), micro_batches=(*plan.micro_batches[:2], mixed)).check()
+    kept = 2 * 10 * (2 * (100 - 3) + 20) + 15 * (2 * 100 + 20)
+    assert peak_activation_bytes(plan, 0, 0) == (kept + 30 * 2 * 2 + 15 * 30 + 7, Op("B", 2))
+
+
 def test_gradients_of_keys_and_values_are_those_before_the_last_slice() -> None:
     """Two slices replayed: KV of 30 tokens, dKV of 20, one slice with its head at a time."""
     plan = cut(replayed=(0, 1))
