@@ -1,8 +1,9 @@
 """What a plan moves between ranks, in bytes, and how long that takes on a cluster's links.
 
     hand-over      a stage's output to the next stage, its gradient back: ``state`` bytes a token
-    tensor         two all-reduces of the hidden states a layer and direction, over the tensor-parallel ranks
-                   (Shoeybi et al., arXiv 1909.08053, section 3); nothing hides them
+    tensor         two all-reduces of the hidden states a layer and direction, one more at the embedding and at the
+                   output layer, over the tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053, section 3); nothing
+                   hides them
     attention      a micro-batch on d ranks of the plane, by engine:
                      ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
                                  (Liu et al., arXiv 2310.01889, section 3)
@@ -80,7 +81,10 @@ def exposed_s(
     if layout.tp > 1:
         mine = world_ranks(layout, stage, micro_batch.ranks[:1])[0]
         link = cluster.link_among(range(mine, mine + layout.tp))
-        total += 2 * traffic.layers * link.all_reduce_s(slots / degree * traffic.state_bytes_per_token, layout.tp)
+        # The embedding's forward on the first stage, the output layer's backward on the last.
+        ends = stage == (0 if passes == 1 else layout.pp - 1)
+        state_bytes = slots / degree * traffic.state_bytes_per_token
+        total += (2 * traffic.layers + ends) * link.all_reduce_s(state_bytes, layout.tp)
     if degree > 1:
         total += _attention_s(traffic, cluster, layout, stage, micro_batch, cost, passes)
     if layout.ep > 1 and traffic.expert_bytes_per_token:

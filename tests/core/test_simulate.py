@@ -147,8 +147,11 @@ def test_a_prefix_goes_round_with_its_slice() -> None:
 def test_tensor_parallel_ranks_reduce_hidden_states() -> None:
     made = plan([8], [(0,)], Limits(1, 8))
     result = simulate(made, situation(Layout(tp=2), layers=3, state_bytes_per_token=1.0))
-    # 2 all-reduces a layer and direction, each 2 * (8 / 2) bytes long.
-    assert result.exposed_s.tolist() == [[2 * 2 * 3 * 8.0]]
+    # 2 all-reduces a layer and direction, one at the embedding, one at the output; each 2 * (8 / 2) bytes long.
+    assert result.exposed_s.tolist() == [[2 * (2 * 3 + 1) * 8.0]]
+    stages = plan([8], [(0,)], Limits(1, 8, num_stages=3))
+    result = simulate(stages, situation(Layout(tp=2, pp=3), layers=3, state_bytes_per_token=1.0))
+    assert result.exposed_s.tolist() == [[(4 * 3 + 1) * 8.0], [4 * 3 * 8.0], [(4 * 3 + 1) * 8.0]]
 
 
 def test_experts_cost_their_tokens_and_what_weights_compute_cannot_hide() -> None:
