@@ -136,8 +136,8 @@ def mutation(name: str) -> Any:
 
     init = reduction_module.Reduction.__init__
 
-    def naive(self: Any, ddp: Any, plan: StepPlan, **kwargs: Any) -> None:
-        init(self, ddp, plan, **kwargs)
+    def naive(self: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, ddp, *args, **kwargs)
         self.quiet, ddp.config.no_sync_func = False, None
 
     if name == "naive overlap":
