@@ -1,12 +1,16 @@
-"""What a plan holds in memory, predicted: activations, inputs of replayed micro-batches, prefix KV and its gradients.
+"""What a plan holds in memory, predicted, by a walk through the passes of a rank at a stage.
 
-    kept micro-batch      slots * activation bytes * layers that are not recomputed, from its forward to its backward;
-                          where layers are recomputed, one of them at a time during the backward
-    replayed micro-batch  the stage's input from forward to backward; its activations while its own backward runs
-    cut sequence          K and V of the whole sequence from its first forward to its last backward (they are stored in
-                          one piece), dK and dV from its first backward on
+    forward, kept      + layers that are not recomputed, inputs of those that are, the head at the last stage
+    forward, replayed  + the stage's input, behind the first stage
+    forward, cut       + K and V of the whole sequence with its first slice (they are stored in one piece)
+    backward           - what its forward kept; with a sequence's first one + dK and dV of all tokens before the last
+                       slice, with its last one - K, V, dK and dV; with a step's first one + gradients that come late
 
-Left out: weights, gradients and optimizer states, buffers of communication, and what one kernel needs while it runs.
+A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
+recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
+
+Left out: what one kernel takes and gives back, buffers of communication, tensors on their way between stages, and
+weights that ZeRO 3 gathers. Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 """
 
 from __future__ import annotations
@@ -106,10 +110,13 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
                 tokens_left[s.sequence] -= s.length
             after += late + booked
             again = layer - layer_input if (recomputing and not replayed) or recomputed else 0.0
+            mlp = slots * beside.working_bytes_per_token
+            # Attention runs backward when some quarter of its layer is gone; its kernel gives dK, dV of the prefix too.
+            attention = share * sum(s.stop for s in cut) * limits.kv_bytes_per_token - layer / 4
             at_head = begin + slots * head_working
-            at_first = begin - slots * head + again + booked / layers + late / (2 * layers)
-            at_last = after + layer - late / layers
-            now = max(at_head, max(at_first, at_last) + slots * beside.working_bytes_per_token) + beside.pass_bytes
+            at_first = begin - slots * head + again + late / (2 * layers) + max(mlp, attention + booked / layers)
+            at_last = after + layer - late / layers + max(mlp, attention)
+            now = max(at_head, at_first, at_last) + beside.pass_bytes
             held = after - sum(stored.pop(i) for i in {s.sequence for s in cut} if not tokens_left[i])
         if now > peak:
             peak, where = now, op

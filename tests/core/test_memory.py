@@ -81,6 +81,14 @@ def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
     assert peak_activation_bytes(cut(), 0, 0) == (3 * slice_bytes + 30 * 2 * 2 + 10 * 30 + 7, Op("B", 2))
 
 
+def test_attention_over_a_long_prefix_gives_gradients_of_all_of_it() -> None:
+    """dK and dV of 30 tokens from the kernel, of 20 added up in one layer; a quarter of the layer is gone by then."""
+    plan = cut(replace(LIMITS, kv_bytes_per_token=200.0))
+    held = 3 * 10 * (2 * (100 - 3) + 20) + 30 * 200 * 2
+    attention = 30 * 200 - 10 * (100 - 3) / 4 + 20 * 4
+    assert peak_activation_bytes(plan, 0, 0) == (held - 10 * 20 + attention + 7, Op("B", 2))
+
+
 def test_cut_sequences_beside_whole_ones_save_nothing() -> None:
     plan = cut()
     mixed = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 5)), (0,))
