@@ -3,7 +3,7 @@
     python benchmarks/simulator.py [--layouts dp=1024,dp=256/pp=4,dp=128/tp=8] [--micro-batches 64] [--runs 5] [--json]
                                    [--out FILE]
 
-Model, cluster and costs are those of recipes/gpu-node.yaml; lengths are log-normal (median 1,100 tokens, shape 1.2), one
+Model, cluster and costs are those of recipes/gpu-node.yaml; lengths are log-normal (median 1,100 tokens, shape 1.2), a
 sequence a micro-batch, dealt in turn. Seconds are the least of the runs, measured; the plan is made before.
 """
 

@@ -42,7 +42,7 @@ def foresee(planned: Planned, *, refits: bool) -> Foreseen:
     if not refits:
         return Foreseen(step_s, 0.0, 0.0, None)
     compute = predict(plan, situation.costs)
-    work = refit.work_of(plan, situation.costs.recompute)
+    work = refit.rows_of(plan, situation.costs.recompute)
     return Foreseen(step_s, compute.step_s, max(compute.busy_s), work)
 
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .costs import Costs, PassCost
-from .workload import MicroBatch, StepPlan
+from .costs import Costs, PassCost, work_of
+from .workload import StepPlan
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,7 +65,7 @@ def with_coefficients(costs: Costs, values: Floats) -> Costs:
     return costs.model_copy(update={"forward": forward, "backward": backward, "update_s": float(values[6])})
 
 
-def work_of(plan: StepPlan, recompute: bool) -> Floats:
+def rows_of(plan: StepPlan, recompute: bool) -> Floats:
     """Columns of the equation above for every rank and direction: float64 [ranks, 2, 6].
 
     ``recompute``: backward coefficients hold a forward already (`Costs.recompute`). The forward row of a rank is zero
@@ -76,25 +76,16 @@ def work_of(plan: StepPlan, recompute: bool) -> Floats:
     odd = np.zeros(limits.num_ranks, dtype=np.bool_)
     for i, micro_batch in enumerate(plan.micro_batches):
         ranks = list(micro_batch.ranks)
-        work[ranks, 0, :3] += _amounts(micro_batch)
+        work[ranks, 0, :3] += work_of([micro_batch])
         odd[ranks] |= i not in plan.kept
     replayed = frozenset() if recompute else frozenset(plan.replayed)
     for j, micro_batch in enumerate(plan.passes("B")):
-        amounts, ranks = _amounts(micro_batch), list(micro_batch.ranks)
+        amounts, ranks = work_of([micro_batch]), list(micro_batch.ranks)
         work[ranks, 1, 3:] += amounts
         if j in replayed:
             work[ranks, 1, :3] += amounts
     work[odd, 0] = 0.0
     return work
-
-
-def _amounts(micro_batch: MicroBatch) -> tuple[float, float, float]:
-    """Launches, tokens and pairs on each rank of a micro-batch, as `Costs.micro_batch_s` counts them."""
-    pad, degree = micro_batch.pad_to, len(micro_batch.ranks)
-    rows = [(pad or s.stop - s.start, s.start) for s in micro_batch.slices] or [(1, 0)]
-    tokens = sum(n for n, _ in rows)
-    pairs = sum(n * (p + 0.5 * n) for n, p in rows)
-    return 1.0, tokens / degree, pairs / degree
 
 
 def fit(prior: Floats, work: Floats, seconds: Floats) -> Floats:
@@ -169,7 +160,7 @@ class Window:
         """Count a step.
 
         Args:
-            work: of `work_of`.
+            work: of `rows_of`.
             forward_s: measured, [ranks], of one stage.
             backward_s: likewise.
             rest_s: what the whole update would take alone, as far as this step tells.

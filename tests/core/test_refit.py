@@ -51,7 +51,7 @@ def learned(prior: Costs, steps: int = 16, odd: int = -1, slow: float = 10.0, no
         plan = plan_of(lengths, [0, 1, 1, 0])
         forward_s, backward_s = measured(plan, TRUTH)
         shake = (slow if step == odd else 1.0) * (1 + noise * draw.standard_normal((2, 2)))
-        window.add(refit.work_of(plan, False), forward_s * shake[0], backward_s * shake[1], 0.01)
+        window.add(refit.rows_of(plan, False), forward_s * shake[0], backward_s * shake[1], 0.01)
     return refit.with_coefficients(prior, window.coefficients())
 
 
@@ -87,7 +87,7 @@ def test_what_evenly_packed_steps_do_not_show_keeps_the_ratios_of_the_prior() ->
     window = refit.Window(prior)
     for _ in range(8):
         plan = plan_of([1000] * 12, [0, 1, 1, 0])
-        window.add(refit.work_of(plan, False), *measured(plan, TRUTH), 0.0)
+        window.add(refit.rows_of(plan, False), *measured(plan, TRUTH), 0.0)
     found = refit.with_coefficients(prior, window.coefficients())
     assert predict(plan, found).busy_s == pytest.approx(predict(plan, TRUTH).busy_s, rel=1e-3)
     for mine, before in ((found.forward, prior.forward), (found.backward, prior.backward)):
@@ -113,13 +113,13 @@ def test_replays_are_forward_work_inside_backward_and_useless_forwards_are_left_
     micro_batches = (MicroBatch((Slice(0, 0, 64), Slice(1, 0, 32)), (0,)), MicroBatch((Slice(2, 0, 80),), (1,)))
     order = ((Op("F", 0), Op("F", 1), Op("B", 0), Op("B", 1)),)
     plan = StepPlan(sequences([64, 32, 80]), micro_batches, Limits(2, 256), order=order, replayed=(0,)).check()
-    work = refit.work_of(plan, recompute=False)
+    work = refit.rows_of(plan, recompute=False)
     amounts = [1, 96, 0.5 * (64**2 + 32**2)]
     assert not work[0, 0].any(), "its forward keeps nothing"
     assert work[0, 1].tolist() == [*amounts, *amounts]
     assert work[1, 0].tolist() == [1, 80, 3200, 0, 0, 0]
     assert work[1, 1].tolist() == [0, 0, 0, 1, 80, 3200]
-    assert refit.work_of(plan, recompute=True)[0, 1].tolist() == [0, 0, 0, *amounts]
+    assert refit.rows_of(plan, recompute=True)[0, 1].tolist() == [0, 0, 0, *amounts]
     seconds = np.stack(measured(plan, TRUTH), axis=1)
     told = work @ refit.coefficients(TRUTH)[:6]
     assert told[1] == pytest.approx(seconds[1])
@@ -133,7 +133,7 @@ def test_padding_dummies_and_groups_count_as_the_cost_model_counts_them() -> Non
         MicroBatch((Slice(2, 0, 50),), (1,)),
     )
     plan = StepPlan(sequences([30, 20, 50]), micro_batches, Limits(2, 256))
-    told = refit.work_of(plan, False) @ refit.coefficients(TRUTH)[:6]
+    told = refit.rows_of(plan, False) @ refit.coefficients(TRUTH)[:6]
     assert told == pytest.approx(np.stack(measured(plan, TRUTH), axis=1))
 
 
@@ -142,7 +142,7 @@ def test_the_window_forgets_and_survives_json_to_the_last_bit() -> None:
     window = refit.Window(TRUTH)
     for _ in range(refit.WINDOW_STEPS + 3):
         seconds = draw.random((2, 2))
-        window.add(refit.work_of(plan, False), seconds[0], seconds[1], float(draw.random()))
+        window.add(refit.rows_of(plan, False), seconds[0], seconds[1], float(draw.random()))
     assert len(window.state()) == refit.WINDOW_STEPS
     other = refit.Window(TRUTH)
     other.restore(json.loads(json.dumps(window.state())))
