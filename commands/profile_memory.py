@@ -29,7 +29,7 @@ from ..core.memory import peak_activation_bytes
 from ..core.recipe import Recipe
 from ..core.setting import limits_of
 from ..core.shape import shape_of
-from ..core.states import VALUE_BYTES, states_of
+from ..core.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ..core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from ..integrations.host import Host
 from ..runtime.held import live_bytes
@@ -99,6 +99,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
             # Of what is shared with other ranks this one has its part.
             "fixed_bytes": float(fixed + sharded * (1 - 1 / num_ranks)),
             "sharded_bytes": float(sharded),
+            "gathered_bytes": float(states.gathered * min(shape.parameters / tp, LIVE_WEIGHTS)),
             "gradient_bytes": float(states.late * shape.parameters / tp),
             "update_bytes": float(update.num_bytes),
         }

@@ -97,6 +97,8 @@ class MemoryCost(_Frozen):
     """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
     sharded_bytes: NonNegativeFloat = 0.0
     """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
+    gathered_bytes: NonNegativeFloat = 0.0
+    """Whole weights beside a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
     gradient_bytes: NonNegativeFloat = 0.0
     """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
     update_bytes: NonNegativeFloat = 0.0

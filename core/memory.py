@@ -9,8 +9,8 @@
 A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
 
-Left out: what one kernel takes and gives back, buffers of communication, tensors on their way between stages, and
-weights that ZeRO 3 gathers. Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
+Left out: what one kernel takes and gives back, buffers of communication, tensors on their way between stages.
+Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
 
 
 def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
-    """Weights and optimizer states of one rank, and gradients where they are kept, between steps."""
-    return memory.fixed_bytes - memory.sharded_bytes * (1.0 - 1.0 / limits.num_ranks)
+    """Weights and optimizer states of one rank, gradients where they are kept, weights gathered from other ranks."""
+    others = 1.0 - 1.0 / limits.num_ranks
+    return memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
 
 
 def beside_of(memory: MemoryCost, layers: int) -> Beside:

@@ -11,8 +11,8 @@ from .memory import beside_of
 from .recipe import Recipe
 from .registry import Situation
 from .shape import shape_of
+from .states import LIVE_WEIGHTS, states_of
 from .states import VALUE_BYTES as VALUE_BYTES
-from .states import states_of
 from .stock import UNCAPPED
 from .traffic import Sharding, Traffic
 from .workload import Limits
@@ -40,6 +40,7 @@ def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
     held = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
     memory = {name: float(each * shape.parameters) for name, each in held.items()}
+    memory["gathered_bytes"] = float(states.gathered * min(shape.parameters, LIVE_WEIGHTS))
     return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
 
 

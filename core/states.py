@@ -34,6 +34,12 @@ class States(NamedTuple):
     """The part of ``fixed`` that data-parallel ranks divide between them."""
     late: int
     """Of the gradient, where it is made in a step's first backward."""
+    gathered: int = 0
+    """Of the whole weight beside the rank's part of it, where weights are divided and gathered for the passes."""
+
+
+LIVE_WEIGHTS = 1_000_000_000
+"""ZeRO 3 lets go of gathered weights only beyond so many (DeepSpeed's stage3_max_live_parameters)."""
 
 
 def states_of(recipe: Recipe) -> States:
@@ -47,6 +53,6 @@ def states_of(recipe: Recipe) -> States:
     stage = recipe.deepspeed.zero_stage
     if stage == 3:
         everything = value + value + 4 + adam
-        return States(everything, everything, 0)
+        return States(everything, everything, 0, gathered=value)
     master = 4 if dtype == "bf16" or stage else 0
     return States(value + master + adam, master + adam if stage else 0, value)

@@ -168,6 +168,8 @@ def test_a_stage_has_its_share_of_the_layers_and_a_whole_head() -> None:
 
 def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
     assert [fixed_bytes(MEMORY, Limits(n, 1)) for n in (1, 2, 4)] == [1600.0, 1000.0, 700.0]
+    gathers = MEMORY.model_copy(update={"gathered_bytes": 30.0})
+    assert [fixed_bytes(gathers, Limits(n, 1)) for n in (1, 2, 4)] == [1600.0, 1030.0, 730.0]
 
 
 @pytest.mark.parametrize(
@@ -179,12 +181,12 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
         ({"trainer": "deepspeed", "deepspeed.zero_stage": 0}, (12, 0, 4)),
         ({"trainer": "deepspeed", "deepspeed.zero_stage": 2}, (16, 12, 4)),
         ({"trainer": "deepspeed", "deepspeed.zero_stage": 2, "train.dtype": "bf16"}, (14, 12, 2)),
-        ({"trainer": "deepspeed", "deepspeed.zero_stage": 3}, (20, 20, 0)),
+        ({"trainer": "deepspeed", "deepspeed.zero_stage": 3}, (20, 20, 0, 4)),
     ],
 )
-def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, int, int]) -> None:
+def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
-    assert states_of(recipe) == expected
+    assert states_of(recipe)[: len(expected)] == expected
     memory = situation_of(recipe, Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
 
