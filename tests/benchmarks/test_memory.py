@@ -34,8 +34,8 @@ def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path) -> None:
     assert result["recomputed_over_replayed"] > 1
     # Slices that all wait for their backward hold what the whole sequence does, and its keys and values once more.
     assert rows["sliced"]["peak_bytes"] > 0.8 * rows["whole"]["peak_bytes"]
-    for name in ("whole", "sliced", "sliced, replayed"):
-        assert rows[name]["predicted_bytes"] == pytest.approx(rows[name]["peak_bytes"], rel=0.2)
+    for row in rows.values():
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.06), row["variant"]
 
 
 @pytest.mark.slow
