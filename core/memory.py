@@ -15,6 +15,8 @@ Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .cluster import Cluster
 from .costs import MemoryCost
 from .order import orders_of_stage
@@ -48,9 +50,10 @@ def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float,
     return _peak(plan, stage, orders_of_stage(plan, stage)[rank])
 
 
-def peaks_of_stage(plan: StepPlan, stage: int) -> list[tuple[float, Op]]:
-    """The same for every plane rank."""
-    return [_peak(plan, stage, ops) for ops in orders_of_stage(plan, stage)]
+def peaks_of_stage(plan: StepPlan, stage: int, ranks: Iterable[int] | None = None) -> list[tuple[float, Op]]:
+    """The same for these plane ranks; None: for all."""
+    orders = orders_of_stage(plan, stage)
+    return [_peak(plan, stage, orders[rank]) for rank in (range(len(orders)) if ranks is None else ranks)]
 
 
 def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:

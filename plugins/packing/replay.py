@@ -41,12 +41,12 @@ def fit_memory(plan: StepPlan) -> StepPlan:
     high = {rank: longest[rank] for rank in over}
     for rank in over:
         keep[rank] = 1
-    if over and _over(planned()):
-        _refuse(planned(), _over(planned()))
+    if over and _over(planned(), over):
+        _refuse(planned(), _over(planned(), over))
     while any(low[rank] < high[rank] for rank in over):
         for rank in over:
             keep[rank] = (low[rank] + high[rank] + 1) // 2
-        still = set(_over(planned()))
+        still = set(_over(planned(), over))
         for rank in over:
             if rank in still:
                 high[rank] = keep[rank] - 1
@@ -68,10 +68,11 @@ def _chains(plan: StepPlan, rank: int) -> list[list[int]]:
     return [chain for chain in chains_of_rank(plan, rank) if len(chain) > 1]
 
 
-def _over(plan: StepPlan) -> list[int]:
-    cap = plan.limits.max_activation_bytes
-    peaks = [peaks_of_stage(plan, stage) for stage in range(plan.limits.num_stages)]
-    return [rank for rank in range(plan.limits.num_ranks) if any(row[rank][0] > cap for row in peaks)]
+def _over(plan: StepPlan, among: list[int] | None = None) -> list[int]:
+    """The ranks that hold more than the cap; only ``among`` these, if given."""
+    cap, ranks = plan.limits.max_activation_bytes, range(plan.limits.num_ranks) if among is None else among
+    peaks = [peaks_of_stage(plan, stage, ranks) for stage in range(plan.limits.num_stages)]
+    return [rank for rank, *held in zip(ranks, *peaks, strict=True) if any(peak > cap for peak, _ in held)]
 
 
 def _refuse(plan: StepPlan, over: list[int]) -> None:
