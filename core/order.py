@@ -8,7 +8,13 @@ from .workload import Op, StepPlan
 
 
 def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
-    """The passes of every plane rank at a stage: ``result[rank]``."""
+    """The passes of every plane rank at a stage: ``result[rank]``, not to be written to."""
+    if stage not in plan.orders_known:
+        plan.orders_known[stage] = _orders_of_stage(plan, stage)
+    return plan.orders_known[stage]
+
+
+def _orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
     if not plan.order:
         ahead = plan.limits.num_stages - 1 - stage
         return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -156,6 +156,18 @@ class StepPlan:
         lengths = {s.index: s.length for s in self.sequences}
         grouped = (*self.micro_batches, *self.backward)
         return frozenset(s.sequence for m in grouped for s in m.slices if s.stop - s.start < lengths[s.sequence])
+
+    @cached_property
+    def orders_known(self) -> dict[int, list[list[Op]]]:
+        """What `core.order` has found."""
+        return {}
+
+    def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
+        """The same with other replays; what groups and order alone decide is not worked out again."""
+        other = replace(self, replayed=replayed)
+        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known")
+        vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
+        return other
 
     @cached_property
     def forward_of(self) -> tuple[int | None, ...]:

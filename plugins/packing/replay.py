@@ -34,7 +34,7 @@ def fit_memory(plan: StepPlan) -> StepPlan:
 
     def planned() -> StepPlan:
         replayed = sorted(i for rank in ranks for chain in chains[rank] for i in chain[: -keep[rank]])
-        return replace(plan, replayed=tuple(replayed)) if not plan.backward else plan
+        return plan if plan.backward else plan.replaying(tuple(replayed))
 
     over = _over(plan)
     low = dict.fromkeys(over, 1)
