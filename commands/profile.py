@@ -1,8 +1,8 @@
 """Measure this machine's real layers and links through the recipe's trainer, and fit the cost model to them.
 
 Samples are training steps in which every rank has the same work at the same time (`profile_cases`), so that contention
-between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
-counts. What is measured of a step, and what it gives:
+between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the
+median counts. What is measured of a step, and what it gives:
 
     forward, backward   busy seconds (`runtime.busy`), linear in launches, tokens and pairs: the three coefficients
     rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
@@ -12,6 +12,8 @@ counts. What is measured of a step, and what it gives:
 
 The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
 which waiting for a collective does not count. Where it does count, the simulator's exposed communication is taken off.
+Steps are longer by the wall than by CPU seconds (other threads of the rank, the system, waiting for slower ranks): one
+factor, the wall seconds of all samples over their simulated ones, goes onto every coefficient. Balance does not change.
 
 Ranks keep the recipe's tensor parallelism and are data-parallel otherwise. Coefficients are those of the whole model,
 so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_stage` then gives back what was measured,
@@ -70,7 +72,7 @@ _UNWRITABLE = "the costs cannot be written"
 
 @dataclass(frozen=True)
 class Sample:
-    """What one case took, the least of its runs, the mean of the ranks."""
+    """What one case took, the median of its runs, the mean of the ranks."""
 
     num: int
     length: int
@@ -167,7 +169,7 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
                 taken_s += runs[-1][-1]
             spent_s += taken_s
             slower = taken_s / len(runs) / guess_s
-            forward_s, backward_s, rest_s, step_s = np.min(runs, axis=0).tolist()
+            forward_s, backward_s, rest_s, step_s = np.median(runs, axis=0).tolist()
             shape = case.num, case.length, case.count, case.cuts
             samples.append(Sample(*shape, forward_s, backward_s, rest_s, step_s, len(runs)))
             tick(str(case))
@@ -204,9 +206,13 @@ def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: 
     update_s = float(constant_s) * (num_ranks if sharded else 1)
     costs = Costs(source="profile", forward=forward.plus(half), backward=backward.plus(half), update_s=update_s)
     known = replace(situation, costs=costs)
-    steps = [simulate(plan, known, record=False).step_s / s.step_s for plan, s in zip(plans, samples, strict=True)]
-    errors = {"forward": forward_error, "backward": backward_error, "step": float(np.abs(np.array(steps) - 1).mean())}
-    return Fitted(costs.forward.scaled(tp, 1), costs.backward.scaled(tp, 1), update_s * tp, errors)
+    simulated = np.array([simulate(plan, known, record=False).step_s for plan in plans])
+    wall = np.array([s.step_s for s in samples])
+    slower = float(wall.sum() / simulated.sum())
+    step_error = float(np.abs(slower * simulated / wall - 1).mean())
+    errors = {"forward": forward_error, "backward": backward_error, "step": step_error}
+    forward, backward = (cost.scaled(tp * slower, slower) for cost in (costs.forward, costs.backward))
+    return Fitted(forward, backward, update_s * tp * slower, errors)
 
 
 def write_costs(costs: Costs, out: Path) -> None:

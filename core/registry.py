@@ -46,6 +46,8 @@ class Situation:
     layout: Layout
     cluster: Cluster
     traffic: Traffic = NO_TRAFFIC
+    head_frac: float = 0.0
+    """Share of the linear work that is the output layer's: the last pipeline stage has it alone."""
 
 
 class HoldBack(Protocol):

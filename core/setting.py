@@ -29,7 +29,9 @@ def situation_of(recipe: Recipe, layout: Layout) -> Situation:
         shape = shape_of(recipe.model)
         costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
     traffic = traffic_of(recipe, layout)
-    return Situation(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic)
+    shape = shape_of(recipe.model)
+    head_frac = shape.hidden_size * shape.vocab_size / shape.weights
+    return Situation(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic, head_frac)
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:

@@ -36,6 +36,10 @@ KINDS: dict[Kind, str] = {
 }
 
 
+_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
+_Seconds = dict[Literal["F", "B"], list[float]]
+
+
 class Span(NamedTuple):
     """What one rank of one stage does from ``start_s`` to ``end_s`` of the step."""
 
@@ -99,14 +103,13 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
             if record:
                 spans += _spans_of(event, rank, work.parts(stage, op))
         if op.kind == "B":
-            hidden[stage] = max(hidden[stage], work.compute["B"][op.micro_batch])
+            hidden[stage] = max(hidden[stage], work.compute[stage]["B"][op.micro_batch])
     step_s = _end_of_step(plan, situation, np.array(free), exposed, hidden, spans if record else None)
     peaks = [[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])]
     memory = situation.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
-    busy = np.tile(work.busy_s(), (shape[0], 1))
-    return Simulation(step_s, busy, exposed, _update_s(situation), held, tuple(spans))
+    return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, tuple(spans))
 
 
 class _Work:
@@ -114,8 +117,8 @@ class _Work:
 
     def __init__(self, plan: StepPlan, situation: Situation) -> None:
         self._plan, self._at = plan, situation
-        forward, backward = pass_seconds(plan, situation.costs)
-        self.compute = {"F": forward, "B": backward}
+        self.compute = _compute(plan, situation)
+        """Seconds by stage, direction and micro-batch."""
         self._again = _forward_again(plan, situation.costs)
         layout, traffic = situation.layout, situation.traffic
         grouped = any(len(m.ranks) > 1 for m in (*plan.micro_batches, *plan.backward))
@@ -128,7 +131,7 @@ class _Work:
 
     def seconds(self, stage: int, op: Op) -> float:
         """Compute and exposed communication of a pass."""
-        compute_s = self.compute[op.kind][op.micro_batch]
+        compute_s = self.compute[stage][op.kind][op.micro_batch]
         return compute_s + self.exposed_s(stage, op) if self.talks else compute_s
 
     def exposed_s(self, stage: int, op: Op) -> float:
@@ -158,16 +161,35 @@ class _Work:
     def parts(self, stage: int, op: Op) -> list[tuple[Kind, float]]:
         """What a pass consists of, in order; nothing that takes no time."""
         again = self._again.get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
-        own = self.compute[op.kind][op.micro_batch] - again
+        own = self.compute[stage][op.kind][op.micro_batch] - again
         parts: list[tuple[Kind, float]] = [("R", again), (op.kind, own), ("C", self.exposed_s(stage, op))]
         return [part for part in parts if part[1] > 0]
 
     def busy_s(self) -> Floats:
-        """Compute of every plane rank at a stage [ranks]."""
-        limits = self._plan.limits
-        kinds: tuple[Literal["F", "B"], ...] = ("F", "B")
-        of_rank = [[(k, i) for k in kinds for i in self._plan.of_rank(r, k)] for r in range(limits.num_ranks)]
-        return np.array([sum(self.compute[kind][i] for kind, i in row) for row in of_rank])
+        """Compute of every rank [stages, ranks]."""
+        ranks = range(self._plan.limits.num_ranks)
+        of_rank = [[(kind, i) for kind in _KINDS for i in self._plan.of_rank(rank, kind)] for rank in ranks]
+        return np.array([[sum(seconds[kind][i] for kind, i in row) for row in of_rank] for seconds in self.compute])
+
+
+def _compute(plan: StepPlan, situation: Situation) -> list[_Seconds]:
+    """Costs are those of a mean stage: the last one has the output layer, which the others have not."""
+    costs, stages = situation.costs, plan.limits.num_stages
+    mean = dict(zip(_KINDS, pass_seconds(plan, costs), strict=True))
+    if stages == 1 or not situation.head_frac:
+        return [mean] * stages
+    linear: dict[Literal["F", "B"], float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+    tokens = {
+        kind: [n / len(m.ranks) for n, m in zip(plan.slots[kind], plan.passes(kind), strict=True)] for kind in _KINDS
+    }
+
+    def stage_of(more: float) -> _Seconds:
+        return {
+            kind: [s + more * linear[kind] * n for s, n in zip(mean[kind], tokens[kind], strict=True)]
+            for kind in _KINDS
+        }
+
+    return [stage_of(-situation.head_frac)] * (stages - 1) + [stage_of(situation.head_frac * (stages - 1))]
 
 
 def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:

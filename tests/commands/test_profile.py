@@ -134,6 +134,16 @@ def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
     assert errors["step"] > 0.05
 
 
+def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient() -> None:
+    samples = [replace(s, step_s=1.2 * s.step_s) for s in samples_of(PLANTED)]
+    slow, fast = (fit_samples(found, situation(), waiting_counts=False) for found in (samples, samples_of(PLANTED)))
+    assert slow.errors == pytest.approx(fast.errors, abs=1e-6)
+    assert slow.update_s == pytest.approx(1.2 * fast.update_s)
+    for name in ("forward", "backward"):
+        told, plain = (getattr(found, name).model_dump() for found in (slow, fast))
+        assert told == pytest.approx({key: 1.2 * value for key, value in plain.items()})
+
+
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(EvenloadError, match="too few shapes"):
         fit_samples(samples_of(PLANTED)[:3], situation(), waiting_counts=False)
@@ -141,7 +151,7 @@ def test_too_few_samples_are_refused() -> None:
 
 @dataclass
 class Machine:
-    """A host that takes planted times, on a clock of its own; every second run is disturbed."""
+    """A host that takes planted times, on a clock of its own; of five runs the first is disturbed."""
 
     now: float = 0.0
     runs: int = 0
@@ -152,7 +162,7 @@ class Machine:
         assert len(tokens_of(0)) >= plan.sequences[0].length
         work = cost_models.work_of(plan.micro_batches)
         self.runs += 1
-        noise = 1.0 + 0.5 * (self.runs % 2)
+        noise = 1.0 + 0.5 * (self.runs % profile.REPEATS == 1)
         forward, backward = FORWARD.of(work) * noise, BACKWARD.of(work) * noise
         self.now += forward + backward + CONSTANT_S
         return SimpleNamespace(forward_s=forward, busy_s=forward + backward)
@@ -173,11 +183,12 @@ def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_median_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "CASE_S", 1e9)
     samples = measure(job_on(Machine(), monkeypatch), cases(4096, 4096))
     assert [sample.case for sample in samples] == cases(4096, 4096)
     for sample in samples:
-        assert profile.FEWEST_RUNS <= sample.runs <= profile.REPEATS
+        assert sample.runs == profile.REPEATS
         assert sample.forward_s == pytest.approx(FORWARD.of(sample.case.work))
         assert sample.backward_s == pytest.approx(BACKWARD.of(sample.case.work))
         assert sample.rest_s == pytest.approx(CONSTANT_S)

@@ -70,6 +70,15 @@ def test_a_stage_starts_when_the_state_has_arrived() -> None:
     assert (result.step_s, result.exposed_frac) == (10, 0)
 
 
+def test_the_last_stage_has_the_output_layer() -> None:
+    made = plan([3], [(0,)], Limits(1, 10, num_stages=3))
+    result = simulate(made, replace(situation(Layout(pp=3)), head_frac=0.25))
+    # A mean stage takes 3 s forward; a quarter of all linear work, 2.25 of 9 s, is the last one's alone.
+    assert result.busy_s.tolist() == [[2.25 * 3], [2.25 * 3], [4.5 * 3]]
+    assert by_rank(result)[2, 0] == [("F", 4.5, 9.0), ("B", 9.0, 18.0)]
+    assert result.step_s == 9 * 3
+
+
 def test_a_host_that_waits_for_its_sends_loses_their_time() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
     waits = simulate(made, situation(Layout(pp=2), state_bytes_per_token=0.5, waits_for_sends=True))
