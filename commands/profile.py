@@ -1,8 +1,8 @@
 """Measure this machine's real layers and links through the recipe's trainer, and fit the cost model to them.
 
 Samples are training steps in which every rank has the same work at the same time (`profile_cases`), so that contention
-between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the
-median counts. What is measured of a step, and what it gives:
+between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
+counts. What is measured of a step, and what it gives:
 
     forward, backward   busy seconds (`runtime.busy`), linear in launches, tokens and pairs: the three coefficients
     rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
@@ -72,7 +72,7 @@ _UNWRITABLE = "the costs cannot be written"
 
 @dataclass(frozen=True)
 class Sample:
-    """What one case took, the median of its runs, the mean of the ranks."""
+    """What one case took, the least of its runs, the mean of the ranks."""
 
     num: int
     length: int
@@ -169,7 +169,7 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
                 taken_s += runs[-1][-1]
             spent_s += taken_s
             slower = taken_s / len(runs) / guess_s
-            forward_s, backward_s, rest_s, step_s = np.median(runs, axis=0).tolist()
+            forward_s, backward_s, rest_s, step_s = np.min(runs, axis=0).tolist()
             shape = case.num, case.length, case.count, case.cuts
             samples.append(Sample(*shape, forward_s, backward_s, rest_s, step_s, len(runs)))
             tick(str(case))

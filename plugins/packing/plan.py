@@ -58,7 +58,7 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
         except DoesNotFitError as error:
             problem = error
             continue
-        if judged.held_bytes > room and judged.plan.order:
+        if judged.held_bytes > room and judged.plan.order and all(one.held_bytes > room for one in found):
             judged = _replayed(judged, room, costs)
         found.append(judged)
         margin = EVENNESS_COSTS if judged.plan.cut else WORTH_A_CUT

@@ -183,7 +183,7 @@ def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_the_median_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "CASE_S", 1e9)
     samples = measure(job_on(Machine(), monkeypatch), cases(4096, 4096))
     assert [sample.case for sample in samples] == cases(4096, 4096)
