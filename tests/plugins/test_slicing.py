@@ -18,7 +18,7 @@ from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
-from evenload.plugins.packing.plan import EVENNESS_COSTS, plan
+from evenload.plugins.packing.plan import WORTH_A_CUT, plan
 from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -319,4 +319,4 @@ def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str
     bare, situation = StepPlan(sequences(lengths), (), limits), Situation(costs, Layout(dp=ranks, pp=pp), A100)
     config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)  # type: ignore[arg-type]
     ours, chunks = plan(bare, situation, config).check(), baselines.chunks(bare, situation, config).check()
-    assert predict(ours, costs).step_s <= predict(chunks, costs).step_s * (1 + 1.01 * EVENNESS_COSTS)
+    assert predict(ours, costs).step_s <= predict(chunks, costs).step_s * (1 + 1.01 * WORTH_A_CUT)
