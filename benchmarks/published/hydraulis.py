@@ -42,7 +42,7 @@ def case(model: str, world: int, corpus: str, context: int, tokens: int, quick: 
     layouts = [d for d in LAYOUTS if d.tp * d.pp <= world][4 if quick else 0 : 8 if quick else None]
 
     def small(d: Degrees) -> list[int]:
-        return [context // 4] if quick else [context // 4, context // 2, context]
+        return [context] if quick else [context // 4, context // 2, context]
 
     def four(d: Degrees) -> Way:
         return Way("padded", d, context, micro_batch_size=4)

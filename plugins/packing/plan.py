@@ -1,16 +1,16 @@
 """Which slices of which sequences form each micro-batch of each rank.
 
-A small portfolio (`ways`) judged by one prediction (`core.predict`, `core.memory`). Equal micro-batches leave smaller
-bubbles and fit into less memory, but every further one is a further launch, and a cut sequence keeps its keys and
-values. So with ``slices: auto`` nothing is cut in a batch whose sequences all fit into a micro-batch, unless the step
-gets shorter by `WORTH_A_CUT`; otherwise, and with ``slices: even`` always, equal micro-batches are taken where the step
-is at most `EVENNESS_COSTS` longer than the best and they fit into memory. What is even is the cost of a micro-batch
-forward and backward together, as both run the same groups. With ``train.recompute`` a backward replays its forward
-anyway, so its groups are free (asymmetric partitioning; SlimPack, arXiv 2509.26246): forward and backward are then each
-cut for their own cost. Without, groups of its own would cost the backward one more forward, a third of the step, and
-are not tried.
+A small portfolio (`ways`) judged by one prediction (`core.predict`, `core.simulate`, `core.memory`). Equal
+micro-batches leave smaller bubbles and fit into less memory, but every further one is a further launch, and a cut
+sequence keeps its keys and values. So with ``slices: auto`` nothing is cut in a batch whose sequences all fit into a
+micro-batch, unless the step gets shorter by `WORTH_A_CUT`; otherwise, and with ``slices: even`` always, equal
+micro-batches are taken where the step is at most `EVENNESS_COSTS` longer than the best and they fit into memory. What
+is even is the cost of a micro-batch forward and backward together, as both run the same groups. With
+``train.recompute`` a backward replays its forward anyway, so its groups are free (asymmetric partitioning; SlimPack,
+arXiv 2509.26246): forward and backward are then each cut for their own cost. Without, groups of its own would cost the
+backward one more forward, a third of the step, and are not tried.
 
-512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 one to two seconds
+512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 two to three seconds
 (benchmarks/planner.py). The global batch is unchanged: only who computes which tokens, and beside which others. A
 sequence that costs more than a rank's mean share still bounds the step, since its slices stay on one rank.
 """
@@ -28,6 +28,7 @@ from ...core.memory import peaks_of_stage, room_bytes
 from ...core.partition import Ints
 from ...core.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.registry import Situation
+from ...core.simulate import simulate
 from ...core.workload import Limits, StepPlan
 from .bound import lower_bound_s
 from .config import PackingConfig
@@ -54,12 +55,12 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
     problem: DoesNotFitError | None = None
     for candidate in ways if cuts else [whole(bare, lengths, limits, costs, bound_s)]:
         try:
-            judged = _judge(fit_memory(candidate), costs)
+            judged = _judge(fit_memory(candidate), situation)
         except DoesNotFitError as error:
             problem = error
             continue
         if judged.held_bytes > room and judged.plan.order and all(one.held_bytes > room for one in found):
-            judged = _replayed(judged, room, costs)
+            judged = _replayed(judged, room, situation)
         found.append(judged)
         margin = EVENNESS_COSTS if judged.plan.cut else WORTH_A_CUT
         if judged.step_s <= bound_s * (1 + margin) and judged.held_bytes <= room:
@@ -79,20 +80,24 @@ class _Judged(NamedTuple):
     """The most activations and prefix KV that any rank holds."""
 
 
-def _judge(plan: StepPlan, costs: Costs) -> _Judged:
+def _judge(plan: StepPlan, situation: Situation) -> _Judged:
+    """On one stage nothing but compute tells plans apart; between stages hand-overs and the output layer do too."""
+    costs, stages = situation.costs, plan.limits.num_stages
     passes = pass_seconds(plan, costs)
-    held = max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
-    return _Judged(plan, predict(plan, costs, passes).step_s, micro_batch_imbalance(plan, costs, passes), held)
+    held = max(peak for stage in range(stages) for peak, _ in peaks_of_stage(plan, stage))
+    alone = stages == 1
+    step_s = predict(plan, costs, passes).step_s if alone else simulate(plan, situation, record=False).step_s
+    return _Judged(plan, step_s, micro_batch_imbalance(plan, costs, passes), held)
 
 
-def _replayed(judged: _Judged, room: float, costs: Costs) -> _Judged:
+def _replayed(judged: _Judged, room: float, situation: Situation) -> _Judged:
     """The plan with the replays that bring it into the device's memory; as it was where none do."""
     limits = judged.plan.limits
     try:
         fitted = fit_memory(replace(judged.plan, limits=replace(limits, max_activation_bytes=room)))
     except DoesNotFitError:
         return judged
-    return _judge(replace(fitted, limits=limits), costs)
+    return _judge(replace(fitted, limits=limits), situation)
 
 
 def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:

@@ -8,8 +8,6 @@ in step (ZeRO-3) it is the same for all.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...core.errors import EvenloadError
 from ...core.memory import peaks_of_stage
 from ...core.workload import StepPlan
