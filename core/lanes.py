@@ -26,7 +26,10 @@ def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
     per_token = {
         name: getattr(limits, name) * share for name in Limits.__dataclass_fields__ if name.endswith("_per_token")
     }
-    lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, **per_token)
+    beside = limits.beside._replace(
+        **{name: value * share for name, value in limits.beside._asdict().items() if name.endswith("_per_token")}
+    )
+    lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
     return lanes, replace(situation, costs=_shared(situation.costs, layout.cp), layout=ranks)
 

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.chain import PlanChain
+from evenload.core.lanes import narrow, widen
+from evenload.core.memory import peaks_of_stage
 from evenload.core.predict import predict
 from evenload.core.recipe import load
 from evenload.core.setting import RECIPES
 from evenload.core.simulate import simulate
+from evenload.core.stock import stock_plan
 from evenload.core.workload import sequences
 from evenload.face import load_plugins
 from hypothesis import given, settings
@@ -42,6 +45,16 @@ def test_a_lane_holds_as_many_tokens_as_its_ranks_together() -> None:
     plan = chain(4, 2, "plugins.packing.slices=off").plan(sequences([4 * CAP, 4 * CAP]))
     assert {len(m.slices) for m in plan.micro_batches} == {1}
     assert plan.limits.max_tokens == CAP
+
+
+def test_a_lane_holds_what_each_of_its_ranks_holds() -> None:
+    made = chain(4, 2, "costs=auto")
+    assert made.limits.beside.head_bytes_per_token > 0
+    limits, _ = narrow(made.limits, made.situation)
+    lanes = stock_plan(sequences([800, 1200, 400, 1600]), limits)
+    on_ranks = widen(lanes, made.limits, 4).check()
+    held = [peak for peak, _ in peaks_of_stage(lanes, 0)]
+    assert [peak for peak, _ in peaks_of_stage(on_ranks, 0)] == pytest.approx([peak for peak in held for _ in range(4)])
 
 
 def test_a_lane_computes_as_fast_as_its_ranks_together() -> None:
