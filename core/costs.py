@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationE
 from .cluster import Cluster, Link
 from .errors import EvenloadError, nearest
 from .layout import Layout
+from .parts import tokens_of_ranks
 from .shape import Shape
 from .workload import MicroBatch
 
@@ -54,12 +55,24 @@ class Work(NamedTuple):
 def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
     """The work of each rank of these micro-batches, summed. A dummy is one token."""
     launches, tokens, pairs = 0, 0.0, 0.0
-    for slices, ranks, pad in micro_batches:
+    for slices, ranks, pad, *_ in micro_batches:
         rows = [(pad or s.stop - s.start, s.start) for s in slices] or [(1, 0)]
         launches += 1
         tokens += sum(n for n, _ in rows) / len(ranks)
         pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
     return Work(launches, tokens, pairs)
+
+
+def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
+    """The work of each rank of one micro-batch, whose slices may have homes of their own."""
+    if not micro_batch.homes:
+        return dict.fromkeys(micro_batch.ranks, work_of([micro_batch]))
+    pairs = dict.fromkeys(micro_batch.ranks, 0.0)
+    for s, home in zip(micro_batch.slices, micro_batch.homes, strict=True):
+        share = (s.stop - s.start) * (s.start + 0.5 * (s.stop - s.start)) / len(home)
+        for rank in home:
+            pairs[rank] += share
+    return {rank: Work(1, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
 
 
 class _Frozen(BaseModel):
@@ -165,9 +178,12 @@ class Costs(_Frozen):
         return self.forward.launch_s + self.backward.launch_s
 
     def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
-        """(forward, backward) seconds of a micro-batch on each of its ranks, compute only."""
-        work = work_of([micro_batch])
-        return self.forward.of(work), self.backward.of(work)
+        """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
+        if not micro_batch.homes:
+            work = work_of([micro_batch])
+            return self.forward.of(work), self.backward.of(work)
+        works = rank_works(micro_batch).values()
+        return max(map(self.forward.of, works)), max(map(self.backward.of, works))
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from .errors import PlanError
 from .order import orders_of_stage
 from .workload import Op, StepPlan
 
@@ -39,7 +40,7 @@ def nothing(stage: int, op: Op) -> float:
 
 
 def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, waits: bool = False) -> Iterator[Event]:
-    """Every pass of a lawful plan.
+    """Every pass of a plan. Raises PlanError when none that is left can ever start.
 
     Args:
         hand_over: seconds from the end of a pass to the arrival of its result at the next stage.
@@ -90,7 +91,17 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
             ready.append((stage, r))
         left -= len(members)
         yield Event(stage, op, members, start, end, goes_on)
-    assert not left, f"{left} passes never start: an unlawful plan"
+    if left:
+        raise PlanError("the order deadlocks", "; ".join(_stuck(orders, at)[:8]), "let ranks meet in one order")
+
+
+def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
+    return [
+        f"rank {rank} of stage {stage} waits at {row[at[stage][rank]].kind}{row[at[stage][rank]].micro_batch}"
+        for stage, rows in enumerate(orders)
+        for rank, row in enumerate(rows)
+        if at[stage][rank] < len(row)
+    ]
 
 
 def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:

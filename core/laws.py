@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import PlanError
+from .events import play
 from .memory import peaks_of_stage
 from .order import orders_of_stage
+from .parts import Home, attended, home_of, tokens_of_ranks
 from .workload import MicroBatch, Op, Slice, StepPlan
 
 
@@ -25,6 +27,7 @@ def check(plan: StepPlan) -> None:
     for law in (
         _every_token_once,
         _ranks_exist,
+        _sharing,
         _caps,
         _slices_ascend,
         _backward_groups,
@@ -33,7 +36,9 @@ def check(plan: StepPlan) -> None:
         _slices_keep_their_prefix,
         _links_keep_their_order,
         _stages_make_progress,
+        _groups_meet,
         _recompute_fits,
+        _offload_fits,
         _memory,
     ):
         law(plan)
@@ -92,9 +97,42 @@ def _ranks_exist(plan: StepPlan) -> None:
         ranks = micro_batch.ranks
         if not ranks or min(ranks) < 0 or max(ranks) >= size or len(set(ranks)) != len(ranks):
             raise PlanError("a micro-batch has impossible ranks", f"{name}: {ranks} of {size} ranks")
-        if len(ranks) > 1 and len(ranks) > micro_batch.num_slots:
-            found = f"{name}: {micro_batch.num_slots} tokens on {len(ranks)} ranks"
+
+
+def _sharing(plan: StepPlan) -> None:
+    """Ranks that share a micro-batch all have tokens of it, in layouts that the attention of its engine can run."""
+    if not plan.shared:
+        return
+    for name, m in _both(plan):
+        if len(m.ranks) == 1:
+            continue
+        if m.homes and len(m.homes) != len(m.slices):
+            raise PlanError("a micro-batch has not one home for each slice", f"{name}: {len(m.homes)}")
+        if m.engine and m.pad_to:
+            raise PlanError("a shared micro-batch is padded", f"{name}: pad_to {m.pad_to}")
+        if (m.engine == "hybrid") != (m.inner > 0):
+            raise PlanError("inner belongs to the engine hybrid", f"{name}: engine {m.engine or 'none'}, {m.inner}")
+        for number in range(len(m.slices)) if m.homes else range(min(1, len(m.slices))):
+            _home_is_possible(plan, name, m, number)
+        if m.homes and not m.remap and set(m.ranks) != {rank for home in m.homes for rank in home}:
+            raise PlanError("a micro-batch has ranks that are nobody's home", name)
+        counts = tokens_of_ranks(m)
+        if min(counts.values()) < 1:
+            found = f"{name}: {m.num_slots} tokens on {len(m.ranks)} ranks"
             raise PlanError("a rank of a micro-batch would have no token", found)
+
+
+def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> None:
+    home, heads = home_of(m, number), plan.limits.heads
+    if not home.ranks or len(set(home.ranks)) < len(home.ranks) or not set(home.ranks) <= set(m.ranks):
+        raise PlanError("the home of a slice is not among the ranks of its micro-batch", f"{name}: {home.ranks}")
+    if len(home.ranks) > 1 and (home.inner < 1 or len(home.ranks) % home.inner):
+        raise PlanError("groups that share heads do not divide a home", f"{name}: {home.inner} of {len(home.ranks)}")
+    if m.engine == "hybrid" and not 1 < m.inner < len(m.ranks):
+        raise PlanError("inner is no part of the ranks", f"{name}: {m.inner} of {len(m.ranks)}")
+    if heads and home.inner > heads:
+        found = f"{name}: {home.inner} ranks, {heads} heads"
+        raise PlanError("more ranks share heads than there are", found, "use a ring, or a hybrid with smaller groups")
 
 
 def _caps(plan: StepPlan) -> None:
@@ -103,7 +141,7 @@ def _caps(plan: StepPlan) -> None:
         pad = micro_batch.pad_to
         if pad and max((s.length for s in micro_batch.slices), default=0) > pad:
             raise PlanError("a slice is longer than its padding", f"{name}: pad_to {pad}")
-        per_rank = -(-micro_batch.num_slots // len(micro_batch.ranks))
+        per_rank = max(tokens_of_ranks(micro_batch).values())
         if per_rank > cap:
             raise PlanError("a micro-batch is over the token cap", f"{name}: {per_rank} tokens, cap {cap}")
 
@@ -115,20 +153,32 @@ def _slices_ascend(plan: StepPlan) -> None:
     if plan.limits.whole_sequences:
         raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
-    ranks_of: dict[int, tuple[int, ...]] = {}
+    home_before: dict[int, Home] = {}
     cut = plan.cut
     for index, micro_batch in enumerate(plan.micro_batches):
-        mine = [s for s in micro_batch.slices if s.sequence in cut]
-        _refuse_two_slices(f"micro-batch {index}", mine)
-        for s in mine:
+        mine = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in cut]
+        _refuse_two_slices(f"micro-batch {index}", [s for _, s in mine])
+        for number, s in mine:
             if s.start != stop_of.get(s.sequence, 0):
                 found = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
                 raise PlanError(f"slices of sequence {s.sequence} are launched out of order", found)
-            if s.start and not set(ranks_of[s.sequence]) <= set(micro_batch.ranks):
-                found = f"prefix on ranks {ranks_of[s.sequence]}, micro-batch {index} on {micro_batch.ranks}"
+            home = home_of(micro_batch, number)
+            if s.start and not _keeps_prefix(home_before[s.sequence], home):
+                found = f"prefix on ranks {home_before[s.sequence].ranks}, micro-batch {index} on {home.ranks}"
                 raise PlanError(f"a slice of sequence {s.sequence} runs away from its prefix KV", found)
+            for place in range(len(home.ranks)) if len(home.ranks) > 1 and micro_batch.engine else ():
+                if not attended(s, home, place):
+                    found = f"{s.length} tokens on {len(home.ranks)} ranks in micro-batch {index}"
+                    raise PlanError(f"a slice of sequence {s.sequence} has ranks without a token of it", found)
             stop_of[s.sequence] = s.stop
-            ranks_of[s.sequence] = micro_batch.ranks
+            home_before[s.sequence] = home
+
+
+def _keeps_prefix(before: Home, now: Home) -> bool:
+    """A ring may grow, since each rank brings the part of the prefix that it has; heads stay with their ranks."""
+    if before.inner == now.inner == 1:
+        return set(before.ranks) <= set(now.ranks)
+    return before == now
 
 
 def _refuse_two_slices(name: str, slices: Sequence[Slice]) -> None:
@@ -152,13 +202,18 @@ def _backward_groups(plan: StepPlan) -> None:
     if alone:
         found = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
         raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
-    ranks_of = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
+    ranks_of = {s.sequence: home_of(m, k).ranks for m in plan.micro_batches for k, s in enumerate(m.slices)}
+    forward = {m for m in plan.micro_batches if len(m.ranks) > 1}
     start_of = {s.index: s.length for s in plan.sequences}
     for index, micro_batch in enumerate(plan.backward):
         _refuse_two_slices(f"backward micro-batch {index}", micro_batch.slices)
-        for s in micro_batch.slices:
-            if set(micro_batch.ranks) != set(ranks_of[s.sequence]):
-                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {micro_batch.ranks}"
+        if len(micro_batch.ranks) > 1 and micro_batch not in forward:
+            found = f"backward micro-batch {index} on ranks {micro_batch.ranks}"
+            raise PlanError("a shared micro-batch runs backward otherwise than forward", found)
+        for number, s in enumerate(micro_batch.slices):
+            home = home_of(micro_batch, number).ranks
+            if set(home) != set(ranks_of[s.sequence]):
+                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {home}"
                 raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", found)
             if s.stop != start_of[s.sequence]:
                 found = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
@@ -174,6 +229,16 @@ def _equal_counts(plan: StepPlan) -> None:
         if len(set(counts)) > 1:
             found = f"between {min(counts)} and {max(counts)}"
             raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
+        rows = [plan.of_rank(rank, kind) for rank in range(plan.limits.num_ranks)] if plan.shared else []
+        for index, m in enumerate(plan.passes(kind)) if rows else ():
+            places = {rank: rows[rank].index(index) for rank in m.ranks} if len(m.ranks) > 1 else {}
+            if len(set(places.values())) > 1:
+                found = f"micro-batch {index}: number of its pass by rank {places}"
+                raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", found)
+    patterns = {"".join(op.kind for op in row) for row in orders_of_stage(plan, 0)} if plan.shared else set()
+    if len(patterns) > 1:
+        found = " and ".join(sorted(patterns)[:2])
+        raise PlanError("ranks that run in step share micro-batches and differ in the order of their passes", found)
 
 
 def _order_is_complete(plan: StepPlan) -> None:
@@ -286,6 +351,18 @@ def _stages_make_progress(plan: StepPlan) -> None:
     ]
     if stuck:
         raise PlanError("the order deadlocks", "; ".join(stuck))
+
+
+def _groups_meet(plan: StepPlan) -> None:
+    """Run all ranks' lists against each other: a shared micro-batch waits until it is the next one of all its ranks."""
+    if plan.shared:
+        for _ in play(plan, lambda stage, op: 1.0):
+            pass
+
+
+def _offload_fits(plan: StepPlan) -> None:
+    if plan.offload and (len(plan.offload) != len(plan.micro_batches) or not all(0 <= r <= 1 for r in plan.offload)):
+        raise PlanError("offload does not give a share for every micro-batch", f"{plan.offload[:4]} ...")
 
 
 def _recompute_fits(plan: StepPlan) -> None:

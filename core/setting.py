@@ -10,7 +10,7 @@ from .layout import Layout
 from .memory import beside_of
 from .recipe import Recipe
 from .registry import Situation
-from .shape import shape_of
+from .shape import heads_of, shape_of
 from .states import LIVE_WEIGHTS, states_of
 from .states import VALUE_BYTES as VALUE_BYTES
 from .stock import UNCAPPED
@@ -89,4 +89,6 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         kv_grad_bytes_per_token=kv_grad / layers,
         input_bytes_per_token=shape.hidden_size * value_bytes,
         beside=beside_of(memory, layers),
+        heads=heads_of(recipe.model) // layout.tp,
+        node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
     )

@@ -74,3 +74,11 @@ def shape_of(model: Model) -> Shape:
             "give a Hugging Face config.json with hidden_size, num_hidden_layers, num_attention_heads, "
             "intermediate_size and vocab_size",
         ) from error
+
+
+def heads_of(model: Model) -> int:
+    """Query heads. Raises EvenloadError for a config.json that does not say."""
+    if model.config is None:
+        return model.num_attention_heads
+    fields = json.loads(model.config.read_text())
+    return int(fields["num_attention_heads"])

@@ -28,9 +28,8 @@ from typing import Literal
 from .cluster import Cluster, Link
 from .costs import PassCost
 from .layout import Layout
-from .workload import MicroBatch
+from .workload import Engine, MicroBatch
 
-Engine = Literal["ring", "all_to_all", "all_gather"]
 Sharding = Literal["none", "optimizer", "parameters"]
 
 

@@ -40,16 +40,33 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
+Engine = Literal["", "ring", "all_gather", "all_to_all", "hybrid"]
+"""How ranks share the attention of a sequence: keys and values go round, or to all at once; or queries, keys and values
+change from token to head shards and back; or the latter inside groups of ranks and a ring across the groups."""
+
+
 class MicroBatch(NamedTuple):
-    """What a set of ranks runs at once. ``len(ranks)`` is its context-parallel degree.
+    """What a set of ranks runs at once. ``len(ranks)`` is its context-parallel degree, unless slices have own homes.
 
     A micro-batch without slices is a dummy: one token of weight zero, for hosts that need equal counts on every rank.
+    How tokens are dealt to several ranks is said in `core.parts`.
     """
 
     slices: tuple[Slice, ...]
     ranks: tuple[int, ...]
+    """In the order in which they form a ring."""
     pad_to: int = 0
     """Every slice is padded to this many tokens (stock trainers do that); 0 means packed without padding."""
+    engine: Engine = ""
+    """Of all slices on several ranks; empty: the trainer's static context parallelism, which plans only predict."""
+    inner: int = 0
+    """Ranks of a group that shares heads, where the engine is hybrid."""
+    homes: tuple[tuple[int, ...], ...] = ()
+    """For each slice the ranks that share its attention, some or all of ``ranks``; empty: all share every slice."""
+    remap: bool = False
+    """All modules but attention run on equally many tokens on every rank."""
+    routed: bool = False
+    """What travels between nodes is spread over all ranks of both nodes."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +133,10 @@ class Limits:
     beside: Beside = NOTHING_BESIDE
     whole_sequences: bool = False
     """The host runs whole sequences only, forward and backward of one micro-batch after the other."""
+    heads: int = 0
+    """Query heads of one tensor-parallel rank, which ranks that share heads divide; 0: not known."""
+    node_ranks: int = 0
+    """Neighbouring plane ranks that share a node; 0: all do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +166,9 @@ class StepPlan:
     notes: tuple[str, ...] = field(default=(), compare=False)
     backward: tuple[MicroBatch, ...] = ()
     replayed: tuple[int, ...] = ()
+    offload: tuple[float, ...] = ()
+    """For each micro-batch of the forward the share of its inner layers' activations that waits in host memory for the
+    backward; empty: none (ByteScale, arXiv 2502.21231, section 4)."""
 
     def passes(self, kind: Literal["F", "B"]) -> tuple[MicroBatch, ...]:
         """The micro-batches of a direction, by the numbers that `Op.micro_batch` has there."""
@@ -158,6 +182,11 @@ class StepPlan:
         return frozenset(s.sequence for m in grouped for s in m.slices if s.stop - s.start < lengths[s.sequence])
 
     @cached_property
+    def shared(self) -> bool:
+        """Whether any micro-batch runs on several ranks."""
+        return any(len(m.ranks) > 1 for m in (*self.micro_batches, *self.backward))
+
+    @cached_property
     def orders_known(self) -> dict[int, list[list[Op]]]:
         """What `core.order` has found."""
         return {}
@@ -165,7 +194,7 @@ class StepPlan:
     def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
         """The same with other replays; what groups and order alone decide is not worked out again."""
         other = replace(self, replayed=replayed)
-        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known")
+        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared")
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
@@ -244,7 +273,8 @@ class StepPlan:
             "replayed": np.array([len(self.backward), *self.replayed], dtype=np.int64),
         }
         order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
-        digest = hashlib.blake2b(repr((order, self.recompute)).encode(), digest_size=16)
+        shared = [(i, m[_PLAIN:]) for i, m in enumerate(grouped) if len(m.ranks) > 1]
+        digest = hashlib.blake2b(repr((order, self.recompute, self.offload, shared)).encode(), digest_size=16)
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())
@@ -259,6 +289,7 @@ class StepPlan:
             "micro_batches": [_micro_batch_json(m) for m in self.micro_batches],
             "order": [[[op.kind, op.micro_batch] for op in stage] for stage in self.order],
             "recompute": [list(stage) for stage in self.recompute],
+            "offload": list(self.offload),
             "backward": [_micro_batch_json(m) for m in self.backward],
             "replayed": list(self.replayed),
             "made_by": self.made_by,
@@ -279,16 +310,30 @@ class StepPlan:
             bound_s=data.get("bound_s", 0.0),
             backward=tuple(map(_micro_batch, data.get("backward", ()))),
             replayed=tuple(data.get("replayed", ())),
+            offload=tuple(data.get("offload", ())),
         )
 
 
+_PLAIN = MicroBatch._fields.index("engine")
+"""Fields before this one say all of a micro-batch on one rank."""
+
+
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
-    row: dict[str, Any] = {"slices": [list(s) for s in micro_batch.slices], "ranks": list(micro_batch.ranks)}
-    return {**row, "pad_to": micro_batch.pad_to} if micro_batch.pad_to else row
+    values = micro_batch._asdict() | {
+        "slices": [list(s) for s in micro_batch.slices],
+        "ranks": list(micro_batch.ranks),
+        "homes": [list(home) for home in micro_batch.homes],
+    }
+    return {name: value for name, value in values.items() if value or name in ("slices", "ranks")}
 
 
 def _micro_batch(row: Mapping[str, Any]) -> MicroBatch:
-    return MicroBatch(tuple(Slice(*s) for s in row["slices"]), tuple(row["ranks"]), row.get("pad_to", 0))
+    found = dict(row) | {
+        "slices": tuple(Slice(*s) for s in row["slices"]),
+        "ranks": tuple(row["ranks"]),
+        "homes": tuple(map(tuple, row.get("homes", ()))),
+    }
+    return MicroBatch(**found)
 
 
 def sequences(lengths: Any, tenants: Any = None) -> tuple[Sequence, ...]:
