@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def look_ahead(
         plan_s = time.perf_counter() - start
         baselines = _baselines(chain, batch, record)
         planned.append(PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps))
-    return Outlook(recipe, chain, samples, tuple(planned))
+    return Outlook(recipe, chain, samples, tuple(_comparable(planned)))
 
 
 def write_plans(outlook: Outlook, path: Path) -> None:
@@ -126,7 +127,17 @@ def _baselines(chain: PlanChain, batch: tuple[Sequence, ...], record: bool) -> d
         for name in chain.baseline_names
         if name != "karmarkar_karp" or len(batch) * chain.limits.num_ranks <= _DIFFERENCING_LIMIT
     ]
-    return {name: _simulated(replace(chain, instead=name).plan(batch), chain, record) for name in names}
+    found = {}
+    for name in names:
+        with suppress(EvenloadError):
+            found[name] = _simulated(replace(chain, instead=name).plan(batch), chain, record)
+    return found
+
+
+def _comparable(steps: list[PlannedStep]) -> list[PlannedStep]:
+    """With those baselines alone that can plan every step: some share nothing, and a sequence may be too long."""
+    known = [name for name in steps[0].baselines if all(name in step.baselines for step in steps)]
+    return [replace(step, baselines={name: step.baselines[name] for name in known}) for step in steps]
 
 
 def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
@@ -161,7 +172,7 @@ def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
     seconds = chain.situation.costs.sequence_s(np.array([s.length for s in step_plan.sequences]))
     mean = float(seconds.sum()) / chain.limits.num_ranks
     longest = float(seconds.max()) / chain.situation.layout.cp
-    if longest <= mean:
+    if longest <= mean or step_plan.shared:
         return []
     tokens = step_plan.sequences[int(seconds.argmax())].length
     return [f"one sequence of {tokens} tokens costs {longest / mean:.2f}x a rank's mean share and bounds the step"]

@@ -77,10 +77,16 @@ class PlanChain:
             return self._best_of_lanes(batch)
         if self.instead:
             return self.baseline(self.instead, batch)
-        placing = bool(self.links) and self.links[0][0].places
-        plan = StepPlan(batch, (), self.limits) if placing else self.stock(batch)
-        for plugin, config in self.links:
-            plan = plugin.plan(plan, self.situation, config)
+        placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
+        plan = StepPlan(batch, (), self.limits) if 0 in placing else self.stock(batch)
+        for place, (plugin, config) in enumerate(self.links):
+            try:
+                plan = plugin.plan(plan, self.situation, config)
+            except EvenloadError:
+                if place not in placing or place == placing[-1]:
+                    raise
+                # What one planner cannot place (a sequence over its cap), a later one may.
+                plan = StepPlan(batch, (), config.capped(self.limits))
         return plan.check()
 
     def simpler(self, batch: tuple[Sequence, ...]) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
@@ -135,4 +141,4 @@ class PlanChain:
     @property
     def baseline_names(self) -> tuple[str, ...]:
         """All baselines, the stock plan first."""
-        return ("padded", *(name for plugin, _ in self.links for name in plugin.baselines))
+        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in self.links for name in plugin.baselines)]))

@@ -15,7 +15,14 @@ def refuse_impossible(recipe: Recipe) -> None:
     """Raise EvenloadError with the first rule that the recipe breaks, plugin clashes first."""
     model, p, train = recipe.model, recipe.parallel, recipe.train
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
+    sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
     rules: list[tuple[bool, str, str, str]] = [
+        (
+            p.cp > 1 and bool(sharing),
+            f"parallel.cp and plugins.{sharing[0] if sharing else ''} both say how many ranks share a sequence",
+            f"parallel.cp {p.cp}",
+            "set parallel.cp=1 and give its ranks to parallel.dp, or disable the plugin",
+        ),
         (
             model.hidden_size % model.num_attention_heads != 0,
             "model.num_attention_heads does not divide model.hidden_size",

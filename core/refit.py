@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .costs import Costs, PassCost, work_of
+from .costs import Costs, PassCost, rank_works
 from .workload import StepPlan
 
 Floats = npt.NDArray[np.float64]
@@ -75,15 +75,15 @@ def rows_of(plan: StepPlan, recompute: bool) -> Floats:
     work = np.zeros((limits.num_ranks, 2, 6))
     odd = np.zeros(limits.num_ranks, dtype=np.bool_)
     for i, micro_batch in enumerate(plan.micro_batches):
-        ranks = list(micro_batch.ranks)
-        work[ranks, 0, :3] += work_of([micro_batch])
-        odd[ranks] |= i not in plan.kept
+        for rank, amounts in rank_works(micro_batch).items():
+            work[rank, 0, :3] += amounts
+            odd[rank] |= i not in plan.kept
     replayed = frozenset() if recompute else frozenset(plan.replayed)
     for j, micro_batch in enumerate(plan.passes("B")):
-        amounts, ranks = work_of([micro_batch]), list(micro_batch.ranks)
-        work[ranks, 1, 3:] += amounts
-        if j in replayed:
-            work[ranks, 1, :3] += amounts
+        for rank, amounts in rank_works(micro_batch).items():
+            work[rank, 1, 3:] += amounts
+            if j in replayed:
+                work[rank, 1, :3] += amounts
     work[odd, 0] = 0.0
     return work
 

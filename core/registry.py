@@ -16,7 +16,7 @@ from .costs import Costs
 from .errors import EvenloadError, nearest
 from .layout import Layout
 from .traffic import NO_TRAFFIC, Traffic
-from .workload import StepPlan
+from .workload import Limits, StepPlan
 
 ENTRY_POINT_GROUP = "evenload.plugins"
 
@@ -36,6 +36,10 @@ class PluginConfig(BaseModel):
     def uncut(self) -> PluginConfig:
         """The same settings where no sequence may be cut."""
         return self
+
+    def capped(self, limits: Limits) -> Limits:
+        """The host's limits with the caps of this section, which hold for plugins that plan later too."""
+        return limits
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Plugin:
     """``hold_back(config)`` gives the rule by which sequences wait for a later step; None: all run when drawn."""
     needs_host: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
+    shares: bool = False
+    """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from ...core.registry import PluginConfig
+from ...core.workload import Limits
+
+GIB = 1024**3
 
 
 class PackingConfig(PluginConfig):
@@ -38,6 +42,10 @@ class PackingConfig(PluginConfig):
 
     def on_lane(self, num_ranks: int) -> PackingConfig:
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})
+
+    def capped(self, limits: Limits) -> Limits:
+        cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
+        return replace(limits, max_tokens=self.max_tokens, max_activation_bytes=cap)
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

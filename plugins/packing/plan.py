@@ -32,7 +32,7 @@ from ...core.simulate import simulate
 from ...core.workload import Limits, StepPlan
 from .bound import lower_bound_s
 from .config import PackingConfig
-from .replay import GIB, DoesNotFitError, fit_memory
+from .replay import DoesNotFitError, fit_memory
 from .ways import portfolio, whole
 
 EVENNESS_COSTS = 0.005
@@ -117,15 +117,14 @@ def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:
 
 
 def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
-    """The host's limits with the plugin's caps. Raises EvenloadError for a cap below one block."""
+    """The host's limits with this section's caps. Raises EvenloadError for a cap below one block."""
     if config.max_tokens < config.block_tokens and config.slices != "off":
         raise EvenloadError(
             "plugins.packing.max_tokens is smaller than one block",
             f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
             "raise max_tokens, or lower block_tokens",
         )
-    cap = config.activation_gib * GIB if config.activation_gib else bare.limits.max_activation_bytes
-    return replace(bare.limits, max_tokens=config.max_tokens, max_activation_bytes=cap)
+    return config.capped(bare.limits)
 
 
 def refuse_longer(lengths: Ints, config: PackingConfig) -> None:

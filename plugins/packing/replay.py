@@ -12,8 +12,7 @@ from ...core.errors import EvenloadError
 from ...core.memory import peaks_of_stage
 from ...core.workload import StepPlan
 from .assemble import chains_of_rank
-
-GIB = 1024**3
+from .config import GIB
 
 
 class DoesNotFitError(EvenloadError):
