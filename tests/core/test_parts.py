@@ -1,0 +1,145 @@
+"""How shared micro-batches are dealt: every token once, evenly, the pairs too, and tokens moved inside nodes first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from evenload.core.errors import PlanError
+from evenload.core.parts import Home, attended, dealt, home_of, layout_of, tokens_of_ranks
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from hypothesis import given
+from hypothesis import strategies as st
+
+PIECE = Slice(0, 100, 164)
+
+
+def pairs(pieces: tuple[Slice, ...]) -> float:
+    return sum(p.length * (p.start + p.length / 2) for p in pieces)
+
+
+@given(st.integers(1, 200), st.integers(0, 50), st.integers(1, 6), st.integers(1, 4))
+def test_every_token_is_attended_for_by_each_place_of_one_group_and_dealt_once(
+    length: int, start: int, groups: int, inner: int
+) -> None:
+    piece, home = Slice(3, start, start + length), Home(tuple(range(groups * inner)), inner)
+    wanted = set(range(start, start + length))
+    tokens = [{t for p in dealt(piece, home, place) for t in range(p.start, p.stop)} for place in home.ranks]
+    assert sum(map(len, tokens)) == length
+    assert set().union(*tokens) == wanted
+    for place in home.ranks:
+        group = {t for p in attended(piece, home, place) for t in range(p.start, p.stop)}
+        first = place // inner * inner
+        assert group == set().union(*tokens[first : first + inner])
+
+
+def test_zig_zag_chunks_give_every_group_the_same_number_of_pairs() -> None:
+    home = Home((0, 1, 2, 3), 1)
+    work = [pairs(attended(Slice(0, 0, 64), home, place)) for place in range(4)]
+    assert work == [512.0] * 4
+    assert attended(PIECE, home, 3) == (Slice(0, 124, 140),)  # the two middle chunks lie side by side
+
+
+def test_heads_are_shared_by_neighbours_and_tokens_by_all() -> None:
+    whole = MicroBatch((PIECE,), (3, 1, 2, 0), engine="all_to_all")
+    assert home_of(whole, 0) == Home((3, 1, 2, 0), 4)
+    assert layout_of(whole) == {r: (Slice(0, 100 + 16 * i, 116 + 16 * i),) for i, r in enumerate((3, 1, 2, 0))}
+    hybrid = whole._replace(engine="hybrid", inner=2)
+    assert layout_of(hybrid)[3] == (Slice(0, 100, 116),)
+    assert layout_of(hybrid)[1] == (Slice(0, 148, 164),)
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> MicroBatch:
+    num_ranks = draw(st.integers(2, 6))
+    lengths = draw(st.lists(st.integers(num_ranks, 60), min_size=1, max_size=5))
+    homes = [tuple(draw(st.permutations(range(num_ranks)))[: draw(st.integers(1, num_ranks))]) for _ in lengths]
+    ranks = tuple(range(num_ranks))
+    slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
+    return MicroBatch(slices, ranks, engine="ring", homes=tuple(homes), remap=draw(st.booleans()))
+
+
+@given(shared(), st.integers(0, 3))
+def test_layouts_hold_every_token_once_and_a_remap_evens_them(micro_batch: MicroBatch, node_ranks: int) -> None:
+    layout = layout_of(micro_batch, node_ranks)
+    found = sorted((p.sequence, t) for pieces in layout.values() for p in pieces for t in range(p.start, p.stop))
+    assert found == [(s.sequence, t) for s in micro_batch.slices for t in range(s.stop)]
+    counts = {rank: sum(p.length for p in pieces) for rank, pieces in layout.items()}
+    assert counts == tokens_of_ranks(micro_batch)
+    if micro_batch.remap:
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_a_remap_moves_tokens_inside_a_node_before_it_crosses() -> None:
+    homes = ((0,), (1,), (2,), (3,))
+    slices = tuple(Slice(i, 0, n) for i, n in enumerate((6, 10, 10, 6)))
+    layout = layout_of(MicroBatch(slices, (0, 1, 2, 3), engine="ring", homes=homes, remap=True), node_ranks=2)
+    assert layout[0] == (Slice(0, 0, 6), Slice(1, 8, 10))
+    assert layout[3] == (Slice(3, 0, 6), Slice(2, 8, 10))
+
+
+LIMITS = Limits(4, 1 << 20, heads=4)
+
+
+def plan(*micro_batches: MicroBatch, lengths: tuple[int, ...] = (40, 9), limits: Limits = LIMITS) -> StepPlan:
+    return StepPlan(sequences(lengths), micro_batches, limits)
+
+
+ALL = (0, 1, 2, 3)
+BOTH = (Slice(0, 0, 40), Slice(1, 0, 9))
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        (MicroBatch(BOTH, ALL, engine="ring", homes=(ALL,)), "one home for each slice"),
+        (MicroBatch(BOTH, ALL, engine="ring", homes=((0, 1), (2,))), "nobody's home"),
+        (MicroBatch(BOTH, (0, 1), engine="ring", homes=((0, 2), (1,))), "not among the ranks"),
+        (MicroBatch(BOTH, ALL, engine="ring", inner=2), "belongs to the engine hybrid"),
+        (MicroBatch(BOTH, ALL, engine="hybrid", inner=3), "do not divide"),
+        (MicroBatch(BOTH, (0, 1, 2), engine="hybrid", inner=3), "no part of the ranks"),
+        (MicroBatch(BOTH, ALL, engine="ring", pad_to=40), "is padded"),
+    ],
+)
+def test_layouts_that_no_attention_runs_are_refused(broken: MicroBatch, word: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        plan(broken).check()
+
+
+def test_more_ranks_than_heads_and_ranks_without_tokens_are_refused() -> None:
+    with pytest.raises(PlanError, match="more ranks share heads than there are"):
+        plan(MicroBatch(BOTH, ALL, engine="all_to_all"), limits=replace(LIMITS, heads=3)).check()
+    with pytest.raises(PlanError, match="would have no token"):
+        plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, engine="ring"), lengths=(1, 3)).check()
+
+
+def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
+    chunks = [Slice(0, a, b) for a, b in ((0, 20), (20, 40))]
+    order = ((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),)
+
+    def chain(*ranks: tuple[int, ...], engine: str = "ring") -> StepPlan:
+        rows = [MicroBatch((c,), r, engine=engine) for c, r in zip(chunks, ranks, strict=True)]  # type: ignore[arg-type]
+        return replace(plan(*rows, lengths=(40,)), order=order)
+
+    chain((1,), (2, 1, 0)).check()
+    chain((1, 2), (1, 2), engine="all_to_all").check()
+    for ranks, engine in ((((0, 1), (1, 2, 3)), "ring"), (((1, 2), (1, 2, 3)), "all_to_all")):
+        with pytest.raises(PlanError, match="runs away from its prefix"):
+            chain(*ranks, engine=engine).check()
+
+
+def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> None:
+    first = plan(MicroBatch(BOTH, ALL, engine="ring"))
+    other = [
+        MicroBatch(BOTH, ALL, engine="all_gather"),
+        MicroBatch(BOTH, ALL, engine="hybrid", inner=2),
+        MicroBatch(BOTH, ALL, engine="ring", homes=((0, 1, 2), (3,))),
+        MicroBatch(BOTH, ALL, engine="ring", remap=True),
+        MicroBatch(BOTH, ALL, engine="ring", routed=True),
+    ]
+    digests = {plan(m).digest for m in other} | {first.digest, replace(first, offload=(0.5,)).digest}
+    assert len(digests) == 7
+    for m in other:
+        kept = replace(plan(m), offload=(0.5,))
+        assert StepPlan.from_json(json.loads(json.dumps(kept.to_json())), LIMITS).digest == kept.digest
