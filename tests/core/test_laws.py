@@ -260,3 +260,39 @@ def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations(
     plan = replace(ASYMMETRIC, limits=limits)
     peak = 12 * 4 * 1 + 8 * 4 * 2 + 5 * 4 * 10 + 8 * 4 * 10
     assert peak_activation_bytes(plan, 0, 0) == (peak, Op("B", 1))
+
+
+SHARED = (
+    MicroBatch((Slice(0, 0, 8),), (0, 1), engine="ring"),
+    MicroBatch((Slice(1, 0, 4),), (1,)),
+    MicroBatch((Slice(2, 0, 8),), (0, 1), engine="ring"),
+)
+STUCK = StepPlan(sequences([8, 4, 8]), SHARED, LIMITS)
+
+
+def test_ranks_that_would_wait_for_each_other_are_refused_before_any_of_them_runs() -> None:
+    """1F1B counts each rank's own micro-batches: rank 0 wants F2 next, which rank 1 runs after B0, which rank 0 shares.
+
+    Stage 0, two stages: rank 0 runs F0 F2 B0 B2 and rank 1 runs F0 F1 B0 F2 B1 B2.
+    """
+    with pytest.raises(PlanError, match="the order deadlocks") as caught:
+        STUCK.check()
+    assert "rank 0 of stage 0 waits at F2" in caught.value.found
+    assert "rank 1 of stage 0 waits at B0" in caught.value.found
+
+
+def test_the_same_work_runs_in_an_order_of_the_whole_plane() -> None:
+    one_list = (ops("F0 F1 B0 F2 B1 B2"), ops("F0 B0 F1 B1 F2 B2"))
+    replace(STUCK, order=one_list).check()
+    replace(STUCK, limits=replace(LIMITS, num_stages=1)).check()  # F, B, F, B: every rank meets in launch order
+    behind = (SHARED[0], SHARED[2], SHARED[1])
+    replace(STUCK, micro_batches=behind).check()
+
+
+def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
+    """Equal counts: a dummy puts both ranks' shared micro-batches at one place, or at two."""
+    dummy = MicroBatch((), (0,))
+    in_step = replace(LIMITS, num_stages=1, equal_counts=True)
+    replace(STUCK, micro_batches=(SHARED[0], dummy, *SHARED[1:]), limits=in_step).check()
+    with pytest.raises(PlanError, match="runs all ranks in step"):
+        replace(STUCK, micro_batches=(*SHARED, dummy), limits=in_step).check()
