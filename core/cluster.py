@@ -15,11 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from .errors import EvenloadError, nearest
+
+Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
 
 class Link(BaseModel):
@@ -30,18 +35,19 @@ class Link(BaseModel):
     latency_s: NonNegativeFloat
     bytes_per_s: PositiveFloat
 
-    def send_s(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
+    def send_s(self, num_bytes: Bytes, calls: int = 1) -> Bytes:
+        """``num_bytes``, a number or an array, are those of all ``calls`` together; so in all that follow."""
+        return calls * self.latency_s + num_bytes / self.bytes_per_s
 
-    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
+    def all_gather_s(self, num_bytes: Bytes, num_ranks: int, calls: int = 1) -> Bytes:
         """Also a reduce-scatter. ``num_bytes``: what each rank contributes (receives, in a reduce-scatter)."""
-        return (num_ranks - 1) * self.send_s(num_bytes)
+        return (num_ranks - 1) * self.send_s(num_bytes, calls)
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
         return 2 * (num_ranks - 1) * self.send_s(num_bytes / num_ranks)
 
-    def all_to_all_s(self, num_bytes: float, num_ranks: int) -> float:
-        return (num_ranks - 1) * self.send_s(num_bytes / num_ranks)
+    def all_to_all_s(self, num_bytes: Bytes, num_ranks: int, calls: int = 1) -> Bytes:
+        return (num_ranks - 1) * self.send_s(num_bytes / num_ranks, calls)
 
 
 class Cluster(BaseModel):
@@ -61,16 +67,18 @@ class Cluster(BaseModel):
     inter: Link
     all_to_all_bytes_per_s: dict[PositiveInt, PositiveFloat] = {}
     """Measured rates of all-to-all by group size, where known: bytes that a rank sends in total, a second."""
+    host_bytes_per_s: PositiveFloat | None = None
+    """From a device's memory to its host's, the slower direction; None: nothing can be left there."""
 
     def link_among(self, ranks: Iterable[int]) -> Link:
         """The slowest link that a group of these ranks of the world must use."""
         nodes = {rank // self.ranks_per_node for rank in ranks}
         return self.intra if len(nodes) <= 1 else self.inter
 
-    def all_to_all_s(self, num_bytes: float, ranks: Collection[int]) -> float:
-        """``num_bytes``: what each rank sends in total."""
+    def all_to_all_s(self, num_bytes: Bytes, ranks: Collection[int], calls: int = 1) -> Bytes:
+        """``num_bytes``: what each rank sends in total, in ``calls`` all-to-alls together."""
         rate = self.all_to_all_bytes_per_s.get(len(ranks))
-        return num_bytes / rate if rate else self.link_among(ranks).all_to_all_s(num_bytes, len(ranks))
+        return num_bytes / rate if rate else self.link_among(ranks).all_to_all_s(num_bytes, len(ranks), calls)
 
 
 def load(name: str, folder: Path) -> Cluster:

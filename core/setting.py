@@ -61,6 +61,8 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
         state_bytes_per_token=shape.hidden_size * value_bytes,
         query_bytes_per_token=shape.query_size * attention,
         kv_bytes_per_token=2 * shape.kv_size * attention,
+        kv_grad_frac=_kv_grad_frac(recipe),
+        heads=heads_of(recipe.model) // layout.tp,
         gradient_bytes=weights * (max(4, value_bytes) if megatron else value_bytes),
         weight_bytes=weights * value_bytes,
         sharding="parameters" if not megatron and zero == 3 else sharded,
@@ -75,8 +77,7 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
     shape = shape_of(recipe.model)
     layers = max(1, shape.num_layers // layout.pp)
     value_bytes = VALUE_BYTES[recipe.train.dtype]
-    # dK and dV are summed in float32 where K and V are half precision (runtime.prefix).
-    kv_grad = memory.kv_bytes_per_token * max(1.0, 4 / value_bytes)
+    kv_grad = memory.kv_bytes_per_token * _kv_grad_frac(recipe)
     return Limits(
         num_ranks=layout.plane_size,
         max_tokens=UNCAPPED,
@@ -92,3 +93,8 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
     )
+
+
+def _kv_grad_frac(recipe: Recipe) -> float:
+    """dK and dV are summed in float32 where K and V are half precision (runtime.prefix)."""
+    return max(1.0, 4 / VALUE_BYTES[recipe.train.dtype])

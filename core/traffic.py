@@ -4,11 +4,11 @@
     tensor         two all-reduces of the hidden states a layer and direction, one more at the embedding and at the
                    output layer, over the tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053, section 3); nothing
                    hides them
-    attention      a micro-batch on d ranks of the plane, by engine:
+    attention      a micro-batch on d ranks of the plane, by engine (`sharing` has the formulas):
                      ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
-                                 (Liu et al., arXiv 2310.01889, section 3)
                      all_to_all  Q, K, V and the output change from sequence to head shards and back
                                  (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
+                     hybrid      all_to_all inside groups, a ring across them
                      all_gather  K and V of all tokens to all (backward: their gradients summed back); not hidden
     experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
                    behind its compute
@@ -25,11 +25,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from .cluster import Cluster, Link
 from .costs import PassCost
 from .layout import Layout
+from .sharing import Load, alone_s, times_of
 from .workload import Engine, MicroBatch
 
+Floats = npt.NDArray[np.float64]
 Sharding = Literal["none", "optimizer", "parameters"]
 
 
@@ -43,7 +48,12 @@ class Traffic:
     query_bytes_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
     """K and V together."""
+    kv_grad_frac: float = 1.0
+    """Bytes of dK and dV over those of K and V: 2 where half precision is summed in float32."""
+    heads: int = 0
+    """Query heads of one tensor-parallel rank; 0: not known, then ranks that share heads divide them evenly."""
     engine: Engine = "ring"
+    """Of micro-batches on several ranks that name none: what the trainer's static context parallelism does."""
     gradient_bytes: float = 0.0
     weight_bytes: float = 0.0
     sharding: Sharding = "none"
@@ -95,24 +105,51 @@ def exposed_s(
     return total
 
 
+def attention_s(
+    traffic: Traffic,
+    cluster: Cluster,
+    layout: Layout,
+    stage: int,
+    pieces: npt.ArrayLike,
+    ranks: tuple[int, ...],
+    engine: Engine,
+    inner: int,
+    cost: PassCost,
+    passes: int,
+    routed: bool = False,
+) -> Floats:
+    """Communication that nothing hides in one pass of a sequence by itself: what sharing its attention costs.
+
+    Args:
+        pieces: (tokens, tokens before them) of S sequences, each by itself on these ranks: [S, 2].
+        ranks: of the plane, in the order of their places.
+        inner: ranks of a group that shares heads, where the engine is hybrid.
+        cost: of the direction.
+        passes: 1 for a forward, 2 for a backward.
+
+    Returns:
+        Seconds, float64 [S]; infinite where more ranks share heads than there are.
+    """
+    rows = np.asarray(pieces, dtype=np.float64).reshape(-1, 2)
+    tokens, prefix = rows[:, 0], rows[:, 1]
+    if len(ranks) == 1:
+        return np.zeros(len(rows))
+    peers = world_ranks(layout, stage, ranks)
+    load = Load(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
+    times = times_of(traffic, cluster, peers, load, engine, inner, cost, passes, routed)
+    return np.asarray(alone_s(times), dtype=np.float64)
+
+
 def _attention_s(
     traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
 ) -> float:
-    degree = len(micro_batch.ranks)
     peers = world_ranks(layout, stage, micro_batch.ranks)
-    slots = micro_batch.num_slots
-    if traffic.engine == "all_to_all":
-        sent = slots / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)
-        return cluster.all_to_all_s(sent, peers)
-    # Keys and values of the prefixes take part too.
     pad = micro_batch.pad_to
     rows = sum(s.start + (pad or s.stop - s.start) for s in micro_batch.slices) or 1
-    link, each = cluster.link_among(peers), rows / degree * traffic.kv_bytes_per_token
-    if traffic.engine == "all_gather":
-        return passes * link.all_gather_s(each, degree)
-    hops_s = passes * (degree - 1) * (traffic.layers * link.latency_s + each / link.bytes_per_s)
     pairs = sum((pad or s.stop - s.start) * (s.start + 0.5 * (pad or s.stop - s.start)) for s in micro_batch.slices)
-    return max(0.0, hops_s - cost.pair_s * pairs / degree * (degree - 1) / degree)
+    load = Load(micro_batch.num_slots, rows, pairs)
+    engine, inner = micro_batch.engine, micro_batch.inner
+    return float(alone_s(times_of(traffic, cluster, peers, load, engine, inner, cost, passes, micro_batch.routed)))
 
 
 def links_up(cluster: Cluster, layout: Layout, stage: int) -> list[Link]:
