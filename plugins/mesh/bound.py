@@ -1,0 +1,268 @@
+"""Certified lower bounds: what no division of a batch among ranks can beat.
+
+`lower_bound_s` holds for every plan of a step: groups of ranks disjoint or overlapping, zones, slices, remapped tokens.
+A plan in which no rank is busy for longer than C can only run a sequence on degrees d that are done in time, and then
+takes at least the least rank-seconds among those:
+
+    area_k(C) = min { d * T(k, d) :  T(k, d) <= C - launches }        T(k, d) = compute_k / d + exposed_k(d)
+    bound     = the least C with   sum_k area_k(C) + launches  <=  N * C
+
+Slices of one sequence may run on different degrees in turn, so there the minimum is over mixtures (the lower convex
+hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
+ranks meet in every micro-batch (ZeRO 3), those beside the longest sequence have no more than their cap of tokens to
+fill the time that it takes. A millisecond, once `prices` has its table; that is read from below.
+
+`micro_batch_bound_s` is tighter and takes seconds: FlexSP's disjoint groups of one micro-batch, degree by degree and
+not group by group. Numbers of groups n_d are integers, the longest sequences go to one degree whole, all others may be
+divided (b_k: sequences of that length):
+
+    minimise  sum_d d * n_d    with   sum_d x_kd = b_k,    sum_k f(T(k, d) / C) x_kd <= n_d,
+                                      sum_k f(tokens_k / (d * cap)) x_kd <= n_d    for some dual feasible f
+
+A function f is dual feasible if weights that sum to at most 1 have f's that do (Fekete and Schepers, Math. Prog. 2001);
+it tells the program that what does not fit beside each other takes groups of its own. C is refused only where the
+solver's *dual* bound on the ranks exceeds N: what a solver that ran out of nodes has not found may still exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from ...core.errors import EvenloadError
+from ...core.partition import Floats, Ints
+from ...core.registry import Situation
+from ...core.workload import Limits
+from .config import MeshConfig
+from .groups import Table
+from .prices import Prices, prices_of
+
+_PRECISION = 1e-4
+"""Relative width at which a search for the least time ends."""
+_NODES = 200
+"""Branch-and-bound nodes for each time that is tried."""
+_WHOLE = 48
+"""Longest sequences that go to one degree whole in the integer program."""
+_TOLERANCE = 1e-6
+_NEVER = 1e9
+"""Seconds that no sequence takes."""
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
+"""Of the seconds a token that are tried in `_Areas.with_company`."""
+
+
+def lower_bound_s(
+    lengths: Ints, limits: Limits, situation: Situation, config: MeshConfig | None = None, *, cuts: bool | None = None
+) -> float:
+    """No plan of these sequences has a busiest rank below this [s]; forward and backward, gradient sum left out.
+
+    Args:
+        lengths: int [K], tokens.
+        limits: ``max_tokens`` is the cap of a rank.
+        config: ways to share attention; None: all of them.
+        cuts: whether slices may run one after the other; None: as the host allows.
+    """
+    if not len(lengths):
+        return 0.0
+    config, costs, ranks = config or MeshConfig(), situation.costs, limits.num_ranks
+    cuts = not limits.whole_sequences if cuts is None else cuts
+    bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
+    cap, total = float(limits.max_tokens), float(lengths.sum())
+    prices = prices_of(situation, limits, config, int(lengths.max()))
+    rounds = float(np.ceil(total / (ranks * cap)))
+    launches_s = prices.launch_s * (rounds if limits.equal_counts else max(1.0, total / (ranks * cap)))
+    # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
+    beside_s = launches_s if limits.equal_counts else prices.launch_s
+
+    linear = costs.forward.token_s + costs.backward.token_s
+    alone = costs.sequence_s(lengths)
+    # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
+    long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
+    areas = _Areas(
+        alone[long], lengths[long], prices, linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    )
+    rest = float(alone[~long].sum())
+
+    def possible(seconds: float) -> bool:
+        area = areas.least(seconds - beside_s, mixed=cuts)
+        return rest + area + ranks * launches_s <= ranks * seconds
+
+    found = max(linear * total / ranks + rounds * prices.launch_s, _least(possible, rest / ranks + launches_s))
+    if limits.equal_counts and bound_to_ranks and long.any():
+        found = max(found, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
+    return found
+
+
+class _Areas:
+    """Times and rank-seconds of long sequences by degree, from below, degrees between priced ones included."""
+
+    def __init__(self, alone: Floats, lengths: Ints, prices: Prices, elsewhere: float, cap: float) -> None:
+        """``elsewhere``: seconds of a token's work that other ranks may do."""
+        degrees = prices.degrees
+        exposed = np.stack([_from_below(lengths, prices, j) for j in range(len(degrees))], axis=1)
+        gaps = np.flatnonzero(np.diff(degrees) > 1) if not prices.config.powers_of_two else np.array([], dtype=np.int64)
+        least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
+        # No degree between two priced ones exposes less than the better of both.
+        exposed = np.concatenate([exposed, np.minimum(exposed[:, gaps], exposed[:, gaps + 1])], axis=1)
+        fits = lengths[:, None] <= most * cap
+        self._lengths, self._most = lengths, most
+        self._time = np.where(fits, (alone - elsewhere * lengths)[:, None] / most + exposed, np.inf)
+        self._area = np.where(fits, alone[:, None] + least * exposed, np.inf)
+
+    def with_company(self, ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
+        """Least seconds of all rounds, where the other ranks wait for the longest sequence or have enough to do.
+
+        Beside its d ranks a round has (ranks - d) * cap tokens, which take at most ``rate`` each, but for sequences
+        that cost more; what those cost more can fill the round as well.
+
+        Args:
+            alone: [S] seconds of the other, short sequences on one rank each.
+        """
+        longest = int(self._lengths.argmax())
+        others = np.delete(self._area.min(axis=1), longest)
+        area = np.concatenate([others, alone])
+        tokens = np.concatenate([np.delete(self._lengths, longest), lengths])
+        rates = np.quantile(area / tokens, _QUANTILES) if len(area) else np.zeros(1)
+        time, mine = self._time[longest], self._area[longest]
+        fits = np.isfinite(time)
+        time, mine, beside = time[fits], mine[fits], ranks - np.minimum(ranks, self._most[fits])
+        waits = np.maximum(0.0, time[:, None] - rates * cap) * beside[:, None]
+        work = np.minimum(area[:, None], tokens[:, None] * rates).sum(axis=0)
+        total = np.maximum(mine + area.sum(), (mine[:, None] + waits + work).max(axis=1))
+        return float(np.maximum(time, total / ranks).min())
+
+    def least(self, seconds: float, *, mixed: bool) -> float:
+        """Least rank-seconds of all in which each is done in time; infinite where one cannot be.
+
+        ``mixed``: a sequence may run on several degrees in turn.
+        """
+        time, area = self._time, self._area
+        found = np.where(time <= seconds, area, np.inf).min(axis=1, initial=np.inf)
+        if mixed and len(found) and np.isfinite(found).all():
+            time, area = np.where(np.isfinite(time), time, _NEVER), np.where(np.isfinite(area), area, _NEVER)
+            slow, fast = time[:, :, None], time[:, None, :]
+            pairs = (slow > seconds) & (fast <= seconds)
+            share = (seconds - fast) / np.where(pairs, slow - fast, 1.0)
+            both = share * area[:, :, None] + (1 - share) * area[:, None, :]
+            found = np.minimum(found, np.where(pairs, both, np.inf).min(axis=(1, 2)))
+        return float(found.sum())
+
+
+def _from_below(lengths: Ints, prices: Prices, column: int) -> Floats:
+    """Exposed seconds of the best way on a priced degree, forward and backward [K].
+
+    Between two lengths of the table the least of the chord and of its neighbours' extensions: that is below a function
+    that bends up, one that bends down, and one with an edge where communication begins to hide behind attention.
+    """
+    grid, (_, first, second) = prices._grid, prices._columns[column]
+    rows = first + second  # [ways, grid]
+    if not len(rows):
+        return np.full(len(lengths), np.inf)
+    slope = np.diff(rows, axis=1) / np.diff(grid)
+    at = np.clip(np.searchsorted(grid, lengths, side="right") - 1, 0, len(grid) - 2)
+    left, right = np.maximum(at - 1, 0), np.minimum(at + 1, slope.shape[1] - 1)
+    start, end = lengths - grid[at], lengths - grid[at + 1]
+    chord = rows[:, at] + slope[:, at] * start
+    before = rows[:, at] + slope[:, left] * start
+    after = rows[:, at + 1] + slope[:, right] * end
+    found: Floats = np.maximum(0.0, np.minimum(np.minimum(chord, before), after)).min(axis=0)
+    return np.where(lengths < grid[0], 0.0, found)
+
+
+def micro_batch_bound_s(
+    lengths: Ints, table: Table, num_ranks: int, max_tokens: float, known_s: float, nodes: int = _NODES
+) -> float:
+    """No disjoint groups of one micro-batch are all done before this [s], launch left out.
+
+    Args:
+        lengths: int [K], tokens.
+        known_s: seconds of some solution; the bound is at most this.
+
+    Raises EvenloadError where PuLP or HiGHS is missing.
+    """
+    fits = lengths[:, None] <= table.degrees * max_tokens
+    seconds = np.where(fits, table.seconds, np.inf)
+    least = max(float((seconds * table.degrees).min(axis=1).sum()) / num_ranks, float(seconds.min(axis=1).max()))
+    program = _Program(lengths, seconds, table.degrees, max_tokens)
+    return min(_least(lambda c: program.ranks(c, num_ranks, nodes) <= num_ranks + _TOLERANCE, least, known_s), known_s)
+
+
+class _Program:
+    """The integer program of one micro-batch; sequences of equal length are one row."""
+
+    def __init__(self, lengths: Ints, seconds: Floats, degrees: Ints, max_tokens: float) -> None:
+        values, first, counts = np.unique(-lengths, return_index=True, return_counts=True)
+        self._lengths, self._seconds, self._counts = -values, seconds[first], counts
+        self._whole = np.cumsum(counts) <= _WHOLE
+        self._degrees, self._cap = degrees, max_tokens
+        self._unit = int(np.gcd.reduce(lengths))
+
+    def ranks(self, seconds: float, enough: int, nodes: int) -> float:
+        """The solver's dual bound on the ranks that this much time takes."""
+        try:
+            import pulp
+        except ImportError as error:
+            found, do = str(error), "pip install 'evenload[solver]'"
+            raise EvenloadError("the bound of a micro-batch needs PuLP with HiGHS", found, do) from error
+        problem = pulp.LpProblem("ranks", pulp.LpMinimize)
+        groups = [pulp.LpVariable(f"n{j}", 0, int(enough // d), cat="Integer") for j, d in enumerate(self._degrees)]
+        problem += pulp.lpDot([int(d) for d in self._degrees], groups)
+        rows, columns = range(len(self._counts)), range(len(self._degrees))
+        put = {
+            (q, j): pulp.LpVariable(f"x{q}_{j}", 0, int(self._counts[q]), "Integer" if self._whole[q] else "Continuous")
+            for q in rows
+            for j in columns
+            if self._seconds[q, j] <= seconds
+        }
+        for q in rows:
+            mine = [put[q, j] for j in columns if (q, j) in put]
+            if not mine:
+                return np.inf
+            problem += pulp.lpSum(mine) == int(self._counts[q])
+        for j, n in enumerate(groups):
+            inside = [q for q in rows if (q, j) in put]
+            for weights in self._weights(j, inside, seconds):
+                problem += pulp.lpDot(weights.tolist(), [put[q, j] for q in inside]) <= n
+        with suppress(KeyError):  # PuLP 3.3 has no name for "node limit reached"
+            problem.solve(
+                pulp.HiGHS(msg=False, threads=1, mip_max_nodes=nodes, random_seed=0, objective_target=float(enough))
+            )
+        info = problem.solverModel.getInfo()
+        return float(info.mip_dual_bound) if problem.solverModel.getModelStatus().name != "kInfeasible" else np.inf
+
+    def _weights(self, column: int, rows: list[int], seconds: float) -> Iterator[Floats]:
+        """Rows of weights, each of which sums to at most 1 in any group of this degree."""
+        times = self._seconds[rows, column] / seconds
+        room = float(self._degrees[column]) * self._cap
+        tokens = self._lengths[rows] / room
+        least = self._seconds[rows, column].min(initial=np.inf) / self._lengths[rows].min(initial=1) * self._unit
+        yield from _dual_feasible(times, [seconds / least] if np.isfinite(least) and self._unit > 1 else [])
+        if np.isfinite(room):
+            yield from _dual_feasible(tokens, [room / self._unit] if self._unit > 1 else [])
+
+
+def _dual_feasible(weights: Floats, scales: list[float]) -> Iterator[Floats]:
+    """Of weights in [0, 1]: themselves, counts of those over 1/2, 1/3 ..., large ones as if alone, whole units."""
+    weights = weights * (1 - 1e-9)
+    yield weights
+    for k in range(1, 5):
+        yield np.maximum(0.0, np.ceil((k + 1) * weights) - 1) / k
+    for small in (0.1, 0.2, 0.3, 0.4):
+        yield np.where(weights > 1 - small, 1.0, np.where(weights < small, 0.0, weights))
+    for scale in scales:
+        if scale >= 1:
+            yield np.floor(scale * weights * (1 + 2e-9)) / np.floor(scale * (1 + 2e-9))
+
+
+def _least(possible: Callable[[float], bool], least: float, known: float = np.inf) -> float:
+    """The largest time known to be impossible, or ``least``; possible is taken to be so from some time on."""
+    if possible(least):
+        return least
+    low, high = least, min(2 * least, known)
+    while high < known and not possible(high):
+        low, high = high, min(2 * high, known)
+    while high - low > _PRECISION * low:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low
