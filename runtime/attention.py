@@ -22,6 +22,7 @@ from .blocks import Block, Inputs, choose_block
 from .kernels import Call, Kernel, choose_kernel
 from .pack import Pack, Run
 from .prefix import PrefixStore
+from .shared import shared_attention
 
 
 def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scale: float) -> Tensor:
@@ -38,6 +39,8 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     Raises:
         EvenloadError: a slice lacks its prefix, or runs in an order in which its gradients would be wrong.
     """
+    if pack.shared:
+        return shared_attention(q_THD, k_TGD, v_TGD, pack, layer, scale)
     spans = pack.spans
     if len(spans) == 1:
         return _attend(q_THD, k_TGD, v_TGD, pack.runs[0], pack.prefix, layer, scale)

@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import EvenloadError
+from ..core.parts import layout_of
 from ..core.workload import MicroBatch, Sequence, Slice
+from .plane import Plane
 from .prefix import PrefixStore
+from .shared import Shared
 
 IGNORE = -100
 """Label of a slot that carries no loss: what torch's cross_entropy ignores by default."""
@@ -86,6 +89,8 @@ class Pack:
     """Slots behind each segment that attention leaves alone; empty where there are none."""
     prefix: PrefixStore | None = None
     """Keys and values of the sequences of the step that are cut; None where none is."""
+    shared: Shared | None = None
+    """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
 
     @property
     def num_slots(self) -> int:
@@ -177,6 +182,7 @@ def build_pack(
     device: torch.device | str = "cpu",
     prefix: PrefixStore | None = None,
     *,
+    plane: Plane | None = None,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> Pack:
@@ -188,19 +194,23 @@ def build_pack(
             it is read, so a memory map costs no more than the slice.
         device: where the tensors end up.
         prefix: the store of the step, one for all its packs on this rank and pipeline stage.
+        plane: where this rank has its part of micro-batches that ranks share.
         segment_multiple, pack_multiple: see `padded_borders`.
 
     Raises:
-        EvenloadError: a sample holds fewer tokens than were planned.
+        EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
+            plane, or an engine that only predictions know.
     """
-    lengths = tuple(micro_batch.pad_to or s.length for s in micro_batch.slices) or (1,)
+    shared = _shared(micro_batch, plane) if len(micro_batch.ranks) > 1 else None
+    slices = shared.layout[shared.plane.rank] if shared else micro_batch.slices
+    lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
     padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
 
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
     positions_T = np.zeros(segments[-1], dtype=np.int64)
-    for piece, (first, end) in zip(micro_batch.slices, pairwise(segments), strict=False):
+    for piece, (first, end) in zip(slices, pairwise(segments), strict=False):
         sample = tokens_of(piece.sequence)
         if len(sample) < piece.stop:
             raise EvenloadError(
@@ -224,10 +234,21 @@ def build_pack(
         segments=segments,
         max_seqlen=max(lengths),
         num_targets=int(np.count_nonzero(labels_T != IGNORE)),
-        slices=micro_batch.slices,
+        slices=slices,
         padding=padding if any(padding) else (),
         prefix=prefix,
+        shared=shared,
     )
+
+
+def _shared(micro_batch: MicroBatch, plane: Plane | None) -> Shared:
+    if plane is None or not micro_batch.engine:
+        raise EvenloadError(
+            f"ranks {micro_batch.ranks} share a micro-batch" + ("" if plane else ", and this host gives them no plane"),
+            f"engine {micro_batch.engine or 'none: the static context parallelism that only predictions know'}",
+            "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
+        )
+    return Shared(plane, micro_batch, layout_of(micro_batch, plane.node_ranks))
 
 
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,10 @@
 Shape legend: L = tokens of a sequence, N = tokens of a slice, P = tokens before it, G = key/value heads, D = head
 dimension.
 
+Where ranks share a sequence, each store has the tokens that its rank attends for, in a numbering of their own ("local",
+`PrefixStore.local`): those of the first slice, then those of the second, and so on. All here is said in it, so L and P
+count tokens of this rank.
+
 Later slices read what earlier ones wrote; backward, each slice leaves dK and dV for the tokens before it. Per layer and
 sequence there is one buffer [L, G, D] for K and one for V, and one accumulator each for dK and dV of all tokens but
 those of the last slice. Everything is freed with the backward of the first slice.
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import EvenloadError
+from ..core.parts import attended, home_of
 from ..core.workload import Slice, StepPlan
 
 
@@ -40,26 +45,53 @@ class _Entry:
     """No backward will come: neither queries nor keys nor values need gradients."""
 
 
+Ranges = Mapping[int, Mapping[int, Mapping[int, tuple[int, int]]]]
+
+
 class PrefixStore:
     """Prefix keys and values, and their gradients, of one step on one rank and pipeline stage.
 
     Args:
-        lengths: tokens of each sequence that is cut, by its index in the global batch.
+        lengths: tokens that this rank has of each sequence that is cut, by its index in the global batch.
+        ranges: for each of them that ranks share, by the start of a slice, what each plane rank has of the slice:
+            [first, end) in that rank's own numbering.
+        rank: this plane rank; only needed with ``ranges``.
     """
 
-    def __init__(self, lengths: Mapping[int, int]) -> None:
-        self._lengths = dict(lengths)
+    def __init__(self, lengths: Mapping[int, int], ranges: Ranges | None = None, rank: int = 0) -> None:
+        self._lengths, self._ranges, self._rank = dict(lengths), ranges or {}, rank
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._done: set[tuple[int, int]] = set()
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> PrefixStore | None:
-        """The store of a step; None where the plan cuts no sequence."""
+    def of_plan(cls, plan: StepPlan, plane_rank: int | None = None) -> PrefixStore | None:
+        """The store of a step; None where the plan cuts no sequence.
+
+        Args:
+            plane_rank: of this process; needed where the plan shares micro-batches.
+        """
         lengths = {s.index: s.length for s in plan.sequences if s.index in plan.cut}
-        return cls(lengths) if lengths else None
+        if not lengths or not plan.shared:
+            return cls(lengths) if lengths else None
+        assert plane_rank is not None, "a plan that shares micro-batches has another store on each rank"
+        ranges = _ranges(plan)
+        for sequence, starts in ranges.items():
+            ends = [ranks[plane_rank][1] for ranks in starts.values() if plane_rank in ranks]
+            lengths[sequence] = max(ends, default=0)
+        return cls(lengths, ranges, plane_rank)
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._lengths
+
+    def local(self, piece: Slice) -> Slice:
+        """What this rank has of a slice of the plan, in the numbering of this store."""
+        starts = self._ranges.get(piece.sequence)
+        return piece if starts is None else Slice(piece.sequence, *starts[piece.start][self._rank])
+
+    def before(self, piece: Slice, rank: int) -> int:
+        """Tokens that a plane rank of the slice's home has of the slices before it."""
+        starts = self._ranges.get(piece.sequence)
+        return piece.start if starts is None else starts[piece.start][rank][0]
 
     @property
     def num_bytes(self) -> int:
@@ -152,6 +184,24 @@ class PrefixStore:
                 f"tokens before {tokens} of sequence {sequence} in layer {layer}; {len(left)} such",
                 "run the backward of every slice; the loss of one without labels is its output times zero",
             )
+
+
+def _ranges(plan: StepPlan) -> Ranges:
+    """What each rank has of each slice of the cut sequences that ranks share."""
+    found: dict[int, dict[int, dict[int, tuple[int, int]]]] = {}
+    spread = set()
+    for micro_batch in plan.micro_batches:
+        for number, piece in enumerate(micro_batch.slices):
+            if piece.sequence not in plan.cut:
+                continue
+            home, starts = home_of(micro_batch, number), found.setdefault(piece.sequence, {})
+            spread |= {piece.sequence} if len(home.ranks) > 1 else set()
+            ranks = {}
+            for place, rank in enumerate(home.ranks):
+                first = max((earlier[rank][1] for earlier in starts.values() if rank in earlier), default=0)
+                ranks[rank] = first, first + sum(p.length for p in attended(piece, home, place))
+            starts[piece.start] = ranks
+    return {sequence: starts for sequence, starts in found.items() if sequence in spread}
 
 
 def _wide(grad: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""Keys and values of the other groups come by one after the other: a ring, the ring of a hybrid, or no hop at all.
+
+What a group brings of a slice lies as [tokens of earlier slices, its chunk j, its chunk 2g - 1 - j]. So group i needs
+no mask but the causal one of its own tokens:
+
+    own (j = i)     all its queries over all keys, causal (bottom-right)
+    j < i           all its queries over the earlier tokens and the first chunk
+    j > i           queries of its second chunk over all keys, those of the first over the earlier tokens
+
+A ring of g groups has g - 1 hops forward. Backward, keys and values go the same way, and dK and dV, in float32 at
+least, follow one block behind and take one hop more, home. The next hop is posted before the block is computed (Ring
+Attention with blockwise transformers, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .jobs import Held
+from .plane import Pending
+from .work import Pair, Tile, Work
+
+
+def tiles(group: int, visitor: int, held: Sequence[Held]) -> list[Tile]:
+    """What a group computes of one slice while a visitor's keys are there."""
+    mine, theirs = held[group], held[visitor]
+    if visitor == group:
+        found = [Tile(0, mine.own, theirs.all, True)]
+    elif visitor < group:
+        found = [Tile(0, mine.own, theirs.before + theirs.first, False)]
+    else:
+        found = [Tile(0, mine.first, theirs.before, False), Tile(mine.first, mine.own, theirs.all, False)]
+    return [tile for tile in found if tile.end > tile.first and tile.keys]
+
+
+class Ring(Work):
+    """Hop h brings what the group h places before this one holds."""
+
+    def forward(self) -> Iterator[None]:
+        keys = self.own_keys()
+        message = self._packed(keys) if self.groups > 1 else None
+        done: list[Pair | None] = [None] * len(keys)
+        for hop in range(self.groups):
+            coming = None
+            if message is not None and hop + 1 < self.groups:
+                coming = self._pass_on(message, hop, 0)
+                yield
+            for number, part in enumerate(self.job.parts):
+                now = tiles(self.group, self._visitor(hop), part.held)
+                done[number] = self.forward_tiles(number, now, keys[number], done[number])
+            if coming is not None:
+                message = _arrived(coming)
+                keys = self._unpacked(message, hop + 1)
+        self.finish(done)
+
+    def backward(self, dout_NHD: Tensor) -> Iterator[None]:
+        keys = self.own_keys(backward=True)
+        message = self._packed(keys) if self.groups > 1 else None
+        dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
+        going = None
+        sums: list[Pair | None] = []
+        for hop in range(self.groups):
+            coming = None
+            if message is not None and hop + 1 < self.groups:
+                coming = self._pass_on(message, hop, 0)
+                yield
+            grads, sums = None, [None] * len(keys)
+            if message is not None:
+                grads = torch.zeros_like(message, dtype=self.wide)
+                sums = [*self._unpacked(grads, hop)]
+            for number, part in enumerate(self.job.parts):
+                now = tiles(self.group, self._visitor(hop), part.held)
+                sums[number] = self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
+            if grads is not None:
+                if going is not None:
+                    grads += _arrived(going)
+                going = self._pass_on(grads, hop, 1)
+            if coming is not None:
+                message = _arrived(coming)
+                keys = self._unpacked(message, hop + 1)
+        if going is not None:
+            yield
+            sums = [*self._unpacked(_arrived(going), 0)]
+        self.settle(dq_NHD, sums)
+
+    def _visitor(self, hop: int) -> int:
+        return (self.group - hop) % self.groups
+
+    def _packed(self, keys: Sequence[Pair]) -> Tensor:
+        """One message [2, M, G, D] of the keys and values of all slices."""
+        message = keys[0][0].new_empty(2, self.job.keys_of(self.group), *keys[0][0].shape[1:])
+        for pair, places in zip(keys, self._unpacked(message, 0), strict=True):
+            for tensor, place in zip(pair, places, strict=True):
+                place.copy_(tensor)
+        return message
+
+    def _unpacked(self, message: Tensor, hop: int) -> list[Pair]:
+        """Views of each slice's keys and values."""
+        sizes = [part.held[self._visitor(hop)].all for part in self.job.parts]
+        return list(zip(*(torch.split(x, sizes) for x in message), strict=True))
+
+    def _pass_on(self, message: Tensor, hop: int, kind: int) -> tuple[Pending, Tensor]:
+        """Send what is here to the next group; comes: what the group before this one has."""
+        shape = message.shape[0], self.job.keys_of(self._visitor(hop + 1)), *message.shape[2:]
+        coming = message.new_empty(shape)
+        sends, receives = [(self.peer(self.group + 1), message)], [(self.peer(self.group - 1), coming)]
+        return self.call.plane.post(sends, receives, self.tag(hop, kind)), coming
+
+
+def _arrived(passed: tuple[Pending, Tensor]) -> Tensor:
+    pending, tensor = passed
+    pending.wait()
+    return tensor
