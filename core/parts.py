@@ -18,6 +18,9 @@ from collections import deque
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from .workload import MicroBatch, Slice
 
 Ranks = tuple[int, ...]
@@ -40,8 +43,14 @@ class Home(NamedTuple):
 def home_of(micro_batch: MicroBatch, number: int) -> Home:
     """The home of a micro-batch's slice by its place in ``slices``."""
     ranks = micro_batch.homes[number] if micro_batch.homes else micro_batch.ranks
-    inner = {"all_to_all": len(ranks), "hybrid": micro_batch.inner}.get(micro_batch.engine, 1)
-    return Home(ranks, inner if len(ranks) > 1 else 1)
+    return Home(ranks, _inner(micro_batch, len(ranks)))
+
+
+def _inner(micro_batch: MicroBatch, degree: int) -> int:
+    """Ranks that share heads in a home of so many ranks."""
+    if degree == 1:
+        return 1
+    return {"all_to_all": degree, "hybrid": micro_batch.inner}.get(micro_batch.engine, 1)
 
 
 def attended(piece: Slice, home: Home, place: int) -> Pieces:
@@ -82,14 +91,31 @@ def tokens_of_ranks(micro_batch: MicroBatch) -> dict[int, int]:
     if micro_batch.remap or not micro_batch.engine:
         return {rank: slots // len(ranks) + (i < slots % len(ranks)) for i, rank in enumerate(ranks)}
     counts = dict.fromkeys(ranks, 0)
-    for number, piece in enumerate(micro_batch.slices):
-        home = home_of(micro_batch, number)
-        if len(home.ranks) == 1:
-            counts[home.ranks[0]] += piece.length
-            continue
-        for place, rank in enumerate(home.ranks):
-            counts[rank] += sum(p.length for p in dealt(piece, home, place))
+    shared: dict[int, tuple[list[int], list[Ranks]]] = {}
+    for s, ranks_of in zip(micro_batch.slices, micro_batch.homes or (ranks,) * len(micro_batch.slices), strict=True):
+        if len(ranks_of) == 1:
+            counts[ranks_of[0]] += s.stop - s.start
+        else:
+            lengths, homes = shared.setdefault(len(ranks_of), ([], []))
+            lengths.append(s.stop - s.start)
+            homes.append(ranks_of)
+    for degree, (lengths, homes) in shared.items():
+        tokens = _tokens_of_places(np.array(lengths), degree, _inner(micro_batch, degree))
+        if not micro_batch.homes:
+            return dict(zip(ranks, tokens.sum(axis=0).tolist(), strict=True))
+        for home, row in zip(homes, tokens.tolist(), strict=True):
+            for rank, count in zip(home, row, strict=True):
+                counts[rank] += count
     return counts
+
+
+def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, inner: int) -> npt.NDArray[np.int64]:
+    """How many tokens `dealt` gives to each place, for slices of these lengths [S]: int64 [S, degree]."""
+    chunks, n, c = 2 * (degree // inner), lengths[:, None], np.arange(degree // inner)
+    of_group = (c + 1) * n // chunks - c * n // chunks + (chunks - c) * n // chunks - (chunks - 1 - c) * n // chunks
+    i, shared = np.arange(inner), of_group[:, :, None]
+    tokens: npt.NDArray[np.int64] = (i + 1) * shared // inner - i * shared // inner
+    return tokens.reshape(len(lengths), degree)
 
 
 def _run(pieces: Pieces, first: int, end: int) -> Pieces:

@@ -27,20 +27,23 @@ once a pass, gradients in a ring as wide as K and V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .cluster import Cluster
 from .costs import PassCost
-from .workload import Engine
+from .workload import Engine, MicroBatch
 
 if TYPE_CHECKING:
     from .traffic import Traffic
 
+Floats = npt.NDArray[np.float64]
 Ranks = Sequence[int]
 
 
@@ -67,6 +70,22 @@ class Times(NamedTuple):
     groups: int = 1
 
 
+def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
+    """What every home of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
+    ranks, pad = micro_batch.ranks, micro_batch.pad_to
+    found: dict[tuple[int, ...], list[float]] = {}
+    homes = micro_batch.homes or (ranks,) * len(micro_batch.slices)
+    for (_, start, stop), home in zip(micro_batch.slices, homes, strict=True):
+        n = pad or stop - start
+        sums = found.get(home)
+        if sums is None:
+            sums = found[home] = [0, 0, 0.0]
+        sums[0] += n
+        sums[1] += start + n
+        sums[2] += n * (start + 0.5 * n)
+    return {home: Load(*sums) for home, sums in found.items()}
+
+
 def alone_s(times: Times) -> Any:
     """Seconds that nothing hides on a rank that has no other home."""
     open_s, hop, grad, block, groups = times
@@ -75,6 +94,32 @@ def alone_s(times: Times) -> Any:
     between = np.maximum(0.0, hop + grad - block)
     ends = np.maximum(0.0, hop - block) + np.maximum(0.0, grad - block)
     return open_s + ends + (groups - 2) * between + grad
+
+
+def together_s(homes: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
+    """Seconds that nothing hides on each of R ranks, which take turns in several homes: float64 [R].
+
+    Args:
+        homes: numbers of the ranks, 0 .. R - 1, in each home and its times, floats.
+        local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
+    """
+    rows = [(list(ranks), times) for ranks, times in homes]
+    if not rows:
+        return np.zeros_like(local_s)
+    where = np.concatenate([ranks for ranks, _ in rows])
+    sizes = [len(ranks) for ranks, _ in rows]
+    columns = np.array([times for _, times in rows], dtype=np.float64)[:, :, None]
+    open_s, hop, grad, block, groups = columns.transpose(1, 0, 2)
+    # What is under way while block k is computed changes at these k only; a home's gradients go home at its k = g.
+    numbers = {1, *(times.groups for _, times in rows)} - {1}
+    edges = np.array(sorted({0, 1, *(g + more for g in numbers for more in (-1, 0, 1))}))
+    k, widths = edges[:-1], np.diff(edges)
+    net = hop * (k < groups - 1) + grad * ((k >= 1) & (k <= groups)) * (groups > 1) - block * (k < groups)
+    exposed = np.zeros((len(local_s), len(k) + 1))
+    np.add.at(exposed, where, np.repeat(np.concatenate([net, open_s], axis=1), sizes, axis=0))
+    exposed[:, 0] -= local_s
+    total: Floats = np.maximum(exposed[:, :-1], 0.0) @ widths + exposed[:, -1]
+    return total
 
 
 def times_of(
@@ -109,8 +154,9 @@ def times_of(
         )
         open_s = cluster.all_to_all_s(sent, exchanges, 2 * traffic.layers)
         open_s = open_s + (busiest - 1.0) * cost.pair_s * load.pairs / degree
+    block_s = cost.pair_s * load.pairs / degree / groups
     if groups == 1:
-        return Times(open_s)
+        return Times(open_s, block_s=block_s)
     sent = load.rows / degree * copies * traffic.kv_bytes_per_token
     grads = sent * traffic.kv_grad_frac if passes > 1 else 0.0
     if engine == "all_gather":
@@ -118,7 +164,6 @@ def times_of(
         open_s = link.all_gather_s(sent, degree, traffic.layers)
         return Times(open_s + link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s)
     hops = _hops(cluster, peers, share, routed)
-    block_s = cost.pair_s * load.pairs / degree / groups
     grad_s = hops.seconds(grads, traffic.layers) if passes > 1 else 0.0
     return Times(open_s, hops.seconds(sent, traffic.layers), grad_s, block_s, groups)
 
@@ -157,17 +202,15 @@ class _Hops(NamedTuple):
 def _hops(cluster: Cluster, peers: Ranks, step: int, routed: bool) -> _Hops:
     """From every peer to the one ``step`` places on."""
     intra, inter = cluster.intra, cluster.inter
-    nodes = np.asarray(peers) // cluster.ranks_per_node
-    crossing = nodes != np.roll(nodes, -step)
-    if not crossing.any():
+    nodes = [rank // cluster.ranks_per_node for rank in peers]
+    if min(nodes) == max(nodes):
         return _Hops(intra.latency_s, 1 / intra.bytes_per_s)
-    _, members = np.unique(nodes, return_counts=True)
-    x = int(members.min())
-    if not routed or x == 1:
+    members = min(Counter(nodes).values())
+    if not routed or members == 1:
         return _Hops(inter.latency_s, 1 / inter.bytes_per_s)
-    _, senders = np.unique(nodes[crossing], return_counts=True)
-    across = int(senders.max()) / x / inter.bytes_per_s
-    return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (x - 1) / x / intra.bytes_per_s)
+    senders = Counter(here for here, there in zip(nodes, nodes[step:] + nodes[:step], strict=True) if here != there)
+    across = max(senders.values()) / members / inter.bytes_per_s
+    return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s)
 
 
 def _static_s(traffic: Traffic, cluster: Cluster, peers: Ranks, load: Load, cost: PassCost, passes: int) -> Any:

@@ -23,15 +23,17 @@ parallel fastest, then the plane, pipeline stages slowest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .cluster import Cluster, Link
 from .costs import PassCost
+from .errors import EvenloadError
 from .layout import Layout
-from .sharing import Load, alone_s, times_of
+from .parts import tokens_of_ranks
+from .sharing import Load, Times, alone_s, loads_of, times_of, together_s
 from .workload import Engine, MicroBatch
 
 Floats = npt.NDArray[np.float64]
@@ -79,29 +81,91 @@ def world_ranks(layout: Layout, stage: int, plane_ranks: tuple[int, ...], tp_ran
 def exposed_s(
     traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
 ) -> float:
-    """Seconds of communication inside one pass that no compute hides.
+    """Seconds of communication inside one pass that no compute hides: on each rank, or the most of any.
 
     ``cost`` is that of the direction (attention hides a ring), ``passes`` 1 for a forward, 2 for a backward that moves
     gradients as well as values.
     """
-    total = 0.0
+    if micro_batch.homes or micro_batch.remap:
+        return float(exposed_of_ranks(traffic, cluster, layout, stage, micro_batch, cost, passes).max())
     degree = len(micro_batch.ranks)
-    slots = micro_batch.num_slots
+    total = 0.0
+    if layout.tp > 1 or layout.ep > 1:
+        tokens = micro_batch.num_slots / degree
+        total += _modules_s(traffic, cluster, layout, stage, micro_batch.ranks[0], tokens, cost, passes)
+    if degree > 1:
+        load = loads_of(micro_batch).get(micro_batch.ranks) or Load(1, 1, 0.0)
+        times = _times_of(traffic, cluster, layout, stage, micro_batch, micro_batch.ranks, load, cost, passes)
+        total += float(alone_s(times))
+    return total
+
+
+def exposed_of_ranks(
+    traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
+) -> Floats:
+    """The same of each rank of a micro-batch, in their order: float64 [ranks]. A pass takes as long as its slowest."""
+    ranks = micro_batch.ranks
+    if not (micro_batch.homes or micro_batch.remap):
+        return np.full(len(ranks), exposed_s(traffic, cluster, layout, stage, micro_batch, cost, passes))
+    total = np.zeros(len(ranks))
+    if layout.tp > 1 or layout.ep > 1:
+        total += _modules_s(traffic, cluster, layout, stage, ranks[0], _tokens(micro_batch), cost, passes)
+    number = {rank: i for i, rank in enumerate(ranks)}
+    local_s = np.zeros(len(ranks))
+    homes = []
+    for home, load in loads_of(micro_batch).items():
+        if len(home) == 1:
+            local_s[number[home[0]]] += cost.pair_s * load.pairs
+        else:
+            times = _times_of(traffic, cluster, layout, stage, micro_batch, home, load, cost, passes)
+            homes.append(([number[rank] for rank in home], times))
+    total += together_s(homes, local_s)
+    if micro_batch.remap:
+        total += _remap_s(traffic, cluster, layout, stage, micro_batch)
+    return total
+
+
+def _tokens(micro_batch: MicroBatch) -> Floats:
+    """Of every rank of a micro-batch [ranks]."""
+    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
+
+
+def _modules_s(
+    traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, rank: int, tokens: Any, cost: PassCost, passes: int
+) -> Any:
+    """Tensor and expert parallelism of a rank of the plane that has so many tokens, a number or an array."""
+    total = 0.0 * tokens
     if layout.tp > 1:
-        mine = world_ranks(layout, stage, micro_batch.ranks[:1])[0]
+        mine = world_ranks(layout, stage, (rank,))[0]
         link = cluster.link_among(range(mine, mine + layout.tp))
         # The embedding's forward on the first stage, the output layer's backward on the last.
         ends = stage == (0 if passes == 1 else layout.pp - 1)
-        state_bytes = slots / degree * traffic.state_bytes_per_token
-        total += (2 * traffic.layers + ends) * link.all_reduce_s(state_bytes, layout.tp)
-    if degree > 1:
-        total += _attention_s(traffic, cluster, layout, stage, micro_batch, cost, passes)
+        state_bytes = tokens * traffic.state_bytes_per_token
+        total = total + (2 * traffic.layers + ends) * link.all_reduce_s(state_bytes, layout.tp)
     if layout.ep > 1 and traffic.expert_bytes_per_token:
-        first = micro_batch.ranks[0] // layout.ep * layout.ep
+        first = rank // layout.ep * layout.ep
         peers = world_ranks(layout, stage, tuple(range(first, first + layout.ep)))
-        total += 2 * cluster.all_to_all_s(slots / degree * traffic.expert_bytes_per_token, peers)
+        total = total + 2 * cluster.all_to_all_s(tokens * traffic.expert_bytes_per_token, peers)
         weights_s = cluster.all_to_all_s(traffic.expert_weight_bytes, peers) if traffic.expert_weight_bytes else 0.0
-        total += max(0.0, weights_s - cost.launch_s - cost.token_s * slots / degree)
+        total = total + np.maximum(0.0, weights_s - cost.launch_s - cost.token_s * tokens)
+    return total
+
+
+def _remap_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch) -> Floats:
+    """Q, K and V of the tokens that a rank gives or takes, there before attention, and its output back; each rank's.
+
+    In a backward it is the output's gradient there and the three others back. Inside a node first: what a rank sends
+    across is at most what its node has too many or too few.
+    """
+    moved = _tokens(micro_batch._replace(remap=False)) - _tokens(micro_batch)
+    nodes = np.array(world_ranks(layout, stage, micro_batch.ranks)) // cluster.ranks_per_node
+    _, of_node = np.unique(nodes, return_inverse=True)
+    across = np.minimum(np.abs(moved), np.abs(np.bincount(of_node, moved)[of_node]))
+    inside = np.abs(moved) - across
+    token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
+    total = np.zeros(len(moved))
+    for link, count in ((cluster.intra, inside), (cluster.inter, across)):
+        total += np.where(count > 0, link.send_s(count * token_bytes, 2 * traffic.layers), 0.0)
     return total
 
 
@@ -140,16 +204,28 @@ def attention_s(
     return np.asarray(alone_s(times), dtype=np.float64)
 
 
-def _attention_s(
-    traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch, cost: PassCost, passes: int
-) -> float:
-    peers = world_ranks(layout, stage, micro_batch.ranks)
-    pad = micro_batch.pad_to
-    rows = sum(s.start + (pad or s.stop - s.start) for s in micro_batch.slices) or 1
-    pairs = sum((pad or s.stop - s.start) * (s.start + 0.5 * (pad or s.stop - s.start)) for s in micro_batch.slices)
-    load = Load(micro_batch.num_slots, rows, pairs)
-    engine, inner = micro_batch.engine, micro_batch.inner
-    return float(alone_s(times_of(traffic, cluster, peers, load, engine, inner, cost, passes, micro_batch.routed)))
+def _times_of(
+    traffic: Traffic,
+    cluster: Cluster,
+    layout: Layout,
+    stage: int,
+    micro_batch: MicroBatch,
+    home: tuple[int, ...],
+    load: Load,
+    cost: PassCost,
+    passes: int,
+) -> Times:
+    peers = world_ranks(layout, stage, home)
+    engine, inner, routed = micro_batch.engine, micro_batch.inner, micro_batch.routed
+    return times_of(traffic, cluster, peers, load, engine, inner, cost, passes, routed)
+
+
+def offload_s(cluster: Cluster, num_bytes: Any, hiding_s: Any) -> Any:
+    """Seconds of moving activations to the host, or back, beyond the compute meanwhile. Raises EvenloadError."""
+    if cluster.host_bytes_per_s is None:
+        found = f"cluster {cluster.name} has no host_bytes_per_s"
+        raise EvenloadError("a plan leaves activations in host memory", found, "add the rate, or offload nothing")
+    return np.maximum(0.0, num_bytes / cluster.host_bytes_per_s - hiding_s)
 
 
 def links_up(cluster: Cluster, layout: Layout, stage: int) -> list[Link]:
