@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
     from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
     from .host import MegatronHost
+    from .plane import open_plane
     from .reduction import Reduction
     from .rope import TokenRope, use_token_positions
     from .verify import grad_rel_err, reference
@@ -28,6 +29,7 @@ _HOMES = {
     "TokenRope": "rope",
     "forward_step": "batch",
     "grad_rel_err": "verify",
+    "open_plane": "plane",
     "packed_layer_spec": "attention",
     "reference": "verify",
     "run_batch": "batch",
@@ -47,6 +49,7 @@ __all__ = [  # noqa: RUF022
     "TokenRope",
     "forward_step",
     "grad_rel_err",
+    "open_plane",
     "packed_layer_spec",
     "reference",
     "run_batch",

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.workload import MicroBatch, Slice, StepPlan
 from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.plane import Plane
 from .attention import PlannedSeqParams, seq_params
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -38,9 +39,14 @@ class PlannedBatches(Iterator[Batch]):
     """A data iterator over some micro-batches, each loaded when it is asked for; ``len()`` gives how many there are."""
 
     def __init__(
-        self, micro_batches: Sequence[MicroBatch], tokens_of: TokensOf, device: torch.device | str = "cpu"
+        self,
+        micro_batches: Sequence[MicroBatch],
+        tokens_of: TokensOf,
+        device: torch.device | str = "cpu",
+        plane: Plane | None = None,
     ) -> None:
-        self._micro_batches, self._tokens_of, self._device = tuple(micro_batches), tokens_of, device
+        self._micro_batches, self._tokens_of = tuple(micro_batches), tokens_of
+        self._device, self._plane = device, plane
         self._next = 0
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
@@ -49,11 +55,19 @@ class PlannedBatches(Iterator[Batch]):
 
     @classmethod
     def of_rank(
-        cls, plan: StepPlan, plane_rank: int, tokens_of: TokensOf, device: torch.device | str = "cpu"
+        cls,
+        plan: StepPlan,
+        plane_rank: int,
+        tokens_of: TokensOf,
+        device: torch.device | str = "cpu",
+        plane: Plane | None = None,
     ) -> PlannedBatches:
-        """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run."""
-        _refuse_unsupported(plan, plane_rank)
-        batches = cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device)
+        """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run.
+
+        ``plane`` (see `open_plane`) is what ranks share micro-batches over; without pipeline stages only.
+        """
+        _refuse_unsupported(plan, plane_rank, plane)
+        batches = cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device, plane)
         batches.numbers = plan.of_rank(plane_rank)
         return batches
 
@@ -63,7 +77,7 @@ class PlannedBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._next == len(self):
             raise StopIteration
-        pack = build_pack(self._micro_batches[self._next], self._tokens_of, self._device)
+        pack = build_pack(self._micro_batches[self._next], self._tokens_of, self._device, plane=self._plane)
         self._next += 1
         self.executed += pack.slices
         return Batch(pack, seq_params(pack))
@@ -98,19 +112,19 @@ def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str,
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
 
 
-def _refuse_unsupported(plan: StepPlan, plane_rank: int) -> None:
+def _refuse_unsupported(plan: StepPlan, plane_rank: int, plane: Plane | None) -> None:
     if plan.order or plan.recompute:
         raise EvenloadError(
             "Megatron's own schedule cannot run a plan with an order or recomputation of its own",
             f"made by {plan.made_by or 'hand'}",
             "let MegatronHost run it, or plan with limits.whole_sequences and without plugins.pipeline",
         )
-    for index in plan.of_rank(plane_rank):
+    for index in plan.of_rank(plane_rank) if plane is None or plan.limits.num_stages > 1 else ():
         if len(plan.micro_batches[index].ranks) > 1:
             raise EvenloadError(
                 "a micro-batch is shared by several ranks",
                 f"micro-batch {index} on ranks {plan.micro_batches[index].ranks}",
-                "disable plugins.mesh, or run the plan with that plugin's attention",
+                "let MegatronHost run it; without pipeline stages, give the Plane of open_plane()",
             )
     if plan.cut:
         raise EvenloadError(

@@ -16,6 +16,7 @@ from ...core.recipe import Recipe
 from ...core.workload import Slice, StepPlan
 from ...runtime.busy import Busy, BusyClock, counts_waiting
 from ...runtime.kernels import choose_kernel
+from ...runtime.plane import Plane
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
 from . import checkpoint
@@ -23,6 +24,7 @@ from .batch import PlannedBatches
 from .forward import Forward
 from .links import StageLinks
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .plane import open_plane
 from .reduction import Reduction, gradient_norm
 from .schedule import PlannedStage, refuse_plan
 from .setup import check_host, check_recipe, join_groups, leave_groups
@@ -43,6 +45,7 @@ class MegatronHost:
         self.layout: Layout = recipe.layout(world.size)
         self._device = world.device
         self._links: StageLinks | None = None
+        self._plane: Plane | None = None
         self._made_groups = join_groups(self.layout, recipe.train.seed)
         try:
             self._build()
@@ -55,7 +58,8 @@ class MegatronHost:
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
-        self.busy_waits: bool = self.layout.tp > 1 and counts_waiting(device)
+        shares = any(plugin.name == "mesh" for plugin in recipe.enabled())
+        self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
         self._last = parallel_state.is_pipeline_last_stage()
 
         config = transformer_config(recipe, self.layout)
@@ -129,6 +133,9 @@ class MegatronHost:
         if self._links is not None:
             self._links.close()
             self._links = None
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
         if self._made_groups:
             leave_groups()
             self._made_groups = False
@@ -143,7 +150,7 @@ class MegatronHost:
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if plan.order or plan.recompute:
+        if plan.order or plan.recompute or plan.shared:
             executed = self._run_order(plan, tokens_of, forward, reduction, mark)
         else:
             batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
@@ -153,9 +160,11 @@ class MegatronHost:
     def _run_order(
         self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark
     ) -> list[Slice]:
-        """The order, cuts, replays and recomputation of the plan."""
+        """The order, cuts, replays, recomputation and sharing of the plan."""
         if self._links is None and self.layout.pp > 1:
             self._links = StageLinks()  # by all ranks: they run one plan
+        if self._plane is None and plan.shared:
+            self._plane = open_plane(plan.limits.node_ranks)
         stage = PlannedStage(
             plan,
             self.pipeline_stage,
@@ -163,6 +172,7 @@ class MegatronHost:
             model=self.ddp,
             gpt=self.model,
             links=self._links,
+            plane=self._plane,
             forward=forward,
             tokens_of=tokens_of,
             device=self._device,

@@ -6,7 +6,8 @@ starts too early, and later gradients are added to a buffer that is already on t
 are safe:
 
     quiet   every backward under ``ddp.no_sync()``; then ``ddp.start_grad_sync()`` on every rank; then finish. Right for
-            any plan, also for a rank without work. Buckets overlap with each other, not with backward.
+            any plan, also for a rank without work, and nothing is reduced while ranks share a micro-batch. Buckets
+            overlap with each other, not with backward.
     last    ``no_sync`` for all but a rank's last micro-batch, which Megatron's schedules do with
             ``config.no_sync_func``. Overlaps with that last backward. Needs a micro-batch on every rank.
 
@@ -41,7 +42,7 @@ class Reduction:
         self._ddp, self._clock, self.whole = ddp, clock, whole
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or whole or bool(plan.order or plan.recompute))
+        self.quiet = self.overlap and (idle or whole or plan.shared or bool(plan.order or plan.recompute))
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)

@@ -9,13 +9,14 @@
 
 Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
 a label: the gradients of its keys and values are wanted. The laws of a plan (`core.laws`) rule out deadlocks and lost
-prefixes. Plans without an order run in Megatron's own schedule (see `stock`).
+prefixes. Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches: then
+it is Megatron's order that runs here, over links that never wait for a send, which is what the laws have checked.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
@@ -26,16 +27,27 @@ from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.order import orders_of_stage
 from ...core.workload import MicroBatch, Op, Slice, StepPlan
-from ...runtime.pack import TokensOf, build_pack
+from ...runtime.pack import Pack, TokensOf, build_pack
+from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
 from ..host import Mark
 from .attention import seq_params
 from .batch import Batch
 from .forward import Forward, headless, recomputing
 from .links import StageLinks, taken_before
+from .plane import meet
 from .tape import Tape
 
 WORDS: dict[Literal["F", "B"], str] = {"F": "forward", "B": "backward"}
+
+
+class _Graph(NamedTuple):
+    """What a forward keeps for its backward."""
+
+    received: Tensor | None
+    """The stage's input, a leaf; None at the first stage."""
+    output: Tensor
+    pack: Pack
 
 
 class PlannedStage:
@@ -43,6 +55,7 @@ class PlannedStage:
 
     Args:
         links: to the neighbouring stages; None where there is one stage.
+        plane: what ranks share micro-batches over; None where the plan shares none.
         model: Megatron's DistributedDataParallel around the stage's ``gpt``.
     """
 
@@ -55,6 +68,7 @@ class PlannedStage:
         model: Any,
         gpt: Any,
         links: StageLinks | None,
+        plane: Plane | None,
         forward: Forward,
         tokens_of: TokensOf,
         device: torch.device,
@@ -65,14 +79,14 @@ class PlannedStage:
         self._ops = orders_of_stage(plan, stage)[plane_rank]
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
         self._taken = {s: taken_before(orders_of_stage(plan, s)[plane_rank]) for s in neighbours}
-        self._model, self._gpt, self._links, self._forward = model, gpt, links, forward
+        self._model, self._gpt, self._links, self._plane, self._forward = model, gpt, links, plane, forward
         self._config = get_model_config(model)
         self._tokens_of, self._device, self._mark = tokens_of, device, mark
-        self._prefix, self._tape = PrefixStore.of_plan(plan), Tape()
-        self._graphs: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._prefix, self._tape = PrefixStore.of_plan(plan, plane_rank), Tape()
+        self._graphs: dict[int, _Graph] = {}
         self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
         self.executed: list[Slice] = []
-        """Slices whose backward has run."""
+        """Slices whose backward has run; of a shared micro-batch the pieces that this rank has."""
 
     def run(self) -> None:
         """All passes of the step; the gradients are summed over this rank's micro-batches then."""
@@ -91,15 +105,15 @@ class PlannedStage:
 
     def _run_forward(self, op: Op) -> None:
         micro_batch = self._plan.micro_batches[op.micro_batch]
-        received = None if self._first else self._receive(op, micro_batch.num_slots)
+        batch = self._load(micro_batch)
+        received = None if self._first else self._receive(op, batch.pack.num_slots)
         if op.micro_batch in self._plan.kept:
-            output = self._compute(self._load(micro_batch), received, op, self._layers(op, instead=None))
-            self._graphs[op.micro_batch] = received, output
+            output = self._compute(batch, received, op, self._layers(op, instead=None))
+            self._graphs[op.micro_batch] = _Graph(received, output, batch.pack)
             if not self._last:
                 self._send(op, output)
                 deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
             return
-        batch = self._load(micro_batch)
         if received is not None:
             self._tape.write(batch.pack.slices, batch.pack.segments, received)
         if self._last and self._plan.cut.isdisjoint(s.sequence for s in micro_batch.slices):
@@ -111,19 +125,16 @@ class PlannedStage:
 
     def _run_backward(self, op: Op) -> None:
         twin = self._plan.forward_of[op.micro_batch]
-        if twin is None:
-            received, output = self._replay(op)
-        else:
-            received, output = self._graphs.pop(twin)
-        micro_batch = self._plan.passes("B")[op.micro_batch] if twin is None else self._plan.micro_batches[twin]
-        gradient = None if self._last else self._receive(op, micro_batch.num_slots)
+        received, output, pack = self._replay(op) if twin is None else self._graphs.pop(twin)
+        gradient = None if self._last else self._receive(op, pack.num_slots)
+        meet(self._plane, self._plan, op)
         handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
         if not self._first:
             self._send(op, handed_down)
-        self.executed += micro_batch.slices
+        self.executed += pack.slices
 
-    def _replay(self, op: Op) -> tuple[Tensor | None, Tensor]:
-        """(Stage input as a leaf, output with its graph) of a backward micro-batch that kept no graph."""
+    def _replay(self, op: Op) -> _Graph:
+        """What a forward would have kept for a backward micro-batch that kept nothing."""
         micro_batch = self._plan.passes("B")[op.micro_batch]
         batch, received = self._load(micro_batch), None
         if not self._first:
@@ -133,7 +144,7 @@ class PlannedStage:
         output = self._compute(batch, received, op, self._layers(op, instead=0))
         if not self._last:
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        return received, output
+        return _Graph(received, output, batch.pack)
 
     def _compute(
         self, batch: Batch, received: Tensor | None, op: Op, layers: int | None, with_loss: bool = True
@@ -141,6 +152,7 @@ class PlannedStage:
         """Megatron's forward step, a replay if ``op`` is B; with grad enabled, what was received becomes a leaf."""
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
+        meet(self._plane, self._plan, op)
         number = op.micro_batch
         forward = (
             partial(self._forward, kind="F", number=number, backward=self._backward_of.get(number, -1))
@@ -167,7 +179,7 @@ class PlannedStage:
         return self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else instead
 
     def _load(self, micro_batch: MicroBatch) -> Batch:
-        pack = build_pack(micro_batch, self._tokens_of, self._device, self._prefix)
+        pack = build_pack(micro_batch, self._tokens_of, self._device, self._prefix, plane=self._plane)
         return Batch(pack, seq_params(pack))
 
     def _receive(self, op: Op, slots: int) -> Tensor:
@@ -186,9 +198,10 @@ class PlannedStage:
 
 
 def refuse_plan(plan: StepPlan, layout: Layout) -> None:
-    """Raise EvenloadError for a plan of another layout, or one whose micro-batches are shared by ranks."""
-    stages = len(plan.order or plan.recompute) or layout.pp
-    shared = next((i for i, m in enumerate((*plan.micro_batches, *plan.backward)) if len(m.ranks) > 1), None)
+    """Raise EvenloadError for a plan of another layout, or one whose micro-batches are shared as nothing here does."""
+    stages = len(plan.order or plan.recompute) or (plan.limits.num_stages if plan.shared else layout.pp)
+    grouped = (*plan.micro_batches, *plan.backward)
+    static = next((i for i, m in enumerate(grouped) if len(m.ranks) > 1 and not m.engine), None)
     rules = [
         (
             plan.limits.num_ranks != layout.plane_size,
@@ -203,10 +216,10 @@ def refuse_plan(plan: StepPlan, layout: Layout) -> None:
             "plan for the layout of this job",
         ),
         (
-            shared is not None,
-            "a micro-batch is shared by several ranks",
-            f"micro-batch {shared}",
-            "disable plugins.mesh, or run the plan with that plugin's attention",
+            static is not None,
+            "a shared micro-batch has no engine: static context parallelism can be planned, not run",
+            f"micro-batch {static}",
+            "let plugins.mesh share sequences: it says how",
         ),
     ]
     for broken, what, found, do in rules:

@@ -33,7 +33,9 @@ class Tape:
     def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_T1C: Tensor) -> Tensor:
         """The input of a pack: ``like_T1C`` filled in, zeros on padding; frees what no later backward will ask for."""
         like_T1C.zero_()
+        first_of: dict[int, int] = {}
         for piece, (first, _) in zip(slices, pairwise(segments), strict=False):
+            first_of[piece.sequence] = min(piece.start, first_of.get(piece.sequence, piece.start))
             kept = self._kept.get(piece.sequence, [])
             filled = 0
             for have, rows in kept:
@@ -43,9 +45,10 @@ class Tape:
                     like_T1C[place : place + stop - start] = rows[start - have.start : stop - have.start]
                     filled += stop - start
             assert filled == piece.length, f"{filled} of {piece.length} tokens of {piece} are on the tape"
-            self._kept[piece.sequence] = [(have, rows) for have, rows in kept if have.start < piece.start]
-            if not self._kept[piece.sequence]:
-                del self._kept[piece.sequence]
+        for sequence, start in first_of.items():  # a share of a slice is in several pieces
+            self._kept[sequence] = [(have, rows) for have, rows in self._kept[sequence] if have.start < start]
+            if not self._kept[sequence]:
+                del self._kept[sequence]
         return like_T1C
 
     def check_empty(self) -> None:

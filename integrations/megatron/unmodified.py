@@ -130,6 +130,12 @@ class PlannedSteps:
         own = {i: mine[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = chain.plan(sequences(lengths))
         agree(plan.digest, "plans", self._step)
+        if plan.shared:
+            raise EvenloadError(
+                "a training loop of your own does not share samples between ranks",
+                f"a plan of {plan.made_by or 'hand'}",
+                "disable plugins.mesh, or use `evenload train`",
+            )
         self._step += 1
 
         target = [0] * len(order)

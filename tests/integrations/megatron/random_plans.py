@@ -47,7 +47,7 @@ def random_plan(
     forward = list(_packs(draw, cuts, rank_of))
     if not asymmetric and draw.integers(2):
         forward += [MicroBatch((), (rank,)) for rank in idle]
-    backward = list(_regrouped(draw, forward, cuts, lengths, rank_of, pieces)) if asymmetric else []
+    backward = list(regrouped(draw, forward, cuts, lengths, rank_of, pieces)) if asymmetric else []
     if pad:
         forward, backward = [_padded(m) for m in forward], [_padded(m) for m in backward]
     twins = set(forward)
@@ -119,17 +119,22 @@ def _packs(draw: np.random.Generator, chains: dict[int, list[Slice]], rank_of: l
         yield MicroBatch(tuple(left[int(i)].pop(0) for i in chosen), (rank,))
 
 
-def _regrouped(
+def regrouped(
     draw: np.random.Generator,
     forward: list[MicroBatch],
     cuts: dict[int, list[Slice]],
     lengths: Any,
     rank_of: list[int],
     pieces: tuple[int, ...],
+    fixed: frozenset[int] = frozenset(),
 ) -> Iterator[MicroBatch]:
-    """Backward groups: some sequences keep their cuts, some are cut anew; whole packs may stay as they were."""
-    anew = {i for i in cuts if draw.random() < 0.5}
-    stays = [m for m in forward if not any(s.sequence in anew for s in m.slices) and draw.random() < 0.7]
+    """Backward groups: some sequences keep their cuts, some are cut anew; whole packs may stay as they were.
+
+    ``fixed`` sequences share packs with nobody else, and those stay.
+    """
+    anew = {i for i in cuts if i not in fixed and draw.random() < 0.5}
+    held = [m for m in forward if not any(s.sequence in anew for s in m.slices)]
+    stays = [m for m in held if any(s.sequence in fixed for s in m.slices) or draw.random() < 0.7]
     pack_of = {s: m for m in stays for s in m.slices}
     left = {i: (_cut(draw, i, lengths[i], pieces) if i in anew else list(chain)) for i, chain in cuts.items()}
     while any(left.values()):

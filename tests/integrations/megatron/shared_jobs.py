@@ -1,0 +1,204 @@
+"""What the ranks of test_shared.py do: micro-batches that ranks share, against plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import StepPlan, sequences
+from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
+from evenload.integrations.megatron.schedule import PlannedStage
+from evenload.integrations.megatron.verify import grad_rel_err, reference
+from evenload.integrations.megatron.weights import global_gradients, global_parameters
+from evenload.runtime import pack as pack_module
+from evenload.runtime import prefix
+from evenload.runtime.busy import BusyClock
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_jobs import hosted, tokens
+from megatron_random_plans import random_plan
+from megatron_shared_plans import HAND_LENGTHS, by_hand, random_shared_plan
+
+
+def sharing(host: Any, which: str | int, lengths: Any = HAND_LENGTHS, **drawn: Any) -> StepPlan:
+    """A plan for a host's layout: by its name, or drawn from a seed."""
+    layout, model = host.layout, host.recipe.model
+    sizes = {"num_ranks": layout.plane_size, "num_stages": layout.pp, "layers_per_stage": model.num_layers // layout.pp}
+    sizes["heads"] = model.num_attention_heads // layout.tp
+    if isinstance(which, str):
+        return by_hand(which, **sizes)
+    return random_shared_plan(which, lengths, **sizes, **drawn)
+
+
+def shared(
+    world: Any,
+    *,
+    plans: list[str | int],
+    lengths: Any = HAND_LENGTHS,
+    drawn: dict[str, Any] | None = None,
+    mutant: str = "",
+    **changes: Any,
+) -> list[dict[str, Any]]:
+    """Errors of plans against plain training, one reference for all of them."""
+    found = []
+    with hosted(world, **changes) as host:
+        data = tokens(lengths)
+        expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
+        for which in plans:
+            the_plan = sharing(host, which, lengths, **(drawn or {}))
+            with fault(mutant):
+                try:
+                    result, gradients = host.gradients(the_plan, data)
+                except EvenloadError as error:
+                    found.append({"plan": which, "error": error.what})
+                    continue
+            found.append(
+                {
+                    "plan": which,
+                    "loss": abs(result.loss - expected_loss) / expected_loss,
+                    "grad": grad_rel_err(gradients, expected),
+                    "targets": result.num_targets,
+                    "executed": result.executed,
+                }
+            )
+    return found
+
+
+def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> list[float]:
+    """Errors of the gradients that overlapped reductions leave, by turns of shared plans and of unshared ones."""
+    errors = []
+    with hosted(world, megatron__distributed_optimizer=False, megatron__overlap_grad_reduce=True, **changes) as host:
+        data, ranks = tokens(HAND_LENGTHS), host.layout.plane_size
+        _, expected = reference(host.recipe, host, data, sequences(HAND_LENGTHS))
+        sizes = {"num_ranks": ranks, "num_stages": host.layout.pp, "layers_per_stage": 4 // host.layout.pp}
+        unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
+        for which in plans:
+            for the_plan in (sharing(host, which), replace(unshared, order=())):
+                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")), whole=False)
+                errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
+    return errors
+
+
+def shared_trained(world: Any, *, plans: list[str | int | None], **changes: Any) -> dict[str, Any]:
+    """Losses, norms and weights of a step for each plan; None: whole sequences, each on one rank."""
+    with hosted(world, **changes) as host:
+        ranks = host.layout.plane_size
+        limits = {"num_ranks": ranks, "num_stages": host.layout.pp, "layers_per_stage": 4 // host.layout.pp}
+        alone = random_plan(2, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **limits)
+        results = [
+            host.train_step(alone if which is None else sharing(host, which), tokens(HAND_LENGTHS, seed=i), lr=1e-2)
+            for i, which in enumerate(plans)
+        ]
+        return {
+            "losses": [r.loss for r in results],
+            "norms": [r.grad_norm for r in results],
+            "weights": {name: p.detach().double().norm().item() for name, p in global_parameters(host.model)},
+        }
+
+
+def shared_own_loop(world: Any) -> float:
+    """A loop of one's own over shared micro-batches, from the public pieces and stock Megatron only; its error."""
+    with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
+        data, the_plan = tokens(HAND_LENGTHS), sharing(host, "zones")
+        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        ddp, plane = host.ddp, open_plane()
+        ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
+        batches = PlannedBatches.of_rank(the_plan, host.plane_rank, data, plane=plane)
+        ddp.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        plane.close()
+        return grad_rel_err(dict(global_gradients(host.model)), expected)
+
+
+def refused(world: Any, *, kind: str) -> list[str]:
+    """What and do of the error that a plan raises which no host here can run; no weight has changed."""
+    with hosted(world) as host:
+        good = sharing(host, "ring")
+        if kind == "no engine":
+            bad = replace(good, micro_batches=tuple(m._replace(engine="") for m in good.micro_batches))
+        else:
+            bad = replace(good, limits=replace(good.limits, num_stages=2))
+        before = [p.detach().clone() for p in host.model.parameters()]
+        try:
+            host.train_step(bad, tokens(HAND_LENGTHS), lr=1.0)
+        except EvenloadError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+            return [error.what, error.do]
+    return []
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Plant a fault in how the host runs shared micro-batches, or in the runtime below it."""
+    if not name:
+        yield
+        return
+    with _FAULTS[name]():
+        yield
+
+
+def _changed_packs(change: Any) -> Any:
+    """Every pack that is loaded goes through ``change`` first."""
+    load = PlannedStage._load
+
+    def loaded(self: Any, micro_batch: Any) -> Any:
+        batch = load(self, micro_batch)
+        pack = change(batch.pack)
+        return batch._replace(pack=pack, params=replace(batch.params, pack=pack))
+
+    return patch.object(PlannedStage, "_load", loaded)
+
+
+def _positions_of_pieces() -> Any:
+    """Every piece counts from the start of its neighbour, as if the pieces of a rank were one."""
+
+    def wrong(pack: Any) -> Any:
+        positions = pack.positions_T.clone()
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            positions[first : first + piece.length] -= piece.start // 2
+        return replace(pack, positions_T=positions)
+
+    return _changed_packs(wrong)
+
+
+def _border_labels() -> Any:
+    """The last token of every piece has no target, as if its sequence ended there."""
+
+    def wrong(pack: Any) -> Any:
+        labels = pack.labels_T.clone()
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            labels[first + piece.length - 1] = pack_module.IGNORE
+        return replace(pack, labels_T=labels, num_targets=int((labels != pack_module.IGNORE).sum()))
+
+    return _changed_packs(wrong)
+
+
+def _dropped_accumulator() -> Any:
+    settle = prefix.PrefixStore.settle
+
+    def alone(self: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
+        own = dk[piece.start :].clone(), dv[piece.start :].clone()
+        settle(self, layer, piece, dk, dv)
+        return own
+
+    return patch.object(prefix.PrefixStore, "settle", alone)
+
+
+_FAULTS = {
+    "positions of pieces": _positions_of_pieces,
+    "labels at borders": _border_labels,
+    "dropped accumulator": _dropped_accumulator,
+}

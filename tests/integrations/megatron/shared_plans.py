@@ -1,0 +1,265 @@
+"""Plans whose micro-batches are shared by ranks, some made by hand, others drawn from a seed; only laws shape them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from megatron_random_plans import regrouped, with_order
+
+HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
+RING_LIKE = ("ring", "all_gather")
+
+
+def _limits(num_ranks: int, num_stages: int, layers_per_stage: int, **more: int) -> Limits:
+    return Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage, **more)
+
+
+def by_hand(
+    name: str, *, num_ranks: int = 4, num_stages: int = 1, layers_per_stage: int = 4, heads: int = 0
+) -> StepPlan:
+    """One of the plans below, with an order for each stage where it has slices or stages; of `HAND_LENGTHS`."""
+    whole = [Slice(i, 0, n) for i, n in enumerate(HAND_LENGTHS)]
+    micro_batches, ordered = _HAND[name](whole)
+    bare = StepPlan(
+        sequences(HAND_LENGTHS),
+        tuple(micro_batches),
+        _limits(num_ranks, num_stages, layers_per_stage, heads=heads),
+        made_by=name,
+    )
+    return (with_order(bare, np.random.default_rng(1)) if ordered or num_stages > 1 else bare).check()
+
+
+def _mixed(engine: str, inner: int = 0) -> Any:
+    """Jobs on {0,1,3}, {2}, {3,1,2}, {0,2} and all four; every rank runs another number of them."""
+
+    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+        def on(ranks: tuple[int, ...], *numbers: int) -> MicroBatch:
+            shares = len(ranks) > 1
+            # Groups of two divide four ranks only; the others are a ring then.
+            fits = engine != "hybrid" or len(ranks) == 4
+            kind = (engine if fits else "ring") if shares else ""
+            return MicroBatch(tuple(whole[i] for i in numbers), ranks, engine=kind, inner=inner * (kind == "hybrid"))
+
+        return [on((0, 1, 3), 0, 5), on((2,), 6), on((3, 1, 2), 2), on((0, 2), 3, 7), on((2, 0, 3, 1), 1, 4)], False
+
+    return plan
+
+
+def _zones(remap: bool) -> Any:
+    """One micro-batch of long sequences on many ranks and short ones on one, as Zeppelin has it."""
+
+    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+        homes = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 1), (3, 2), (1, 3, 0), (2,), (2,), (0,))
+        return [MicroBatch(tuple(whole), (0, 1, 2, 3), engine="ring", homes=homes, remap=remap)], False
+
+    return plan
+
+
+def _chain(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+    """A sequence in slices on three ranks beside short ones on one, and in their last pack together."""
+    ranks = (2, 0, 3)
+    last = MicroBatch((Slice(1, 40, 64), whole[5]), (0, 2, 3), engine="ring", homes=((2, 0, 3), (3,)))
+    return [
+        MicroBatch((Slice(1, 0, 24),), ranks, engine="ring"),
+        MicroBatch((whole[0], whole[6]), (1,)),
+        MicroBatch((Slice(1, 24, 40), whole[4]), ranks, engine="all_gather"),
+        MicroBatch((whole[7], whole[3]), (0,)),
+        last,
+        MicroBatch((whole[2],), (1,)),
+    ], True
+
+
+def _growth(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+    """A sequence that starts on one rank and grows to three, then four."""
+    return [
+        MicroBatch((Slice(1, 0, 20), whole[6]), (1,)),
+        MicroBatch((whole[0],), (3, 0), engine="all_to_all"),
+        MicroBatch((Slice(1, 20, 44),), (1, 2, 0), engine="ring"),
+        MicroBatch((whole[2], whole[7]), (3,)),
+        MicroBatch((Slice(1, 44, 64), whole[4]), (3, 1, 0, 2), engine="ring"),
+        MicroBatch((whole[3], whole[5]), (2,)),
+    ], True
+
+
+def _pairs(engine: str) -> Any:
+    """For a plane of two: shared and lonely micro-batches by turns, one sequence in slices."""
+
+    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+        return [
+            MicroBatch((Slice(1, 0, 40), whole[7]), (1, 0), engine=engine),
+            MicroBatch((whole[0],), (0,)),
+            MicroBatch((whole[2], whole[5]), (1,)),
+            MicroBatch((Slice(1, 40, 64),), (1, 0), engine=engine),
+            MicroBatch((whole[3], whole[4]), (0, 1), engine="all_to_all"),
+            MicroBatch((whole[6],), (1,)),
+        ], True
+
+    return plan
+
+
+_HAND = {
+    "ring": _mixed("ring"),
+    "all_gather": _mixed("all_gather"),
+    "all_to_all": _mixed("all_to_all"),
+    "hybrid": _mixed("hybrid", inner=2),
+    "zones": _zones(False),
+    "zones, remap": _zones(True),
+    "chain": _chain,
+    "growth": _growth,
+    "pairs, ring": _pairs("ring"),
+    "pairs, all_to_all": _pairs("all_to_all"),
+}
+
+
+def random_shared_plan(
+    seed: int,
+    lengths: Any,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    layers_per_stage: int,
+    heads: int,
+    asymmetric: bool | None = None,
+    replay: str | None = None,
+    recompute: bool | None = None,
+    pieces: tuple[int, ...] = (1, 1, 2, 4),
+) -> StepPlan:
+    """A checked plan; what is None is drawn, too.
+
+    Args:
+        heads: of a tensor-parallel rank; never do more ranks share them.
+        asymmetric: unshared sequences may be grouped and cut anew in the backward; then no home grows, and nothing is
+            recomputed but by replays.
+        replay: "none", "some" or "all".
+        pieces: a sequence is cut into one of these numbers of slices, or fewer, so that all its ranks have tokens.
+    """
+    draw = np.random.default_rng(seed)
+    replay = str(draw.choice(["none", "some", "all"])) if replay is None else replay
+    asymmetric = draw.random() < 0.25 if asymmetric is None else asymmetric
+    recompute = (bool(draw.integers(2)) if recompute is None else recompute) and not asymmetric
+    chains = [_chain_of(draw, i, n, num_ranks, heads, pieces, grows=not asymmetric) for i, n in enumerate(lengths)]
+    micro_batches = tuple(_packs(draw, chains, num_ranks))
+    cut = any(len(chain) > 1 for chain in chains)
+    backward = tuple(_regroup(draw, micro_batches, chains, lengths, pieces)) if asymmetric else ()
+    share = {"none": 0.0, "some": 0.5, "all": 1.0}[replay]
+    twins = set(micro_batches)
+    groups = backward or micro_batches
+    replayed = tuple(j for j, m in enumerate(groups) if m not in twins or draw.random() < share)
+    shape = (num_stages, len(micro_batches))
+    rows = draw.integers(0, layers_per_stage + 1, shape) if recompute else ()
+    bare = StepPlan(
+        sequences(lengths),
+        micro_batches,
+        _limits(num_ranks, num_stages, layers_per_stage, heads=heads, node_ranks=2),
+        recompute=tuple(tuple(map(int, row)) for row in rows),
+        made_by=f"seed {seed}",
+        backward=backward,
+        replayed=replayed,
+    )
+    ordered = cut or backward or replayed or num_stages > 1 or draw.integers(2)
+    return (with_order(bare, draw) if ordered else bare).check()
+
+
+class _Part:
+    """A slice with the home and the kind of engine that it asks for."""
+
+    def __init__(self, piece: Slice, home: tuple[int, ...], kind: str) -> None:
+        self.piece, self.home, self.kind = piece, home, kind
+
+
+def _chain_of(
+    draw: np.random.Generator,
+    index: int,
+    length: int,
+    num_ranks: int,
+    heads: int,
+    pieces: tuple[int, ...],
+    grows: bool,
+) -> list[_Part]:
+    """A sequence in slices of at least two tokens for each rank of the plane, on ranks that keep its prefix."""
+    kinds = ["alone", "ring", "all_to_all", "hybrid"]
+    if length < 2 * num_ranks:
+        kinds = ["alone"]
+    kind = str(draw.choice(kinds))
+    sizes = {
+        "alone": [1],
+        "ring": range(2, num_ranks + 1),
+        "all_to_all": range(2, min(heads, num_ranks) + 1),
+        "hybrid": [4] if num_ranks >= 4 and heads >= 2 else [],
+    }[kind]
+    size = int(draw.choice(list(sizes) or [1]))
+    kind = kind if size > 1 else "alone"
+    home = tuple(map(int, draw.permutation(num_ranks)[:size]))
+    count = max(1, min(int(draw.choice(pieces)), length // (2 * num_ranks)))
+    steps = draw.multinomial(length - count * 2 * num_ranks, [1 / count] * count) if count > 1 else [0]
+    borders = np.cumsum([0, *(2 * num_ranks + s for s in steps)]).tolist() if count > 1 else [0, length]
+    chain = []
+    for a, b in pairwise(borders):
+        if grows and kind in ("alone", "ring") and a and draw.random() < 0.5:  # the home grows, and turns
+            more = [r for r in range(num_ranks) if r not in home]
+            home = tuple(map(int, draw.permutation([*home, *more[: int(draw.integers(len(more) + 1))]])))
+        chain.append(_Part(Slice(index, a, b), home, "ring" if kind == "alone" and len(home) > 1 else kind))
+    return chain
+
+
+def _packs(draw: np.random.Generator, chains: list[list[_Part]], num_ranks: int) -> Iterator[MicroBatch]:
+    """Groups of the first slices left of some sequences, until none is left."""
+    left = [list(chain) for chain in chains]
+    while any(left):
+        heads = [chain for chain in left if chain]
+        chosen = [heads[int(draw.integers(len(heads)))]]
+        kind = chosen[0][0].kind
+        alike = [c for c in heads if c is not chosen[0] and c[0].kind in (kind, "alone")]
+        if kind == "alone":
+            alike = [c for c in alike if c[0].home == chosen[0][0].home]
+        chosen += [alike[i] for i in draw.permutation(len(alike))[: int(draw.integers(0, 4))]]
+        yield _pack(draw, [chain.pop(0) for chain in chosen], kind, num_ranks)
+
+
+def _pack(draw: np.random.Generator, parts: list[_Part], kind: str, num_ranks: int) -> MicroBatch:
+    slices, homes = tuple(p.piece for p in parts), tuple(p.home for p in parts)
+    if kind == "alone":
+        return MicroBatch(slices, homes[0])
+    engine = str(draw.choice(RING_LIKE)) if kind == "ring" else kind
+    common = {"engine": engine, "inner": 2 if kind == "hybrid" else 0, "routed": bool(draw.integers(2))}
+    ranks = homes[0]
+    if len(set(homes)) > 1:
+        ranks = tuple(map(int, draw.permutation(sorted({r for home in homes for r in home}))))
+        common["homes"] = homes
+    remap = bool(draw.random() < 0.4) and sum(s.length for s in slices) >= num_ranks
+    if remap and draw.integers(2):  # ranks that are nobody's home do the other modules' work only
+        idle = [r for r in range(num_ranks) if r not in ranks]
+        common["homes"] = homes
+        ranks = (*ranks, *idle)
+    return MicroBatch(slices, ranks, remap=remap, **common)
+
+
+def _regroup(
+    draw: np.random.Generator,
+    forward: tuple[MicroBatch, ...],
+    chains: list[list[_Part]],
+    lengths: Any,
+    pieces: tuple[int, ...],
+) -> Iterator[MicroBatch]:
+    """The backward: what has to do with a shared micro-batch, over any number of others, stays as it was."""
+    fixed: set[int] = set()
+    tied = [{s.sequence for s in m.slices} for m in forward]
+    grown = {i for m, ids in zip(forward, tied, strict=True) if len(m.ranks) > 1 for i in ids}
+    while grown - fixed:
+        fixed |= grown
+        grown = {i for ids in tied if ids & fixed for i in ids}
+    cuts = {i: [part.piece for part in chain] for i, chain in enumerate(chains)}
+    ranks = [chain[0].home[0] for chain in chains]
+    return regrouped(draw, list(forward), cuts, lengths, ranks, pieces, frozenset(fixed))
+
+
+def swapped(plan: StepPlan, first: int, second: int) -> StepPlan:
+    """The same work with two micro-batches in each other's place: what a rank must not walk alone."""
+    row = list(plan.micro_batches)
+    row[first], row[second] = row[second], row[first]
+    return replace(plan, micro_batches=tuple(row))

@@ -1,0 +1,98 @@
+"""Micro-batches that ranks share, on any ranks and by every engine, against plain training of whole sequences."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
+MIXED = ["ring", "all_gather", "all_to_all", "hybrid"]
+BY_HAND = [*MIXED, "zones", "zones, remap", "chain", "growth"]
+PAIRS = ["pairs, ring", "pairs, all_to_all"]
+LAYOUTS = [
+    pytest.param({}, [*BY_HAND, *range(10)], id="plane4"),
+    pytest.param({"parallel__tp": 2}, [*PAIRS, *range(4)], id="tp2"),
+    pytest.param({"parallel__pp": 2}, [*PAIRS, *range(6)], id="pp2"),
+]
+
+
+def _exact(results, layout, lengths=LENGTHS):
+    """All plans gave the reference, and the ranks together ran every token's backward once."""
+    copies = layout.get("parallel__tp", 1) * layout.get("parallel__pp", 1)
+    for plans in zip(*results, strict=True):
+        for found in plans:
+            assert found.get("error") is None, found
+            assert found["loss"] < 1e-12, found["plan"]
+            assert found["grad"] < 1e-9, found["plan"]
+            assert found["targets"] == sum(lengths) - len(lengths)
+        ran = [(s.sequence, t) for found in plans for s in found["executed"] for t in range(s.start, s.stop)]
+        assert sorted(ran) == sorted((i, t) for i, n in enumerate(lengths) for t in range(n) for _ in range(copies))
+
+
+@pytest.mark.parametrize(("layout", "plans"), LAYOUTS)
+def test_shared_micro_batches_give_the_gradients_of_plain_training(on_ranks, layout, plans):
+    _exact(on_ranks(4, "shared", plans=plans, **layout), layout)
+
+
+def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks):
+    drawn = {"recompute": False}
+    _exact(on_ranks(4, "shared", plans=["hybrid", "growth", 11, 12], drawn=drawn, train__recompute=True), {})
+
+
+def test_every_head_with_keys_of_its_own(on_ranks):
+    _exact(on_ranks(4, "shared", plans=["all_to_all", "hybrid"], model__num_query_groups=4), {})
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6).filter(lambda n: max(n) > 1),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_lengths_and_plans(on_ranks, lengths, seed):
+    results = on_ranks(4, "shared", plans=[seed, seed + 1], lengths=lengths, model__num_layers=2)
+    _exact(results, {}, lengths)
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel__pp": 2}], ids=["plane4", "pp2"])
+def test_overlapped_reduction_between_steps_with_and_without_sharing(on_ranks, layout):
+    plans = PAIRS if layout else ["ring", "chain"]
+    for errors in on_ranks(4, "shared_reduced", plans=plans, **layout):
+        assert max(errors) < 1e-9
+
+
+def test_the_distributed_optimizer_trains_shared_plans_as_whole_sequences(on_ranks):
+    options = {"train__dtype": "fp32", "megatron__distributed_optimizer": True, "megatron__overlap_grad_reduce": True}
+    alone = on_ranks(4, "shared_trained", plans=[None, None, None], **options)[0]
+    for result in on_ranks(4, "shared_trained", plans=["zones, remap", "growth", "hybrid"], **options):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert result["weights"] == pytest.approx(alone["weights"], rel=1e-4)
+
+
+def test_a_loop_of_ones_own_shares_over_the_open_plane(on_ranks):
+    assert max(on_ranks(4, "shared_own_loop")) < 2e-6
+
+
+def test_what_no_host_here_can_run_is_refused(on_ranks):
+    for what, do in on_ranks(4, "refused", kind="no engine"):
+        assert "no engine" in what
+        assert "plugins.mesh" in do
+    for what, _ in on_ranks(4, "refused", kind="stages"):
+        assert "pipeline stages" in what
+
+
+MUTANTS = {
+    "positions of pieces": ["ring"],
+    "labels at borders": ["zones"],
+    "dropped accumulator": ["chain"],
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_proof_catches_planted_faults(on_ranks, mutant):
+    results = on_ranks(4, "shared", plans=MUTANTS[mutant], mutant=mutant, model__num_layers=2)
+    for plans in zip(*results, strict=True):
+        assert any(found.get("error") or found["grad"] > 1e-4 or found["loss"] > 1e-4 for found in plans)
