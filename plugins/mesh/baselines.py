@@ -1,0 +1,143 @@
+"""What others do with the same batch, as plans: the yardsticks of `evenload plan` and `evenload bench`.
+
+cp_all          every sequence on all ranks, packed in order: static context parallelism of the whole plane
+cp_1            whole sequences on single ranks, balanced by cost, in packs under the token cap
+in_order        packs in the order of the batch on single ranks, dealt out in turn
+memory_degree   as many ranks as the tokens of a sequence fill, rounded up to a power of two, on aligned neighbours; the
+                least loaded first (Megatron-Core's BalancedCPScheduler, core/pipeline_parallel/hybrid_cp_schedule.py in
+                0.16.1, chooses degrees so; ByteScale's D(s) without the rounding)
+
+A sequence longer than the cap runs by itself in cp_1 and in_order, over the cap: they show what sharing saves. All are
+run by the same code as evenload's own plans, memory_degree with short sequences packed, which 0.16.1 does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.partition import Ints, Load, balance, best_fit_decreasing
+from ...core.registry import Situation
+from ...core.workload import MicroBatch, Slice, StepPlan
+from .config import MeshConfig
+from .prices import Prices, Way, prices_of
+from .steps import lengths_of, limits_for, step
+from .zones import common_way, whole
+
+
+def cp_all(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    ranks = tuple(range(limits.num_ranks))
+    packs: list[list[Slice]] = []
+    room = 0
+    for i, n in enumerate(lengths.tolist()):
+        if n > room or not packs:
+            packs.append([])
+            room = limits.num_ranks * (limits.max_tokens - 2)
+        packs[-1].append(Slice(i, 0, n))
+        room -= n + 2 * limits.num_ranks  # what uneven chunks may add on one of the ranks
+    prices = _prices(lengths, situation, config, bare)
+    made = [_on_all(pack, ranks, prices) for pack in packs]
+    cap = max([limits.max_tokens, *(-(-m.num_tokens // len(m.ranks)) + 2 * len(m.slices) for m in made)])
+    return step(bare, replace(limits, max_tokens=cap), made, "cp_all")
+
+
+def _on_all(pack: list[Slice], ranks: tuple[int, ...], prices: Prices) -> MicroBatch:
+    if len(ranks) == 1:
+        return MicroBatch(tuple(pack), ranks)
+    tokens = sum(s.length for s in pack)
+    way = common_way([(tokens, ranks)], prices) or Way("ring")
+    # Very short sequences leave ranks without a token, unless tokens are dealt anew.
+    short = tokens < 2 * len(ranks) or max(s.length for s in pack) < 2 * len(ranks)
+    return MicroBatch(
+        tuple(pack), ranks[:tokens], 0, way.engine, way.inner, remap=short and tokens > 1, routed=way.routed
+    )
+
+
+def cp_1(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    cap, costs = limits.max_tokens, situation.costs
+    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
+    packs: list[list[list[int]]] = []
+    for rank in range(limits.num_ranks):
+        mine = np.flatnonzero(ranks == rank).tolist()
+        bins = best_fit_decreasing([int(lengths[i]) for i in mine], cap)
+        packs.append([[mine[i] for i in one] for one in bins])
+    return _single(bare, limits.max_tokens, situation, config, packs, "cp_1")
+
+
+def in_order(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    packs: list[list[int]] = []
+    room = 0
+    for i, n in enumerate(lengths.tolist()):
+        if n > room or not packs:
+            packs.append([])
+            room = limits.max_tokens
+        packs[-1].append(i)
+        room -= n
+    dealt = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
+    return _single(bare, limits.max_tokens, situation, config, dealt, "in_order")
+
+
+def memory_degree(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    cap, costs, num_ranks = limits.max_tokens, situation.costs, limits.num_ranks
+    prices = _prices(lengths, situation, config, bare)
+    seconds = costs.sequence_s(lengths).tolist()
+    most = 1 << (num_ranks.bit_length() - 1)
+    load = np.zeros(num_ranks)
+    gangs: list[MicroBatch] = []
+    mine: list[list[int]] = [[] for _ in range(num_ranks)]
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        n = int(lengths[i])
+        degree = min(most, 1 << (-(-n // cap) - 1).bit_length())
+        starts = np.arange(0, num_ranks - degree + 1, degree)
+        windows = load[: len(starts) * degree].reshape(-1, degree).max(axis=1)
+        first = int(starts[windows.argmin()])
+        ranks = tuple(range(first, first + degree))
+        load[first : first + degree] = windows.min() + seconds[i] / degree
+        if degree == 1:
+            mine[first].append(i)
+        else:
+            way = common_way([(n, ranks)], prices) or Way("ring")
+            gangs.append(MicroBatch((Slice(i, 0, n),), ranks, 0, way.engine, way.inner, routed=way.routed))
+    packs = [
+        [[own[k] for k in one] for one in best_fit_decreasing([int(lengths[k]) for k in own], cap)] for own in mine
+    ]
+    fits = max(
+        [cap, *(-(-m.num_tokens // len(m.ranks)) + 2 for m in gangs), *(lengths[i] for own in mine for i in own)]
+    )
+    return step(bare, replace(limits, max_tokens=int(fits)), [*gangs, *_rows(lengths, packs)], "memory_degree")
+
+
+BASELINES: dict[str, Callable[[StepPlan, Situation, MeshConfig], StepPlan]] = {
+    "cp_all": cp_all,
+    "cp_1": cp_1,
+    "in_order": in_order,
+    "memory_degree": memory_degree,
+}
+
+
+def _single(
+    bare: StepPlan, cap: int, situation: Situation, config: MeshConfig, packs: list[list[list[int]]], name: str
+) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    cap = max(cap, int(lengths.max(initial=0)))
+    return step(bare, replace(limits, max_tokens=cap), _rows(lengths, packs), name)
+
+
+def _rows(lengths: Ints, packs: list[list[list[int]]]) -> list[MicroBatch]:
+    """Launch order of ``packs[rank][k]``: the k-th of every rank, then the next of every rank."""
+    out: list[MicroBatch] = []
+    for place in range(max(map(len, packs), default=0)):
+        for rank, mine in enumerate(packs):
+            if place < len(mine):
+                out.append(MicroBatch(tuple(whole(lengths, np.array(sorted(mine[place])))), (rank,)))
+    return out
+
+
+def _prices(lengths: Ints, situation: Situation, config: MeshConfig, bare: StepPlan) -> Prices:
+    return prices_of(situation, bare.limits, config, int(lengths.max(initial=1)))

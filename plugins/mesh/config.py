@@ -1,0 +1,48 @@
+"""The mesh section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+
+from ...core.registry import PluginConfig
+
+EngineName = Literal["ring", "all_gather", "all_to_all", "hybrid"]
+ENGINES: tuple[EngineName, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
+
+
+class MeshConfig(PluginConfig):
+    """How many ranks, and which, share each sequence; chosen by predicted time."""
+
+    max_tokens: PositiveInt | None = None
+    """Tokens that one rank may hold in one micro-batch. Null: those of the packing plugin, or else as many as the
+    device's memory is predicted to hold."""
+    max_degree: NonNegativeInt = 0
+    """Most ranks that may share a sequence. 0: all."""
+    powers_of_two: bool = False
+    """Only 1, 2, 4, 8, ... ranks share a sequence."""
+    engines: tuple[EngineName, ...] = Field(default=ENGINES, min_length=1)
+    """Ways to share attention that may be chosen: keys and values in a ring, or gathered; heads by all-to-all; or heads
+    inside groups of ranks and a ring across."""
+    remap: Literal["auto", "off"] = "auto"
+    """Whether modules other than attention may run on equally many tokens of every rank, where that is predicted to
+    pay."""
+    routed: Literal["auto", "off"] = "auto"
+    """Whether what travels between nodes may be spread over all ranks of both, where that is predicted to pay."""
+    offload: Literal["auto", "off"] = "auto"
+    """Whether activations may wait in host memory where the device's is predicted not to hold them."""
+    effort: NonNegativeInt = 2
+    """How many further divisions of the batch into rounds are weighed for each one that is taken."""
+
+    @field_validator("remap", "routed", "offload", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        """``engines: ring`` means ``engines: [ring]``."""
+        return (value,) if isinstance(value, str) else value

@@ -1,0 +1,136 @@
+"""How many ranks, and which, share each sequence: a portfolio judged by the simulator.
+
+gangs    long sequences on as many ranks as they deserve, one micro-batch each, short ones packed on single ranks beside
+         (`gangs`; ByteScale, arXiv 2502.21231)
+rounds   all ranks run one micro-batch at a time, in which long sequences are on many ranks and short ones on one; their
+         loads add up on a rank (`rounds`, `zones`; Zeppelin, arXiv 2509.21841)
+groups   rounds in disjoint groups of ranks (`groups`; FlexSP, arXiv 2412.01523)
+given    the plan that came in, of the packing plugin
+
+Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The
+degree of a sequence is chosen by the seconds that further ranks save and cost, with memory as a cap only; any number of
+ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks/mesh.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.errors import EvenloadError, PlanError
+from ...core.partition import Ints
+from ...core.registry import Situation
+from ...core.simulate import simulate
+from ...core.workload import Limits, MicroBatch, StepPlan
+from .baselines import cp_1
+from .bound import lower_bound_s
+from .config import MeshConfig
+from .gangs import gangs
+from .place import Frame, placed
+from .prices import Prices, Shares, prices_of
+from .rounds import divisions
+from .steps import lengths_of, limits_for, step
+from .zones import micro_batches, whole
+
+
+class _Judged(NamedTuple):
+    plan: StepPlan
+    step_s: float
+    held_bytes: float
+
+
+def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+    """The plan of the same batch with ranks shared out anew. Raises EvenloadError for what no ranks here can hold."""
+    if given.limits.num_ranks == 1 or given.limits.whole_sequences:
+        return given if given.micro_batches else cp_1(given, situation, config)
+    lengths, limits = lengths_of(given), limits_for(given, situation, config)
+    if not len(lengths):
+        return step(given, limits, [], "mesh")
+    prices = prices_of(situation, limits, config, int(lengths.max()))
+    shares = prices.of(lengths)
+    found = [_judge(given, situation)] if given.micro_batches else []
+    if not given.micro_batches:
+        _refuse_longer(lengths, shares, limits)
+    for made, name in _candidates(lengths, limits, prices, shares, config):
+        found += _judged(step(given, limits, made, f"mesh ({name})"), situation)
+    room = 0.9 * situation.cluster.memory_bytes
+    found.sort(key=lambda one: (one.held_bytes > room, one.step_s))
+    bound_s = lower_bound_s(lengths, limits, situation, config)
+    problem: PlanError | None = None
+    for one in found:
+        try:
+            best = replace(one.plan, bound_s=bound_s, notes=(*one.plan.notes, *_notes(one, found))).check()
+        except PlanError as error:
+            problem = error
+            continue
+        return replace(best, made_by=_made_by(given, best))
+    raise problem or EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+
+
+def _candidates(
+    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
+) -> Iterator[tuple[list[MicroBatch], str]]:
+    cap = limits.max_tokens
+    made = gangs(lengths, prices, shares, cap)
+    if made is not None:
+        yield made, "gangs"
+    frame = Frame(limits.num_ranks, prices.node, cap, cap)
+    for division in divisions(lengths, shares, frame, prices.launch_s, limits.num_stages, 1 + config.effort):
+        rounds: list[MicroBatch] = []
+        for numbers in division.rounds:
+            found = placed(shares.rows(numbers), frame)
+            made = found and micro_batches(whole(lengths, numbers), found, prices, dummies=len(division.rounds) > 1)
+            if not made:
+                break
+            rounds += made
+        else:
+            yield rounds, "rounds"
+
+
+def _judged(made: StepPlan, situation: Situation) -> list[_Judged]:
+    """Nothing for a plan whose ranks would wait for each other."""
+    try:
+        return [_judge(made, situation)]
+    except PlanError:
+        return []
+
+
+def _judge(made: StepPlan, situation: Situation) -> _Judged:
+    found = simulate(made, situation, record=False)
+    return _Judged(made, found.step_s, float(found.peak_bytes.max()))
+
+
+def _refuse_longer(lengths: Ints, shares: Shares, limits: Limits) -> None:
+    fits = np.isfinite(shares.forward) & (shares.tokens <= limits.max_tokens)
+    lost = np.flatnonzero(~fits.any(axis=1))
+    if len(lost):
+        index = int(lost[lengths[lost].argmax()])
+        raise EvenloadError(
+            "a sequence is longer than all ranks that may share it can hold",
+            f"sequence {index} has {lengths[index]} tokens, the cap of a rank is {limits.max_tokens}",
+            "raise plugins.mesh.max_tokens or max_degree, allow more engines, or lower data.max_length",
+        )
+
+
+def _made_by(given: StepPlan, best: StepPlan) -> str:
+    if best.made_by.startswith("mesh"):
+        return "mesh"
+    return f"{given.made_by}, mesh" if given.made_by else "mesh"
+
+
+def _notes(best: _Judged, found: list[_Judged]) -> list[str]:
+    degrees = sorted({len(m.ranks) for m in best.plan.micro_batches if m.slices})
+    homes = sorted({len(home) for m in best.plan.micro_batches for home in m.homes})
+    ways = sorted({one.plan.made_by for one in found})
+    return [
+        f"{best.plan.made_by}: micro-batches on {_range(degrees)} ranks"
+        + (f", sequences on {_range(homes)}" if homes else ""),
+        f"{len(found)} plans were simulated: {', '.join(ways)}",
+    ]
+
+
+def _range(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}" if values else "no"

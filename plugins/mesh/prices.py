@@ -1,0 +1,222 @@
+"""Seconds of a sequence on d ranks, by the simulator's own rules: what all of the planner's choices rest on.
+
+    seconds(n, d) = compute(n) / d + exposed(n, d)            forward and backward
+
+``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.traffic.exposed_s` over
+lengths, two to an octave, for every degree and every way in which ranks may share attention, and read off in between.
+The table depends on the situation alone and is kept; reading it for 8,192 sequences takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.partition import Floats, Ints
+from ...core.registry import Situation
+from ...core.traffic import exposed_s, gathering_s
+from ...core.workload import Engine, Limits, MicroBatch, Slice
+from .config import MeshConfig
+
+LEAST_TOKENS = 32
+"""Tokens that a rank should have of a sequence that it shares: below, nothing is won and much is sent."""
+_STEPS = 8
+"""Degrees of more than a node to an octave."""
+_UNEVEN_HEADS = 1.07
+"""Largest share of heads over the mean share up to which ranks may share them."""
+
+
+class Way(NamedTuple):
+    """How ranks share attention."""
+
+    engine: Engine
+    inner: int = 0
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What K sequences cost on each of D degrees."""
+
+    degrees: Ints
+    """[D] ascending, the first is 1."""
+    tokens: Ints
+    """[K, D]: the most tokens that one of the ranks holds."""
+    forward: Floats
+    """[K, D] seconds on each of the ranks, launches left out; infinite where so many ranks may not share it."""
+    backward: Floats
+    way: Ints
+    """[K, D]: number of the best way in `Prices.ways`."""
+
+    @property
+    def seconds(self) -> Floats:
+        return self.forward + self.backward
+
+    def rows(self, numbers: Ints) -> Shares:
+        """Those of some of the sequences."""
+        return Shares(
+            self.degrees, self.tokens[numbers], self.forward[numbers], self.backward[numbers], self.way[numbers]
+        )
+
+
+class Prices:
+    """The table of one situation."""
+
+    def __init__(self, situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> None:
+        self.situation, self.limits, self.config = situation, limits, config
+        self.node = min(limits.node_ranks or limits.num_ranks, limits.num_ranks)
+        self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
+        self.longest = 1 << max(8, int(longest - 1).bit_length())
+        octaves = int(np.log2(self.longest / LEAST_TOKENS))
+        self._grid = self.longest / 2.0 ** (np.arange(2 * octaves, -1, -1) / 2)
+        self.ways: list[Way] = [Way("")]
+        least = [self._exposed(1, 1, Way(""), passes) for passes in (1, 2)]
+        traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
+        self.launch = (
+            situation.costs.forward.launch_s + least[0] + gathering_s(traffic, cluster, layout, 1),
+            situation.costs.backward.launch_s + least[1] + gathering_s(traffic, cluster, layout, 2),
+        )
+        """Seconds of a pass without tokens, forward and backward."""
+        self._columns = [self._column(int(d), least) for d in self.degrees]
+        self._others: dict[int, tuple[list[int], Floats, Floats]] = {}
+
+    @property
+    def launch_s(self) -> float:
+        return sum(self.launch)
+
+    def of(self, lengths: Ints) -> Shares:
+        """lengths int64 [K] -> what each costs on every degree."""
+        n = lengths.astype(np.float64)
+        shape = (len(lengths), len(self.degrees))
+        forward, backward, way = np.empty(shape), np.empty(shape), np.zeros(shape, dtype=np.int64)
+        tokens = np.empty(shape, dtype=np.int64)
+        costs = self.situation.costs
+        whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
+        mine = np.arange(len(lengths))
+        for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self._columns, strict=True)):
+            tokens[:, j] = most_tokens(lengths, d)
+            if not numbers:  # none of the engines allows so many
+                forward[:, j] = backward[:, j] = np.inf
+                continue
+            exposed_f = np.array([np.interp(n, self._grid, row) for row in first])
+            exposed_b = np.array([np.interp(n, self._grid, row) for row in second])
+            best = (exposed_f + exposed_b).argmin(axis=0)
+            forward[:, j] = whole_f / d + exposed_f[best, mine]
+            backward[:, j] = whole_b / d + exposed_b[best, mine]
+            way[:, j] = np.array(numbers)[best]
+            if d > 1:
+                few = n < LEAST_TOKENS * d
+                forward[few, j] = backward[few, j] = np.inf
+        return Shares(self.degrees, tokens, forward, backward, way)
+
+    def exposed(self, way: Way, length: int, degree: int) -> tuple[float, float]:
+        """Exposed seconds of a sequence, forward and backward; infinite where so many ranks may not share it so."""
+        if way.engine == "hybrid" and way.inner == degree:
+            way = way._replace(engine="all_to_all", inner=0)
+        if degree <= self.node:
+            way = way._replace(routed=False)
+        if degree not in self._others:
+            known = self.degrees.tolist()
+            least = [self._exposed(1, 1, Way(""), passes) for passes in (1, 2)]
+            self._others[degree] = (
+                self._columns[known.index(degree)] if degree in known else self._column(degree, least)
+            )
+        numbers, first, second = self._others[degree]
+        names = [self.ways[number] for number in numbers]
+        if way not in names:
+            return float("inf"), float("inf")
+        k = names.index(way)
+        return float(np.interp(length, self._grid, first[k])), float(np.interp(length, self._grid, second[k]))
+
+    def ways_of(self, degree: int) -> list[Way]:
+        """The ways in which so many ranks, in whole nodes as far as there are, may share attention."""
+        if degree == 1:
+            return [Way("")]
+        heads, node, found = self.limits.heads, self.node, []
+        for engine in self.config.engines:
+            if engine in ("ring", "all_gather") or (engine == "all_to_all" and shares_heads(heads, degree)):
+                found.append(Way(engine))
+            elif engine == "hybrid":
+                # Groups lie inside nodes, the last of which may be there in part.
+                part = np.gcd(node, degree % node) if degree > node else degree
+                fits = [u for u in range(2, int(part) + 1) if part % u == 0 and u < degree and shares_heads(heads, u)]
+                found += [Way(engine, u) for u in fits[-2:]]
+        if degree > node > 1 and self.config.routed == "auto":
+            found += [way._replace(routed=True) for way in found]
+        return found
+
+    def _column(self, degree: int, least: list[float]) -> tuple[list[int], Floats, Floats]:
+        """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
+        ways = self.ways_of(degree)
+        for way in ways:
+            if way not in self.ways:
+                self.ways.append(way)
+        rows = [
+            np.array(
+                [
+                    [max(0.0, self._exposed(n, degree, way, passes) - least[passes - 1]) for n in self._grid]
+                    for way in ways
+                ]
+            )
+            for passes in (1, 2)
+        ]
+        return [self.ways.index(way) for way in ways], rows[0], rows[1]
+
+    def _exposed(self, tokens: float, degree: int, way: Way, passes: int) -> float:
+        at = self.situation
+        m = MicroBatch(
+            (Slice(0, 0, max(1, round(tokens))),), tuple(range(degree)), 0, way.engine, way.inner, routed=way.routed
+        )
+        directions = [(at.costs.forward, 1)] if passes == 1 else [(at.costs.backward, 2)]
+        if passes == 2 and at.costs.recompute:
+            directions.append((at.costs.forward, 1))
+        return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
+
+
+_KNOWN: list[Prices] = []
+"""The latest tables."""
+
+
+def prices_of(situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> Prices:
+    """The table of a situation, made anew only when something that it depends on has changed."""
+    for known in _KNOWN:
+        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.situation)
+        if longest <= known.longest and same == (
+            limits.num_ranks,
+            limits.heads,
+            limits.node_ranks,
+            config,
+            situation,
+        ):
+            return known
+    made = Prices(situation, limits, config, longest)
+    _KNOWN.insert(0, made)
+    del _KNOWN[4:]
+    return made
+
+
+def shares_heads(heads: int, ranks: int) -> bool:
+    """Whether ranks can share heads about evenly; 0 heads: not known."""
+    return not heads or (ranks <= heads and -(-heads // ranks) * ranks <= _UNEVEN_HEADS * heads)
+
+
+def most_tokens(lengths: Ints, degree: int) -> Ints:
+    """The most tokens of a sequence that one of so many ranks has, in every engine's layout."""
+    return (
+        np.where(lengths % (2 * degree), lengths // degree + (2 if degree > 1 else 0), lengths // degree)
+        if degree > 1
+        else lengths
+    )
+
+
+def _degrees(num_ranks: int, node: int, config: MeshConfig) -> list[int]:
+    most = min(num_ranks, config.max_degree or num_ranks)
+    if config.powers_of_two:
+        return [1 << k for k in range(most.bit_length()) if 1 << k <= most]
+    found, d = set(range(1, min(most, max(node, 8)) + 1)), node
+    while d < most:
+        d += max(1, node // 2, (d // _STEPS) // node * node)
+        found.add(min(d, most))
+    return sorted(found)
