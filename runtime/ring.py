@@ -41,7 +41,7 @@ class Ring(Work):
 
     def forward(self) -> Iterator[None]:
         keys = self.own_keys()
-        message = self._packed(keys) if self.groups > 1 else None
+        message = self.packed(keys) if self.groups > 1 else None
         done: list[Pair | None] = [None] * len(keys)
         for hop in range(self.groups):
             coming = None
@@ -53,12 +53,12 @@ class Ring(Work):
                 done[number] = self.forward_tiles(number, now, keys[number], done[number])
             if coming is not None:
                 message = _arrived(coming)
-                keys = self._unpacked(message, hop + 1)
+                keys = self.unpacked(message, self._visitor(hop + 1))
         self.finish(done)
 
     def backward(self, dout_NHD: Tensor) -> Iterator[None]:
         keys = self.own_keys(backward=True)
-        message = self._packed(keys) if self.groups > 1 else None
+        message = self.packed(keys) if self.groups > 1 else None
         dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
         going = None
         sums: list[Pair | None] = []
@@ -70,7 +70,7 @@ class Ring(Work):
             grads, sums = None, [None] * len(keys)
             if message is not None:
                 grads = torch.zeros_like(message, dtype=self.wide)
-                sums = [*self._unpacked(grads, hop)]
+                sums = [*self.unpacked(grads, self._visitor(hop))]
             for number, part in enumerate(self.job.parts):
                 now = tiles(self.group, self._visitor(hop), part.held)
                 sums[number] = self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
@@ -80,27 +80,14 @@ class Ring(Work):
                 going = self._pass_on(grads, hop, 1)
             if coming is not None:
                 message = _arrived(coming)
-                keys = self._unpacked(message, hop + 1)
+                keys = self.unpacked(message, self._visitor(hop + 1))
         if going is not None:
             yield
-            sums = [*self._unpacked(_arrived(going), 0)]
+            sums = [*self.unpacked(_arrived(going), self.group)]
         self.settle(dq_NHD, sums)
 
     def _visitor(self, hop: int) -> int:
         return (self.group - hop) % self.groups
-
-    def _packed(self, keys: Sequence[Pair]) -> Tensor:
-        """One message [2, M, G, D] of the keys and values of all slices."""
-        message = keys[0][0].new_empty(2, self.job.keys_of(self.group), *keys[0][0].shape[1:])
-        for pair, places in zip(keys, self._unpacked(message, 0), strict=True):
-            for tensor, place in zip(pair, places, strict=True):
-                place.copy_(tensor)
-        return message
-
-    def _unpacked(self, message: Tensor, hop: int) -> list[Pair]:
-        """Views of each slice's keys and values."""
-        sizes = [part.held[self._visitor(hop)].all for part in self.job.parts]
-        return list(zip(*(torch.split(x, sizes) for x in message), strict=True))
 
     def _pass_on(self, message: Tensor, hop: int, kind: int) -> tuple[Pending, Tensor]:
         """Send what is here to the next group; comes: what the group before this one has."""

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..core.parts import Pieces
 from ..core.workload import MicroBatch
 from .blocks import choose_block
+from .gather import Gather
 from .jobs import Job, jobs_of
 from .plane import Plane
 from .relayout import Kind, Relayout, relayout_of
@@ -70,11 +71,17 @@ def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     assert shared is not None
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_THD, k_TGD, v_TGD))
     block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])
-    call = Call(shared.plane, pack.prefix, layer, scale, block, frozen, shared.micro_batch.routed)
+    call = Call(
+        shared.plane, pack.prefix, layer, scale, block, frozen, shared.micro_batch.engine, shared.micro_batch.routed
+    )
     relayout = shared.relayout(pack, (q_THD.shape[1], k_TGD.shape[1]), q_THD.device)
     jobs = [job for job in shared.jobs(pack) if job.number in relayout.counts]
     out: Tensor = _SharedAttention.apply(q_THD, k_TGD, v_TGD, call, relayout, jobs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _engine_of(job: Job, call: Call) -> type[Work]:
+    return Gather if call.engine == "all_gather" and job.home.groups > 1 else Ring
 
 
 class _SharedAttention(torch.autograd.Function):
@@ -88,7 +95,7 @@ class _SharedAttention(torch.autograd.Function):
         works: list[Work] = []
         for job in jobs:
             q_NHD, k_NGD, v_NGD = parts[job.number]
-            works.append(Ring(call, job, relayout.heads[job.number], q_NHD, (k_NGD, v_NGD)))
+            works.append(_engine_of(job, call)(call, job, relayout.heads[job.number], q_NHD, (k_NGD, v_NGD)))
         in_turn([work.forward() for work in works])
         (out_THD,) = relayout.to_tokens({w.job.number: [w.out_NHD] for w in works}, kinds[:1], q_THD)
         saved = [work.saved for work in works]
@@ -103,7 +110,10 @@ class _SharedAttention(torch.autograd.Function):
         call, relayout, jobs = ctx.call, ctx.relayout, ctx.jobs
         ends = list(accumulate(ctx.sizes, initial=0))
         rows = [ctx.saved_tensors[first:end] for first, end in pairwise(ends)]
-        works = [Ring.restored(call, job, relayout.heads[job.number], row) for job, row in zip(jobs, rows, strict=True)]
+        works = [
+            _engine_of(job, call).restored(call, job, relayout.heads[job.number], row)
+            for job, row in zip(jobs, rows, strict=True)
+        ]
         douts = relayout.to_attention([dout_THD], ctx.kinds[:1])
         in_turn([work.backward(douts[work.job.number][0]) for work in works])
         grads = {work.job.number: work.grads for work in works}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.workload import Slice
+from ..core.workload import Engine, Slice
 from .blocks import Block, Inputs, merge
 from .heads import Heads
 from .jobs import Job
@@ -35,7 +35,8 @@ class Call(NamedTuple):
     block: Block
     frozen: bool
     """No backward will come: autograd is on, and neither queries nor keys nor values need gradients."""
-    routed: bool = False
+    engine: Engine
+    routed: bool
 
 
 class Tile(NamedTuple):
@@ -108,6 +109,19 @@ class Work:
                 pairs.append(self._store.write(self.call.layer, local, k_NGD, v_NGD, frozen=self.call.frozen))
         return pairs
 
+    def packed(self, keys: Sequence[Pair]) -> Tensor:
+        """One message [2, M, G, D] of what this rank brings of all slices."""
+        message = keys[0][0].new_empty(2, self.job.keys_of(self.group), *keys[0][0].shape[1:])
+        for pair, places in zip(keys, self.unpacked(message, self.group), strict=True):
+            for tensor, place in zip(pair, places, strict=True):
+                place.copy_(tensor)
+        return message
+
+    def unpacked(self, message_2MGD: Tensor, group: int) -> list[Pair]:
+        """Views of each slice in what a group brings."""
+        sizes = [part.held[group].all for part in self.job.parts]
+        return list(zip(*(torch.split(x, sizes) for x in message_2MGD), strict=True))
+
     def forward_tiles(self, number: int, tiles: Sequence[Tile], keys: Pair, done: Pair | None) -> Pair | None:
         """Attention of a slice over what is there of it, put together with what is done: out and lse."""
         for tile in tiles:
@@ -145,7 +159,7 @@ class Work:
             )
             dq_NHD[rows] += dq
             dk, dv = (self.heads.folded(grad) for grad in dkv)
-            if sums is None and tile.keys == len(keys[0]):
+            if sums is None and len(tiles) == 1 and tile.keys == len(keys[0]):
                 sums = dk, dv
                 continue
             sums = sums or self._zeros(keys)

@@ -1,7 +1,8 @@
-"""Attention that ranks share against explicit softmax over whole sequences: float64, real gloo ranks, plans of all kinds."""
+"""Attention that ranks share against explicit softmax over whole sequences: float64, real gloo ranks, any plan."""
 
 import random
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -148,3 +149,88 @@ def test_a_ring_of_any_ranks(world):
 def test_homes_of_different_sizes(world):
     lengths = [40, 12, 9, 30, 3]
     check(world, lengths, [micro_batch(whole(lengths), [0, 1, 2], homes=[[0, 1, 2], [1], [0], [2, 1], [2]])], 3)
+
+
+def cut(lengths, *stops):
+    """Slices of sequence 0 that end at these tokens."""
+    return [[0, a, b] for a, b in pairwise([0, *stops, lengths[0]])]
+
+
+def test_slices_of_a_shared_sequence(world):
+    lengths = [61, 8, 5]
+    a, b, c = cut(lengths, 20, 33)
+    homes = [[0, 2, 1], [1]]
+    rows = [
+        micro_batch([a, [1, 0, 8]], [0, 1, 2], homes=homes),
+        micro_batch([b], [2, 1, 0]),
+        micro_batch([[2, 0, 5], c], [1, 0, 2]),
+    ]
+    check(world, lengths, rows, 3)
+
+
+def test_a_ring_that_grows(world):
+    lengths = [61, 8]
+    a, b, c = cut(lengths, 20, 33)
+    rows = [micro_batch([a], [1]), micro_batch([[1, 0, 8], b], [2, 1]), micro_batch([c], [1, 0, 2])]
+    check(world, lengths, rows, 3)
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [((8, 2), 3), ((8, 2), 4), ((6, 3), 4), ((4, 4), 3), ((5, 1), 3)])
+def test_heads_are_shared(world, heads, ranks):
+    lengths = [37, 5, 24, 2]
+    rows = [micro_batch(whole(lengths), list(range(ranks)), "all_to_all")]
+    check(world, lengths, rows, ranks, heads)
+
+
+def test_heads_are_shared_by_homes_of_different_sizes(world):
+    lengths = [37, 5, 24, 2, 13]
+    homes = [[3, 1, 0], [2], [1, 2], [0], [0, 1, 2, 3]]
+    check(world, lengths, [micro_batch(whole(lengths), [0, 1, 2, 3], "all_to_all", homes=homes)], 4, (8, 2))
+
+
+def test_slices_whose_heads_are_shared(world):
+    lengths = [61, 8, 5]
+    a, b, c = cut(lengths, 20, 33)
+    rows = [
+        micro_batch([a, [1, 0, 8]], [0, 1, 2], "all_to_all"),
+        micro_batch([b], [0, 1, 2], "all_to_all"),
+        micro_batch([[2, 0, 5], c], [0, 1, 2], "all_to_all"),
+    ]
+    check(world, lengths, rows, 3, (8, 2))
+
+
+def test_a_ring_of_groups_that_share_heads(world):
+    lengths = [61, 8, 5, 17]
+    a, b, c = cut(lengths, 20, 33)
+    homes = [[1, 0, 2, 3], [1], [3, 2]]
+    rows = [
+        micro_batch([a, [1, 0, 8], [3, 0, 17]], [0, 1, 2, 3], "hybrid", inner=2, homes=homes),
+        micro_batch([b], [1, 0, 2, 3], "hybrid", inner=2),
+        micro_batch([[2, 0, 5], c], [1, 0, 2, 3], "hybrid", inner=2),
+    ]
+    check(world, lengths, rows, 4, (6, 2))
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_to_all", "all_gather"])
+def test_tokens_are_evened(world, engine):
+    lengths = [61, 8, 5, 17]
+    a, b, c = cut(lengths, 20, 33)
+    homes = [[0, 2], [1], [1]]
+    rows = [
+        micro_batch([a, [1, 0, 8], [3, 0, 17]], [0, 1, 2, 3], engine, homes=homes, remap=True),
+        micro_batch([b], [0, 2], engine, remap=True),
+        micro_batch([[2, 0, 5], c], [0, 1, 2], engine, remap=True, homes=[[1], [0, 2]]),
+    ]
+    check(world, lengths, rows, 4, (8, 2))
+
+
+def test_keys_are_gathered(world):
+    lengths = [61, 8, 5, 17]
+    a, b, c = cut(lengths, 20, 33)
+    homes = [[0, 2], [1], [2, 3, 1]]
+    rows = [
+        micro_batch([a, [1, 0, 8], [3, 0, 17]], [0, 1, 2, 3], "all_gather", homes=homes),
+        micro_batch([b], [2, 1, 0], "all_gather"),
+        micro_batch([[2, 0, 5], c], [1, 0, 2, 3], "all_gather"),
+    ]
+    check(world, lengths, rows, 4, (8, 2))

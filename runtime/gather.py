@@ -1,0 +1,113 @@
+"""The engine in which every rank of a home gets the keys and values of all others at once.
+
+Of a slice there are then the tokens of earlier slices, rank by rank, and the slice's chunks in their order; a rank's
+two chunks of queries see all of the former and the latter up to themselves, which is a causal block each. Backward
+gathers keys and values anew and sends every rank its part of dK and dV, in float32 at least (context parallelism of
+Llama 3, arXiv 2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .jobs import Part
+from .plane import Pending
+from .work import Pair, Tile, Work
+
+
+def tiles(group: int, part: Part) -> list[Tile]:
+    """What a rank computes of one slice, over keys in the order of `_in_order`."""
+    before = sum(held.before for held in part.held)
+    mine, chunks = part.held[group], [*(h.first for h in part.held), *(h.second for h in reversed(part.held))]
+    first, second = before + sum(chunks[: group + 1]), before + sum(chunks[: len(chunks) - group])
+    found = [Tile(0, mine.first, first, True), Tile(mine.first, mine.own, second, True)]
+    return [tile for tile in found if tile.end > tile.first]
+
+
+class Gather(Work):
+    """A job whose home shares no heads and has several ranks."""
+
+    def forward(self) -> Iterator[None]:
+        message = self.packed(self.own_keys())
+        coming = self._to_all(message, 0)
+        yield
+        keys = self._assembled(message, coming.wait())
+        self.finish([self._attended(n, part, keys[n]) for n, part in enumerate(self.job.parts)])
+
+    def backward(self, dout_NHD: Tensor) -> Iterator[None]:
+        message = self.packed(self.own_keys(backward=True))
+        coming = self._to_all(message, 0)
+        yield
+        keys = self._assembled(message, coming.wait())
+        dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
+        parts = enumerate(self.job.parts)
+        sums = [self.backward_tiles(n, tiles(self.group, part), keys[n], dout_NHD, dq_NHD, None) for n, part in parts]
+        shares = [self._share_of(group, sums) for group in range(self.groups)]
+        total = shares[self.group]
+        going = self.call.plane.post(
+            [(self.peer(group), share) for group, share in enumerate(shares) if group != self.group],
+            [(self.peer(group), torch.empty_like(total)) for group in self._others],
+            self.tag(0, 1),
+        )
+        yield
+        for _, share in sorted(going.wait().items()):
+            total += share
+        self.settle(dq_NHD, self.unpacked(total, self.group))
+
+    def _attended(self, number: int, part: Part, keys: Pair) -> Pair | None:
+        done = [self.forward_tiles(number, [tile], keys, None) for tile in tiles(self.group, part)]
+        outs, lses = [pair[0] for pair in done if pair], [pair[1] for pair in done if pair]
+        return (torch.cat(outs), torch.cat(lses, dim=1)) if outs else None
+
+    @property
+    def _others(self) -> list[int]:
+        return [group for group in range(self.groups) if group != self.group]
+
+    def _to_all(self, message: Tensor, kind: int) -> Pending:
+        sends = [(self.peer(group), message) for group in self._others]
+        shapes = [(message.shape[0], self.job.keys_of(group), *message.shape[2:]) for group in self._others]
+        receives = [(self.peer(group), message.new_empty(s)) for group, s in zip(self._others, shapes, strict=True)]
+        return self.call.plane.post(sends, receives, self.tag(0, kind))
+
+    def _assembled(self, own: Tensor, arrived: Mapping[int, Tensor]) -> list[Pair]:
+        """Keys and values of each slice in the order of `tiles`."""
+        empty = own[:, :0]
+        brought = [
+            self.unpacked(own if group == self.group else arrived.get(self.peer(group), empty), group)
+            for group in range(self.groups)
+        ]
+        found = []
+        for number, part in enumerate(self.job.parts):
+            k, v = (_in_order([pairs[number][i] for pairs in brought], part) for i in (0, 1))
+            found.append((k, v))
+        return found
+
+    def _share_of(self, group: int, sums: Sequence[Pair]) -> Tensor:
+        """The gradients of what a group brought, in the order of its message."""
+        rows = [
+            [_of_group(total, part, group) for part, total in zip(self.job.parts, totals, strict=True)]
+            for totals in zip(*sums, strict=True)
+        ]
+        return torch.stack([torch.cat([piece for pieces in row for piece in pieces]) for row in rows]).to(self.wide)
+
+
+def _in_order(brought: Sequence[Tensor], part: Part) -> Tensor:
+    """Earlier tokens group by group, then the slice's own from its first to its last."""
+    sizes = [[held.before, held.first, held.second] for held in part.held]
+    split = [torch.split(x, size) for x, size in zip(brought, sizes, strict=True)]
+    before, first, second = zip(*split, strict=True)
+    return torch.cat([*before, *first, *reversed(second)])
+
+
+def _of_group(total: Tensor, part: Part, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_in_order` took from one group."""
+    befores, firsts = [h.before for h in part.held], [h.first for h in part.held]
+    seconds = [h.second for h in part.held]
+    before, first = sum(befores[:group]), sum(befores) + sum(firsts[:group])
+    second = sum(befores) + sum(firsts) + sum(seconds[group + 1 :])
+    starts = (before, befores), (first, firsts), (second, seconds)
+    a, b, c = (total[start : start + sizes[group]] for start, sizes in starts)
+    return a, b, c
