@@ -121,5 +121,6 @@ def _refuse(
 
 
 def _longest(pack: Pack) -> int:
-    """Tokens that the last query of some sequence sees, its prefix included."""
-    return max([pack.max_seqlen, *(piece.stop for piece in pack.slices)])
+    """Tokens that the last query of some sequence sees, its prefix included; the same on all ranks that share it."""
+    pieces = pack.shared.micro_batch.slices if pack.shared else pack.slices
+    return max([pack.max_seqlen, *(piece.stop for piece in pieces)])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from ...core.simulate import Kind
 from ...core.workload import StepPlan
 from ...runtime.busy import BusyClock, counts_waiting
 from ...runtime.kernels import choose_kernel
+from ...runtime.offload import layers_of, offloading
 from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
+from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
 from ...runtime.world import World
 from ..host import Mark, StepResult, no_mark
@@ -76,8 +78,10 @@ class DeepSpeedHost:
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(model) else {}
         self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
-        self.busy_waits = self.stage == 3 and world.size > 1 and counts_waiting(world.device)
+        shares = any(plugin.shares for plugin in recipe.enabled())
+        self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
         self._told_of_dummies = False
+        self._plane: Plane | None = None
 
     def train_step(
         self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
@@ -136,6 +140,9 @@ class DeepSpeedHost:
 
     def close(self) -> None:
         """See `Host.close`."""
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
         self.engine.destroy()
 
     def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
@@ -149,10 +156,11 @@ class DeepSpeedHost:
         if plan.replayed:
             refuse_unequal_replay(self.engine.module)
         self._tell_of_dummies(plan, passes)
+        plane = self._plane_of(plan)
         mark("loading the samples")
-        prefix = PrefixStore.of_plan(plan)
+        prefix = PrefixStore.of_plan(plan, self.plane_rank)
         packs = {
-            micro_batch: build_pack(micro_batch, tokens_of, self.world.device, prefix)
+            micro_batch: build_pack(micro_batch, tokens_of, self.world.device, prefix, plane=plane)
             for micro_batch in dict.fromkeys(one.micro_batch for one in passes)
         }
         share = self.world.size if self.stage == 3 else 1
@@ -163,6 +171,8 @@ class DeepSpeedHost:
             for number, one in enumerate(passes):
                 mark(f"{one.kind}, pass {number + 1} of {len(passes)}")
                 pack = packs[one.micro_batch]
+                if one.is_shared and plane is not None:
+                    plane.meet(one.number, plan.digest, one.micro_batch.ranks, one.direction)
                 with clock.running(KINDS[one.kind], one.number):
                     if one.kind == "prefix":
                         with torch.no_grad():
@@ -171,7 +181,8 @@ class DeepSpeedHost:
                         reduction.before_backward()
                         self.engine.backward(losses.pop(one.graph) * (share / num_targets), scale_wrt_gas=False)
                     else:
-                        with keeping_activations(self.engine.module) if self._keeps(plan, one) else nullcontext():
+                        keeping = keeping_activations(self.engine.module) if self._keeps(plan, one) else nullcontext()
+                        with keeping, self._offloading(plan, one):
                             losses[one.graph] = loss_sum(self.engine, pack)
                         total += losses[one.graph].detach().double()
                         reduction.after_forward()
@@ -187,8 +198,20 @@ class DeepSpeedHost:
             "num_targets": num_targets,
             "busy_s": busy.total_s,
             "forward_s": busy.forward_s,
-            "executed": tuple(piece for one in passes if one.is_backward for piece in one.micro_batch.slices),
+            "executed": tuple(piece for one in passes if one.is_backward for piece in packs[one.micro_batch].slices),
         }
+
+    def _plane_of(self, plan: StepPlan) -> Plane | None:
+        """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
+        if plan.shared and self._plane is None:
+            self._plane = Plane.make([tuple(range(self.world.size))], node_ranks=plan.limits.node_ranks)
+        return self._plane
+
+    def _offloading(self, plan: StepPlan, one: Pass) -> AbstractContextManager[Any]:
+        """A forward's activations in host memory, by the plan's share. A replay's are wanted right away."""
+        if not plan.offload or one.kind != "forward" or one.number < 0:
+            return nullcontext()
+        return offloading(plan.offload[one.number], layers_of(self.engine.module), self.world.device)
 
     def _keeps(self, plan: StepPlan, one: Pass) -> bool:
         """Whether a forward keeps its activations although layers are recomputed: a replay is a recomputation already.

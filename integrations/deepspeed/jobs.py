@@ -3,45 +3,22 @@
 A plan's ``F i`` becomes a forward, with gradients if its activations are kept for a backward and without otherwise. Its
 ``B j`` becomes the backward of the kept forward, or, where j is replayed, a forward with gradients and its backward. A
 forward without gradients runs only the slices whose keys and values a replay will read: with one pipeline stage nothing
-else is wanted of it.
+else is wanted of it. (A micro-batch that ranks share runs whole, as fewer slices might leave a rank without a token.)
 
-Under ZeRO 3 parameters are gathered in every forward and every backward, by all ranks: all must run one sequence of
-forwards and backwards (whether a forward keeps gradients makes no difference to its gathers). `in_step` brings any plan
-into that form; where a rank has no pass of its own it runs a dummy, one token of no weight.
+Under ZeRO 3 all ranks meet in every pass; `passes.in_step` brings any plan into that form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ...core.errors import EvenloadError
 from ...core.order import orders_of_stage
 from ...core.workload import MicroBatch, Op, Slice, StepPlan
-
-DUMMY = MicroBatch((), ())
-"""Stands for: run one token of no weight, so that the engine does what its peers do."""
+from .passes import DUMMY, Pass, in_step
 
 _BOTH: tuple[Literal["F", "B"], ...] = ("F", "B")
-
-Kind = Literal["forward", "prefix", "replay", "backward"]
-
-
-class Pass(NamedTuple):
-    """One pass of a rank."""
-
-    kind: Kind
-    """forward: with gradients, its loss counts. prefix: without gradients; only keys and values are wanted of it.
-    replay: a forward with gradients right before its backward, after a prefix pass; its loss counts. backward."""
-    micro_batch: MicroBatch
-    graph: int
-    """Ties a backward to its forward or replay; a prefix pass has none and carries -1."""
-    number: int = -1
-    """Which micro-batch of its direction it is in the plan; -1: a dummy that the plan does not have."""
-
-    @property
-    def is_backward(self) -> bool:
-        return self.kind == "backward"
 
 
 def passes_of_rank(plan: StepPlan, rank: int, num_ranks: int, *, equal: bool) -> tuple[Pass, ...]:
@@ -59,46 +36,10 @@ def passes_of_rank(plan: StepPlan, rank: int, num_ranks: int, *, equal: bool) ->
     return _planned(plan, orders[rank], read) or (Pass("forward", DUMMY, 0), Pass("backward", DUMMY, 0))
 
 
-def in_step(rows: Row[Row[Pass]]) -> tuple[tuple[Pass, ...], ...]:
-    """The same passes of every rank, with dummies between them so that all ranks meet in the same kind of pass.
-
-    Forwards go first: a backward starts when no rank has a forward to run before its next backward. A rank never holds
-    more activations than in the plan but those of dummies, and rows that are in step already stay as they are. Cost:
-    O(ranks * passes); 1,024 ranks of 40 passes take 0.1 s.
-    """
-    if len({tuple(one.is_backward for one in row) for row in rows}) == 1:
-        return tuple(map(tuple, rows))
-    at = [0] * len(rows)
-    found: list[list[Pass]] = [[] for _ in rows]
-    spare: list[list[int]] = [[] for _ in rows]
-    graph = max((one.graph for row in rows for one in row), default=-1)
-    while any(place < len(row) for place, row in zip(at, rows, strict=True)):
-        heads = [row[place] if place < len(row) else None for place, row in zip(at, rows, strict=True)]
-        forward = any(head is not None and not head.is_backward for head in heads)
-        if not forward and any(head is None and not spare[rank] for rank, head in enumerate(heads)):
-            # A rank has no graph left for a dummy backward: all run one dummy forward more.
-            forward, heads = True, [None] * len(rows)
-        graph += 1
-        for rank, head in enumerate(heads):
-            if head is not None and head.is_backward != forward:
-                found[rank].append(head)
-                at[rank] += 1
-            elif forward:
-                found[rank].append(Pass("forward", DUMMY, graph))
-                spare[rank].append(graph)
-            else:
-                found[rank].append(Pass("backward", DUMMY, spare[rank].pop()))
-    return tuple(tuple(_without_graph(one, set(left)) for one in row) for row, left in zip(found, spare, strict=True))
-
-
 def num_added(plan: StepPlan, rank: int, passes: Row[Pass]) -> int:
     """By how many passes a rank runs more than the plan has for it, to stay in step with its peers."""
     replays = sum(one.kind == "replay" for one in passes)
     return max(0, len(passes) - replays - sum(len(plan.of_rank(rank, kind)) for kind in _BOTH))
-
-
-def _without_graph(one: Pass, never_used: set[int]) -> Pass:
-    return Pass("prefix", one.micro_batch, -1, one.number) if one.graph in never_used else one
 
 
 def _planned(plan: StepPlan, ops: Row[Op], read: frozenset[Slice]) -> tuple[Pass, ...]:
@@ -112,7 +53,8 @@ def _planned(plan: StepPlan, ops: Row[Op], read: frozenset[Slice]) -> tuple[Pass
             if index in plan.kept:
                 row.append(Pass("forward", micro_batch, index, index))
             elif wanted:
-                row.append(Pass("prefix", micro_batch._replace(slices=wanted), -1, index))
+                whole = len(micro_batch.ranks) > 1
+                row.append(Pass("prefix", micro_batch if whole else micro_batch._replace(slices=wanted), -1, index))
             continue
         graph = plan.forward_of[index]
         if graph is None:
@@ -144,8 +86,8 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
     found = ""
     if plan.limits.num_ranks != num_ranks:
         found = f"a plan for {plan.limits.num_ranks} ranks in a world of {num_ranks}"
-    elif any(len(m.ranks) != 1 for m in (*plan.micro_batches, *plan.backward)):
-        found = "a micro-batch shared by several ranks"
+    elif any(len(m.ranks) > 1 and not m.engine for m in (*plan.micro_batches, *plan.backward)):
+        found = "a micro-batch on several ranks that names no engine (static context parallelism)"
     elif any(layers for row in plan.recompute for layers in row):
         found = "layers to recompute in single micro-batches"
     elif len(plan.order) > 1:
@@ -154,7 +96,7 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
         raise EvenloadError(
             "trainer deepspeed cannot run this plan",
             found,
-            "plan for the ranks there are, one rank for each micro-batch, and set train.recompute for recomputation",
+            "plan for the ranks there are, share sequences by plugins.mesh, and set train.recompute for recomputation",
         )
 
 
@@ -164,8 +106,14 @@ def into_exactly(plan: StepPlan, count: int) -> tuple[tuple[MicroBatch, ...], ..
     For trainers whose number of micro-batches a step is fixed (``gradient_accumulation_steps``).
 
     Raises:
-        EvenloadError: a rank has more.
+        EvenloadError: a rank has more, or shares one with others.
     """
+    if plan.shared:
+        raise EvenloadError(
+            "a training loop of your own runs every micro-batch on one rank",
+            f"a plan made by {plan.made_by or 'hand'} that shares micro-batches",
+            "plan under limits.whole_sequences, or use `evenload train`",
+        )
     mine = [[plan.micro_batches[i] for i in plan.of_rank(rank)] for rank in range(plan.limits.num_ranks)]
     most = max(map(len, mine))
     if most > count:

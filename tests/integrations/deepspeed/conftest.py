@@ -36,6 +36,11 @@ def slice_plans() -> ModuleType:
     return load("slice_plans")
 
 
+@pytest.fixture(scope="session")
+def shared_plans() -> ModuleType:
+    return load("shared_plans")
+
+
 @pytest.fixture
 def on_ranks(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """``on_ranks(2, "job", ...)``: the results of rank_jobs.job by rank; see `call`."""

@@ -89,8 +89,8 @@ def mutants(stage: int) -> dict[str, float]:
         return relative_error(host.gradients(plan, tokens_of)[1], wanted)
 
     def broken_pack(**changes: Any) -> Any:
-        def build_broken(*args: Any) -> Any:
-            pack = build(*args)
+        def build_broken(*args: Any, **more: Any) -> Any:
+            pack = build(*args, **more)
             for key, change in changes.items():
                 object.__setattr__(pack, key, change(getattr(pack, key)))
             return pack

@@ -173,8 +173,8 @@ def _losses_of_prefixes(passes_of_rank: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(Pass("forward", one.micro_batch, 10**6 + i) if one.kind == "prefix" else one for i, one in rows)
 
 
-def _positions_from_zero(build_pack: Any, micro_batch: Any, *args: Any) -> Any:
-    pack = build_pack(micro_batch, *args)
+def _positions_from_zero(build_pack: Any, micro_batch: Any, *args: Any, **more: Any) -> Any:
+    pack = build_pack(micro_batch, *args, **more)
     starts = torch.tensor([s.start for s in micro_batch.slices for _ in range(s.length)] or [0])
     object.__setattr__(pack, "positions_T", pack.positions_T - starts)
     return pack
@@ -188,7 +188,7 @@ def _keep_flag(before_backward: Any, reduction: Any) -> None:
 
 
 def refused() -> list[str]:
-    """Messages of a replay with dropout, of a shared micro-batch, and of models that cannot be run."""
+    """Messages of a replay with dropout, and of a micro-batch on several ranks without an engine."""
     told = []
 
     def errs(call: Any) -> None:
