@@ -63,6 +63,11 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
     return Work(launches, tokens, pairs)
 
 
+def is_even(micro_batch: MicroBatch) -> bool:
+    """Whether all its ranks have the same work and traffic: its slices have no homes of their own."""
+    return not (micro_batch.homes or micro_batch.remap)
+
+
 def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
     """The work of each rank of one micro-batch, whose slices may have homes of their own."""
     if not micro_batch.homes:
@@ -93,6 +98,11 @@ class PassCost(_Frozen):
     def of(self, work: Work) -> float:
         """Seconds of all of it."""
         return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
+
+    def of_each(self, works: Seconds) -> Seconds:
+        """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
+        seconds: Seconds = works @ np.array([self.launch_s, self.token_s, self.pair_s])
+        return seconds
 
     def plus(self, other: PassCost) -> PassCost:
         """What both cost, one after the other."""
@@ -179,11 +189,16 @@ class Costs(_Frozen):
 
     def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
-        if not micro_batch.homes:
+        if is_even(micro_batch):
             work = work_of([micro_batch])
             return self.forward.of(work), self.backward.of(work)
-        works = rank_works(micro_batch).values()
-        return max(map(self.forward.of, works)), max(map(self.backward.of, works))
+        forward, backward = self.rank_s(micro_batch)
+        return float(forward.max()), float(backward.max())
+
+    def rank_s(self, micro_batch: MicroBatch) -> tuple[Seconds, Seconds]:
+        """(forward, backward) seconds of each rank of a micro-batch, in their order, compute only: float64 [ranks]."""
+        works = np.array(list(rank_works(micro_batch).values()))
+        return self.forward.of_each(works), self.backward.of_each(works)
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""

@@ -16,11 +16,16 @@ Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 from .cluster import Cluster
-from .costs import MemoryCost
+from .costs import MemoryCost, is_even
+from .offload import KEPT_LAYERS, layers_on_device
 from .order import orders_of_stage
-from .workload import Beside, Limits, Op, StepPlan
+from .parts import tokens_of_ranks
+from .workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan
+
+_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
@@ -47,16 +52,75 @@ def beside_of(memory: MemoryCost, layers: int) -> Beside:
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
     """Largest number of bytes that a plane rank of a stage holds, and the pass at which it does."""
-    return _peak(plan, stage, orders_of_stage(plan, stage)[rank])
+    return peaks_of_stage(plan, stage, [rank])[0]
 
 
 def peaks_of_stage(plan: StepPlan, stage: int, ranks: Iterable[int] | None = None) -> list[tuple[float, Op]]:
     """The same for these plane ranks; None: for all."""
     orders = orders_of_stage(plan, stage)
-    return [_peak(plan, stage, orders[rank]) for rank in (range(len(orders)) if ranks is None else ranks)]
+    unlike = _unlike(plan) if plan.shared else {}
+    wanted = range(len(orders)) if ranks is None else ranks
+    return [_peak(plan, stage, orders[rank], rank, unlike) for rank in wanted]
 
 
-def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
+def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
+    """What of a kept micro-batch of the forward waits in host memory, for the tokens (a number, an array) of a rank."""
+    limits = plan.limits
+    recomputed = plan.recompute[stage][number] if plan.recompute else 0
+    kept = limits.activation_bytes_per_token * (limits.layers_per_stage - recomputed)
+    return tokens * (kept + limits.input_bytes_per_token * recomputed) * _offloaded_share(plan, number)
+
+
+def _offloaded_share(plan: StepPlan, number: int) -> float:
+    """Of the layers' activations of a micro-batch of the forward."""
+    layers = plan.limits.layers_per_stage
+    return 1.0 - layers_on_device(layers, plan.offload[number]) / layers if plan.offload else 0.0
+
+
+class _Part(NamedTuple):
+    """What a rank has of a micro-batch."""
+
+    tokens: float
+    cut: tuple[tuple[Slice, float], ...]
+    """Slices of cut sequences that it attends for, each with its share of them."""
+    all_cut: bool
+    """All of its slices are of cut sequences."""
+
+
+_Unlike = dict[tuple[str, int], dict[int, _Part]]
+"""Of every rank of the micro-batches that give their ranks unlike work, by direction and number."""
+
+
+def _part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
+    share = 1.0 / len(micro_batch.ranks)
+    cut = tuple((s, share) for s in micro_batch.slices if s.sequence in plan.cut) if plan.cut else ()
+    return _Part(share * micro_batch.num_slots, cut, len(cut) == len(micro_batch.slices))
+
+
+def _unlike(plan: StepPlan) -> _Unlike:
+    found: _Unlike = {}
+    for kind in _KINDS:
+        for number, m in enumerate(plan.passes(kind)):
+            if not is_even(m):
+                found[kind, number] = _parts(plan, m)
+    return found
+
+
+def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
+    tokens = tokens_of_ranks(micro_batch)
+    cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
+    whole: set[int] = set()
+    homes = micro_batch.homes or (micro_batch.ranks,) * len(micro_batch.slices)
+    for s, home in zip(micro_batch.slices, homes, strict=True) if plan.cut else ():
+        if s.sequence not in plan.cut:
+            whole.update(home)
+            continue
+        for rank in home:
+            cut[rank].append((s, 1.0 / len(home)))
+    return {rank: _Part(n, tuple(cut[rank]), bool(cut[rank]) and rank not in whole) for rank, n in tokens.items()}
+
+
+def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, unlike: _Unlike) -> tuple[float, Op]:
     limits, beside = plan.limits, plan.limits.beside
     # A plan that says what is recomputed overrules the recipe.
     layers, recomputing = limits.layers_per_stage, limits.replay_bytes_per_token > 0 and not plan.recompute
@@ -64,51 +128,62 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
     head, head_working = (beside.head_bytes_per_token, beside.head_working_bytes_per_token) if is_last else (0.0, 0.0)
     input_per_token = limits.input_bytes_per_token
     whole_per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
-    lengths, all_cut = plan.sequences, plan.cut
+    mine = [unlike[op][rank] if unlike and op in unlike else _part(plan, plan.passes(op[0])[op[1]]) for op in ops]
+    # Of cut sequences: tokens of the slices that this rank shares, and how many of them are its own.
+    total: dict[int, int] = {}
+    own: dict[int, float] = {}
+    for op, part in zip(ops, mine, strict=True) if plan.cut else ():
+        for s, share in part.cut if op.kind == "F" else ():
+            total[s.sequence] = total.get(s.sequence, 0) + s.length
+            own[s.sequence] = own.get(s.sequence, 0.0) + share * s.length
     tokens_left: dict[int, int] = {}
     stored: dict[int, float] = {}
     gradients = beside.gradient_bytes
     held, peak, where = 0.0, 0.0, Op("F", 0)
-    for op in ops:
-        micro_batch = plan.passes(op.kind)[op.micro_batch]
-        share = 1.0 / len(micro_batch.ranks)
-        slots = share * micro_batch.num_slots
+    for op, (slots, cut, all_cut) in zip(ops, mine, strict=True):
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
-        cut = [s for s in micro_batch.slices if s.sequence in all_cut] if all_cut else []
         layer = slots * whole_per_token
-        if len(cut) == len(micro_batch.slices):
+        if all_cut:
             # Beside whole sequences cut ones save nothing: queries, keys and values are copied where the two meet.
-            layer -= share * sum(s.length for s in cut) * beside.cut_saves_bytes_per_token
+            layer -= sum(share * s.length for s, share in cut) * beside.cut_saves_bytes_per_token
         if recomputing:
             layer_input = slots * limits.activation_bytes_per_token
-            kept = layer_input * layers + slots * head
+            kept = layer_input * layers
         else:
             layer_input = slots * input_per_token
-            kept = layer * (layers - recomputed) + layer_input * recomputed + slots * head
+            kept = layer * (layers - recomputed) + layer_input * recomputed
+        number = op.micro_batch if op.kind == "F" else plan.forward_of[op.micro_batch]
+        moving = 0.0
+        if plan.offload and number is not None:
+            # One layer is on its way while the next one computes.
+            moving = plan.offload[number] * kept / layers if layers > KEPT_LAYERS else 0.0
+            kept *= 1.0 - _offloaded_share(plan, number)
+        kept += slots * head
         inputs = slots * input_per_token if stage else 0.0
         if op.kind == "F":
-            for s in cut:
+            for s, _ in cut:
                 if s.sequence not in tokens_left:
-                    length = tokens_left[s.sequence] = lengths[s.sequence].length
-                    stored[s.sequence] = share * length * limits.kv_bytes_per_token * layers
+                    tokens_left[s.sequence] = total[s.sequence]
+                    stored[s.sequence] = own[s.sequence] * limits.kv_bytes_per_token * layers
                     held += stored[s.sequence]
             if op.micro_batch in plan.kept:
                 held += kept
-                now = held
+                now = held + moving
             else:
                 held += inputs
                 now = held + layer
         else:
             replayed = plan.forward_of[op.micro_batch] is None
-            begin, after = held, held - kept
+            begin, after = held + moving, held - kept
             if replayed:
                 begin = held + (layer * layers + slots * head if recomputing else kept)
                 after = held - inputs
             late, gradients = gradients, 0.0
             booked = 0.0
-            for s in cut:
-                if tokens_left[s.sequence] == lengths[s.sequence].length:
-                    of_prefix = share * s.start * limits.kv_grad_bytes_per_token * layers
+            for s, share in cut:
+                if tokens_left[s.sequence] == total[s.sequence]:
+                    before = own[s.sequence] - share * s.length
+                    of_prefix = before * limits.kv_grad_bytes_per_token * layers
                     stored[s.sequence] += of_prefix
                     booked += of_prefix
                 tokens_left[s.sequence] -= s.length
@@ -116,12 +191,12 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op]) -> tuple[float, Op]:
             again = layer - layer_input if (recomputing and not replayed) or recomputed else 0.0
             mlp = slots * beside.working_bytes_per_token
             # Attention runs backward when some quarter of its layer is gone; its kernel gives dK, dV of the prefix too.
-            attention = share * sum(s.stop for s in cut) * limits.kv_bytes_per_token - layer / 4
+            attention = sum(share * s.stop for s, share in cut) * limits.kv_bytes_per_token - layer / 4
             at_head = begin + slots * head_working
             at_first = begin - slots * head + again + late / (2 * layers) + max(mlp, attention + booked / layers)
             at_last = after + layer - late / layers + max(mlp, attention)
             now = max(at_head, at_first, at_last) + beside.pass_bytes
-            held = after - sum(stored.pop(i) for i in {s.sequence for s in cut} if not tokens_left[i])
+            held = after - sum(stored.pop(i) for i in {s.sequence for s, _ in cut} if not tokens_left[i])
         if now > peak:
             peak, where = now, op
     return peak, where

@@ -6,8 +6,10 @@ A pass of every micro-batch on its ranks, stage by stage, by the rules of `event
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal
 
-from .costs import Costs
+from .costs import Costs, Seconds, is_even
 from .events import play
 from .workload import MicroBatch, StepPlan
 
@@ -33,17 +35,17 @@ class Prediction:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
+KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 Passes = tuple[list[float], list[float]]
 """Seconds of each micro-batch of the forward and of the backward."""
+OfRanks = dict[tuple[Literal["F", "B"], int], Seconds]
+"""Seconds of each rank of a micro-batch, in their order, by direction and number."""
 
 
 def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
     """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`."""
     forward, backward = passes or pass_seconds(plan, costs)
-    busy = [
-        sum(forward[i] for i in plan.of_rank(rank)) + sum(backward[j] for j in plan.of_rank(rank, "B"))
-        for rank in range(plan.limits.num_ranks)
-    ]
+    busy = busy_seconds(plan, (forward, backward), rank_seconds(plan, costs))
     limits = plan.limits
     if limits.num_stages == 1 and not limits.equal_counts and all(len(m.ranks) == 1 for m in plan.micro_batches):
         return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
@@ -54,13 +56,36 @@ def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Predi
 
 
 def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
-    """Seconds of each micro-batch of the forward and of the backward on each of its ranks, replays included."""
+    """Seconds of each micro-batch of the forward and of the backward on its busiest ranks, replays included."""
     both = [costs.micro_batch_s(m) for m in plan.micro_batches]
     back = [costs.micro_batch_s(m) for m in plan.backward] if plan.backward else both
     backward = [seconds for _, seconds in back]
     for j in () if costs.recompute else plan.replayed:
         backward[j] += back[j][0]
     return [seconds for seconds, _ in both], backward
+
+
+def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
+    """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
+    found: OfRanks = {}
+    again = () if costs.recompute else frozenset(plan.replayed)
+    for kind in KINDS if plan.shared else ():
+        for number, m in enumerate(plan.passes(kind)):
+            if not is_even(m):
+                forward, backward = costs.rank_s(m)
+                found[kind, number] = forward if kind == "F" else backward + forward * (number in again)
+    return found
+
+
+def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[float]:
+    """What every rank of the plane computes; ``of_ranks`` where its micro-batch leaves it less than the busiest."""
+    busy = [0.0] * plan.limits.num_ranks
+    for kind, seconds in zip(KINDS, passes, strict=True):
+        for number, (m, each) in enumerate(zip(plan.passes(kind), seconds, strict=True)):
+            own = of_ranks.get((kind, number)) if of_ranks else None
+            for rank, rank_s in zip(m.ranks, repeat(each) if own is None else own.tolist(), strict=False):
+                busy[rank] += rank_s
+    return busy
 
 
 def micro_batch_imbalance(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:

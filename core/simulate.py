@@ -1,7 +1,7 @@
 """Runs a plan in simulated time: every pass of every rank at every stage, what moves between them, what they hold.
 
-When passes start and end is `events`, what they cost `costs` (of one stage), what moves and what hides it `traffic`,
-what is held `memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward
+When passes start and end is `events`, what they take `passes`, what moves and what hides it `traffic`, what is held
+`memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward
 where the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and
 between the ranks of a host, and the data loader.
 
@@ -10,19 +10,19 @@ O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .costs import Costs
 from .events import Event, play
 from .memory import fixed_bytes, peaks_of_stage
-from .predict import pass_seconds
+from .passes import PassTimes
 from .registry import Situation
-from .traffic import exposed_s, gathering_s, gradient_sum_s, links_up
-from .workload import Op, StepPlan
+from .traffic import gradient_sum_s
+from .workload import StepPlan
 
 Floats = npt.NDArray[np.float64]
 Kind = Literal["F", "R", "B", "C", "G", "U"]
@@ -34,10 +34,6 @@ KINDS: dict[Kind, str] = {
     "G": "gradient sum",
     "U": "update",
 }
-
-
-_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
-_Seconds = dict[Literal["F", "B"], list[float]]
 
 
 class Span(NamedTuple):
@@ -89,7 +85,7 @@ class Simulation:
 
 def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Simulation:
     """Run a lawful plan in simulated time; ``record`` keeps the spans."""
-    work = _Work(plan, situation)
+    work = PassTimes(plan, situation)
     shape = (plan.limits.num_stages, plan.limits.num_ranks)
     exposed, free, hidden = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
     spans: list[Span] = []
@@ -99,9 +95,9 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
         for rank in ranks:
             free[stage][rank] = free_s
             if work.talks or waits:
-                exposed[stage, rank] += work.exposed_s(stage, op) + (free_s - end_s if waits else 0.0)
+                exposed[stage, rank] += work.exposed_s(stage, op, rank) + (free_s - end_s if waits else 0.0)
             if record:
-                spans += _spans_of(event, rank, work.parts(stage, op))
+                spans += _spans_of(event, rank, work.parts(stage, op, rank))
         if op.kind == "B":
             hidden[stage] = max(hidden[stage], work.compute[stage]["B"][op.micro_batch])
     step_s = _end_of_step(plan, situation, np.array(free), exposed, hidden, spans if record else None)
@@ -112,93 +108,7 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
     return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, tuple(spans))
 
 
-class _Work:
-    """Seconds of every pass of a plan."""
-
-    def __init__(self, plan: StepPlan, situation: Situation) -> None:
-        self._plan, self._at = plan, situation
-        self.compute = _compute(plan, situation)
-        """Seconds by stage, direction and micro-batch."""
-        self._again = _forward_again(plan, situation.costs)
-        layout, traffic = situation.layout, situation.traffic
-        grouped = any(len(m.ranks) > 1 for m in (*plan.micro_batches, *plan.backward))
-        self._moves = layout.tp > 1 or grouped or bool(layout.ep > 1 and traffic.expert_bytes_per_token)
-        self._gathers = {k: gathering_s(traffic, situation.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
-        self.talks = self._moves or self._gathers["F"] > 0
-        """Whether passes hold communication at all."""
-        self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
-        self._known: dict[tuple[int, Op], float] = {}
-
-    def seconds(self, stage: int, op: Op) -> float:
-        """Compute and exposed communication of a pass."""
-        compute_s = self.compute[stage][op.kind][op.micro_batch]
-        return compute_s + self.exposed_s(stage, op) if self.talks else compute_s
-
-    def exposed_s(self, stage: int, op: Op) -> float:
-        """Communication inside a pass that nothing hides."""
-        if not self._moves:
-            return self._gathers[op.kind]
-        if (stage, op) not in self._known:
-            self._known[stage, op] = self._gathers[op.kind] + self._moving_s(stage, op)
-        return self._known[stage, op]
-
-    def _moving_s(self, stage: int, op: Op) -> float:
-        at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
-        directions = [(at.costs.forward, 1)] if op.kind == "F" else [(at.costs.backward, 2)]
-        if op.kind == "B" and op.micro_batch in self._again:
-            directions.append((at.costs.forward, 1))
-        return sum(
-            exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
-            for cost, passes in directions
-        )
-
-    def hand_over(self, stage: int, op: Op) -> float:
-        """Between ``stage`` and the next, in either direction."""
-        ranks = self._plan.passes(op.kind)[op.micro_batch].ranks
-        slots = self._plan.slots[op.kind][op.micro_batch] / len(ranks)
-        return self._links[stage][ranks[0]].send_s(slots * self._at.traffic.state_bytes_per_token)
-
-    def parts(self, stage: int, op: Op) -> list[tuple[Kind, float]]:
-        """What a pass consists of, in order; nothing that takes no time."""
-        again = self._again.get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
-        own = self.compute[stage][op.kind][op.micro_batch] - again
-        parts: list[tuple[Kind, float]] = [("R", again), (op.kind, own), ("C", self.exposed_s(stage, op))]
-        return [part for part in parts if part[1] > 0]
-
-    def busy_s(self) -> Floats:
-        """Compute of every rank [stages, ranks]."""
-        ranks = range(self._plan.limits.num_ranks)
-        of_rank = [[(kind, i) for kind in _KINDS for i in self._plan.of_rank(rank, kind)] for rank in ranks]
-        return np.array([[sum(seconds[kind][i] for kind, i in row) for row in of_rank] for seconds in self.compute])
-
-
-def _compute(plan: StepPlan, situation: Situation) -> list[_Seconds]:
-    """Costs are those of a mean stage: the last one has the output layer, which the others have not."""
-    costs, stages = situation.costs, plan.limits.num_stages
-    mean = dict(zip(_KINDS, pass_seconds(plan, costs), strict=True))
-    if stages == 1 or not situation.head_frac:
-        return [mean] * stages
-    linear: dict[Literal["F", "B"], float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
-    tokens = {
-        kind: [n / len(m.ranks) for n, m in zip(plan.slots[kind], plan.passes(kind), strict=True)] for kind in _KINDS
-    }
-
-    def stage_of(more: float) -> _Seconds:
-        return {
-            kind: [s + more * linear[kind] * n for s, n in zip(mean[kind], tokens[kind], strict=True)]
-            for kind in _KINDS
-        }
-
-    return [stage_of(-situation.head_frac)] * (stages - 1) + [stage_of(situation.head_frac * (stages - 1))]
-
-
-def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
-    """Seconds of the forward inside each backward that runs one: replays, and all where layers are recomputed."""
-    wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
-    return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}
-
-
-def _spans_of(event: Event, rank: int, parts: list[tuple[Kind, float]]) -> list[Span]:
+def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> list[Span]:
     spans, now = [], event.start_s
     for kind, seconds in parts:
         spans.append(Span(event.stage, rank, kind, event.op.micro_batch, now, now + seconds))

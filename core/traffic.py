@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .cluster import Cluster, Link
-from .costs import PassCost
+from .costs import PassCost, is_even
 from .errors import EvenloadError
 from .layout import Layout
 from .parts import tokens_of_ranks
@@ -86,7 +86,7 @@ def exposed_s(
     ``cost`` is that of the direction (attention hides a ring), ``passes`` 1 for a forward, 2 for a backward that moves
     gradients as well as values.
     """
-    if micro_batch.homes or micro_batch.remap:
+    if not is_even(micro_batch):
         return float(exposed_of_ranks(traffic, cluster, layout, stage, micro_batch, cost, passes).max())
     degree = len(micro_batch.ranks)
     total = 0.0
@@ -105,7 +105,7 @@ def exposed_of_ranks(
 ) -> Floats:
     """The same of each rank of a micro-batch, in their order: float64 [ranks]. A pass takes as long as its slowest."""
     ranks = micro_batch.ranks
-    if not (micro_batch.homes or micro_batch.remap):
+    if is_even(micro_batch):
         return np.full(len(ranks), exposed_s(traffic, cluster, layout, stage, micro_batch, cost, passes))
     total = np.zeros(len(ranks))
     if layout.tp > 1 or layout.ep > 1:
