@@ -1,0 +1,199 @@
+"""What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
+
+Costs are those of a mean stage; the last one has the output layer, which the others have not. Ranks of a micro-batch
+have equal work unless its slices have homes of their own or its tokens are moved: then each has its own seconds, and
+the pass takes as long as the slowest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .costs import Costs, PassCost, is_even
+from .memory import offloaded_bytes
+from .offload import KEPT_LAYERS
+from .parts import tokens_of_ranks
+from .predict import KINDS, OfRanks, busy_seconds, pass_seconds, rank_seconds
+from .registry import Situation
+from .traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
+from .workload import MicroBatch, Op, StepPlan
+
+Floats = npt.NDArray[np.float64]
+Part = Literal["R", "F", "B", "C"]
+_Seconds = dict[Literal["F", "B"], list[float]]
+
+
+class _Unlike(NamedTuple):
+    """Seconds of the ranks of a micro-batch, float64 [ranks] in their order."""
+
+    again: Floats
+    """Of the forward inside a backward."""
+    compute: Floats
+    """All of it."""
+    exposed: Floats
+    places: dict[int, int]
+    """Of its ranks, in these arrays."""
+
+
+class PassTimes:
+    """Seconds of every pass of a plan at every stage."""
+
+    def __init__(self, plan: StepPlan, situation: Situation) -> None:
+        self._plan, self._at = plan, situation
+        self._of_ranks = _of_ranks(plan, situation)
+        self.compute = _compute(plan, situation, self._of_ranks)
+        """By stage, direction and micro-batch, on its busiest ranks."""
+        self._again = _forward_again(plan, situation.costs)
+        layout, traffic = situation.layout, situation.traffic
+        experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
+        self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
+        self._gathers = {k: gathering_s(traffic, situation.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
+        self.talks = self._moves or self._gathers["F"] > 0
+        """Whether passes hold communication at all."""
+        self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._known: dict[tuple[int, Op], float] = {}
+        self._unlike: dict[tuple[int, Op], _Unlike] = {}
+
+    def seconds(self, stage: int, op: Op) -> float:
+        """Compute and exposed communication of a pass, on the rank for which they are most."""
+        if (op.kind, op.micro_batch) in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            return float((found.compute + found.exposed).max())
+        compute_s = self.compute[stage][op.kind][op.micro_batch]
+        return compute_s + self._even_s(stage, op) if self.talks else compute_s
+
+    def exposed_s(self, stage: int, op: Op, rank: int) -> float:
+        """Communication inside a pass that nothing hides on a rank."""
+        if (op.kind, op.micro_batch) in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            return float(found.exposed[found.places[rank]])
+        return self._even_s(stage, op)
+
+    def parts(self, stage: int, op: Op, rank: int) -> list[tuple[Part, float]]:
+        """What a pass consists of on a rank, in order; nothing that takes no time."""
+        if (op.kind, op.micro_batch) in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            place = found.places[rank]
+            again, compute_s = float(found.again[place]), float(found.compute[place])
+        else:
+            again = self._again.get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
+            compute_s = self.compute[stage][op.kind][op.micro_batch]
+        exposed = self.exposed_s(stage, op, rank)
+        parts: list[tuple[Part, float]] = [("R", again), (op.kind, compute_s - again), ("C", exposed)]
+        return [part for part in parts if part[1] > 0]
+
+    def hand_over(self, stage: int, op: Op) -> float:
+        """Between ``stage`` and the next, in either direction."""
+        micro_batch = self._plan.passes(op.kind)[op.micro_batch]
+        slots = self._plan.slots[op.kind][op.micro_batch] / len(micro_batch.ranks)
+        if not is_even(micro_batch):
+            slots = max(tokens_of_ranks(micro_batch).values())
+        return self._links[stage][micro_batch.ranks[0]].send_s(slots * self._at.traffic.state_bytes_per_token)
+
+    def busy_s(self) -> Floats:
+        """Compute of every rank [stages, ranks]."""
+        rows = []
+        for stage, seconds in enumerate(self.compute):
+            of_ranks = {key: stages[stage] for key, stages in self._of_ranks.items()}
+            rows.append(busy_seconds(self._plan, (seconds["F"], seconds["B"]), of_ranks))
+        return np.array(rows)
+
+    def _even_s(self, stage: int, op: Op) -> float:
+        if not self._moves:
+            return self._gathers[op.kind]
+        if (stage, op) not in self._known:
+            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
+            total = self._gathers[op.kind]
+            for cost, passes in self._directions(op):
+                total += exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            if self._plan.offload:
+                total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
+            self._known[stage, op] = total
+        return self._known[stage, op]
+
+    def _unlike_of(self, stage: int, op: Op) -> _Unlike:
+        if (stage, op) not in self._unlike:
+            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
+            compute_s = self._of_ranks[op.kind, op.micro_batch][stage]
+            exposed = np.full_like(compute_s, self._gathers[op.kind])
+            for cost, passes in self._directions(op):
+                exposed += exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            if self._plan.offload:
+                exposed += self._offload_s(stage, op, compute_s)
+            runs_again = op.kind == "B" and op.micro_batch in self._again
+            again = at.costs.rank_s(micro_batch)[0] if runs_again else np.zeros_like(compute_s)
+            places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
+            self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
+        return self._unlike[stage, op]
+
+    def _directions(self, op: Op) -> list[tuple[PassCost, int]]:
+        """The costs of a pass and 1 where values move, 2 where their gradients move as well."""
+        costs = self._at.costs
+        if op.kind == "F":
+            return [(costs.forward, 1)]
+        return [(costs.backward, 2)] + [(costs.forward, 1)] * (op.micro_batch in self._again)
+
+    def _offload_s(self, stage: int, op: Op, compute_s: Any) -> Any:
+        """What leaves for the host in a forward, or comes back in a backward, beyond the compute of as many layers."""
+        plan, layers = self._plan, self._plan.limits.layers_per_stage
+        number = op.micro_batch if op.kind == "F" else plan.forward_of[op.micro_batch]
+        if number not in plan.kept or not plan.offload[number]:
+            return 0.0
+        micro_batch = plan.micro_batches[number]
+        tokens = _tokens(micro_batch) if not is_even(micro_batch) else micro_batch.num_slots / len(micro_batch.ranks)
+        hiding = max(0, layers - KEPT_LAYERS) / layers
+        return offload_s(self._at.cluster, offloaded_bytes(plan, stage, number, tokens), compute_s * hiding)
+
+
+def _tokens(micro_batch: MicroBatch) -> Floats:
+    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
+
+
+def _head_of_stages(situation: Situation, stages: int) -> list[float]:
+    """Linear work of every stage beyond that of a mean one, over that."""
+    head = situation.head_frac if stages > 1 else 0.0
+    return [-head] * (stages - 1) + [head * (stages - 1)]
+
+
+def _of_ranks(plan: StepPlan, situation: Situation) -> dict[tuple[Literal["F", "B"], int], list[Floats]]:
+    """`rank_seconds` at every stage."""
+    costs, found = situation.costs, {}
+    unlike: OfRanks = rank_seconds(plan, costs)
+    for (kind, number), mean in unlike.items():
+        linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(plan.passes(kind)[number])
+        more = _head_of_stages(situation, plan.limits.num_stages)
+        found[kind, number] = [mean + share * linear_s if share else mean for share in more]
+    return found
+
+
+def _compute(
+    plan: StepPlan, situation: Situation, of_ranks: dict[tuple[Literal["F", "B"], int], list[Floats]]
+) -> list[_Seconds]:
+    costs = situation.costs
+    mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
+    linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+
+    def stage_of(more: float) -> _Seconds:
+        if not more:
+            return {kind: list(row) for kind, row in mean.items()}
+        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in KINDS}
+        return {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in rows.items()}
+
+    shares = _head_of_stages(situation, plan.limits.num_stages)
+    made = {more: stage_of(more) for more in set(shares)}
+    if not of_ranks:
+        return [made[more] for more in shares]
+    found = [{kind: list(row) for kind, row in made[more].items()} for more in shares]
+    for (kind, number), rows in of_ranks.items():
+        for seconds, row in zip(found, rows, strict=True):
+            seconds[kind][number] = float(row.max())
+    return found
+
+
+def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
+    """Seconds of the forward inside each backward that runs one: replays, and all where layers are recomputed."""
+    wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
+    return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}
