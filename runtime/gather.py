@@ -9,13 +9,13 @@ Llama 3, arXiv 2407.21783, section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from .jobs import Part
-from .plane import Pending
-from .work import Pair, Tile, Work
+from .work import Coming, Pair, Row, Tile, Work
 
 
 def tiles(group: int, part: Part) -> list[Tile]:
@@ -32,14 +32,14 @@ class Gather(Work):
 
     def forward(self) -> Iterator[None]:
         message = self.packed(self.own_keys())
-        coming = self._to_all(message, 0)
+        coming = self._to_all(message)
         yield
         keys = self._assembled(message, coming.wait())
         self.finish([self._attended(n, part, keys[n]) for n, part in enumerate(self.job.parts)])
 
     def backward(self, dout_NHD: Tensor) -> Iterator[None]:
         message = self.packed(self.own_keys(backward=True))
-        coming = self._to_all(message, 0)
+        coming = self._to_all(message)
         yield
         keys = self._assembled(message, coming.wait())
         dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
@@ -47,11 +47,8 @@ class Gather(Work):
         sums = [self.backward_tiles(n, tiles(self.group, part), keys[n], dout_NHD, dq_NHD, None) for n, part in parts]
         shares = [self._share_of(group, sums) for group in range(self.groups)]
         total = shares[self.group]
-        going = self.call.plane.post(
-            [(self.peer(group), share) for group, share in enumerate(shares) if group != self.group],
-            [(self.peer(group), torch.empty_like(total)) for group in self._others],
-            self.tag(0, 1),
-        )
+        rows = [Row(source, to, self.job.keys_of(to)) for source, to in permutations(range(self.groups), 2)]
+        going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)
         yield
         for _, share in sorted(going.wait().items()):
             total += share
@@ -66,19 +63,14 @@ class Gather(Work):
     def _others(self) -> list[int]:
         return [group for group in range(self.groups) if group != self.group]
 
-    def _to_all(self, message: Tensor, kind: int) -> Pending:
-        sends = [(self.peer(group), message) for group in self._others]
-        shapes = [(message.shape[0], self.job.keys_of(group), *message.shape[2:]) for group in self._others]
-        receives = [(self.peer(group), message.new_empty(s)) for group, s in zip(self._others, shapes, strict=True)]
-        return self.call.plane.post(sends, receives, self.tag(0, kind))
+    def _to_all(self, message: Tensor) -> Coming:
+        rows = [Row(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
+        return self.exchange(rows, dict.fromkeys(self._others, message), 0, 0)
 
     def _assembled(self, own: Tensor, arrived: Mapping[int, Tensor]) -> list[Pair]:
         """Keys and values of each slice in the order of `tiles`."""
-        empty = own[:, :0]
-        brought = [
-            self.unpacked(own if group == self.group else arrived.get(self.peer(group), empty), group)
-            for group in range(self.groups)
-        ]
+        messages = {**arrived, self.group: own}
+        brought = [self.unpacked(messages[group], group) for group in range(self.groups)]
         found = []
         for number, part in enumerate(self.job.parts):
             k, v = (_in_order([pairs[number][i] for pairs in brought], part) for i in (0, 1))

@@ -14,14 +14,13 @@ Attention with blockwise transformers, arXiv 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .jobs import Held
-from .plane import Pending
-from .work import Pair, Tile, Work
+from .work import Pair, Row, Tile, Work
 
 
 def tiles(group: int, visitor: int, held: Sequence[Held]) -> list[Tile]:
@@ -52,7 +51,7 @@ class Ring(Work):
                 now = tiles(self.group, self._visitor(hop), part.held)
                 done[number] = self.forward_tiles(number, now, keys[number], done[number])
             if coming is not None:
-                message = _arrived(coming)
+                message = coming()
                 keys = self.unpacked(message, self._visitor(hop + 1))
         self.finish(done)
 
@@ -76,28 +75,22 @@ class Ring(Work):
                 sums[number] = self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
             if grads is not None:
                 if going is not None:
-                    grads += _arrived(going)
+                    grads += going()
                 going = self._pass_on(grads, hop, 1)
             if coming is not None:
-                message = _arrived(coming)
+                message = coming()
                 keys = self.unpacked(message, self._visitor(hop + 1))
         if going is not None:
             yield
-            sums = [*self.unpacked(_arrived(going), self.group)]
+            sums = [*self.unpacked(going(), self.group)]
         self.settle(dq_NHD, sums)
 
     def _visitor(self, hop: int) -> int:
         return (self.group - hop) % self.groups
 
-    def _pass_on(self, message: Tensor, hop: int, kind: int) -> tuple[Pending, Tensor]:
-        """Send what is here to the next group; comes: what the group before this one has."""
-        shape = message.shape[0], self.job.keys_of(self._visitor(hop + 1)), *message.shape[2:]
-        coming = message.new_empty(shape)
-        sends, receives = [(self.peer(self.group + 1), message)], [(self.peer(self.group - 1), coming)]
-        return self.call.plane.post(sends, receives, self.tag(hop, kind)), coming
-
-
-def _arrived(passed: tuple[Pending, Tensor]) -> Tensor:
-    pending, tensor = passed
-    pending.wait()
-    return tensor
+    def _pass_on(self, message: Tensor, hop: int, kind: int) -> Callable[[], Tensor]:
+        """Send what is here to the next group; the answer waits for what the group before this one has."""
+        after = [(group + 1) % self.groups for group in range(self.groups)]
+        rows = [Row(group, after[group], self.job.keys_of((group - hop) % self.groups)) for group in range(self.groups)]
+        coming = self.exchange(rows, {after[self.group]: message}, hop, kind)
+        return lambda: coming.wait()[(self.group - 1) % self.groups]

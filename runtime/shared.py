@@ -71,10 +71,10 @@ def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     assert shared is not None
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_THD, k_TGD, v_TGD))
     block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])
-    call = Call(
-        shared.plane, pack.prefix, layer, scale, block, frozen, shared.micro_batch.engine, shared.micro_batch.routed
-    )
-    relayout = shared.relayout(pack, (q_THD.shape[1], k_TGD.shape[1]), q_THD.device)
+    heads = q_THD.shape[1], k_TGD.shape[1]
+    engine, routed = shared.micro_batch.engine, shared.micro_batch.routed
+    call = Call(shared.plane, pack.prefix, layer, scale, block, frozen, heads, engine, routed)
+    relayout = shared.relayout(pack, heads, q_THD.device)
     jobs = [job for job in shared.jobs(pack) if job.number in relayout.counts]
     out: Tensor = _SharedAttention.apply(q_THD, k_TGD, v_TGD, call, relayout, jobs)  # type: ignore[no-untyped-call]
     return out
@@ -109,7 +109,8 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         call, relayout, jobs = ctx.call, ctx.relayout, ctx.jobs
         ends = list(accumulate(ctx.sizes, initial=0))
-        rows = [ctx.saved_tensors[first:end] for first, end in pairwise(ends)]
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look is an error
+        rows = [saved[first:end] for first, end in pairwise(ends)]
         works = [
             _engine_of(job, call).restored(call, job, relayout.heads[job.number], row)
             for job, row in zip(jobs, rows, strict=True)

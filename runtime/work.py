@@ -6,7 +6,7 @@ G = key/value heads (both of this rank), D = head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..core.workload import Engine, Slice
 from .blocks import Block, Inputs, merge
-from .heads import Heads
+from .heads import Heads, heads_of
 from .jobs import Job
-from .plane import FIRST_TAG, Plane
+from .plane import FIRST_TAG, Pending, Plane
 from .prefix import PrefixStore
+from .routing import Message, Routed
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
@@ -35,6 +36,8 @@ class Call(NamedTuple):
     block: Block
     frozen: bool
     """No backward will come: autograd is on, and neither queries nor keys nor values need gradients."""
+    num_heads: tuple[int, int]
+    """Of queries and of keys, of all ranks that share them."""
     engine: Engine
     routed: bool
 
@@ -46,6 +49,26 @@ class Tile(NamedTuple):
     end: int
     keys: int
     causal: bool
+
+
+class Row(NamedTuple):
+    """A message from one group of a home to another."""
+
+    source: int
+    to: int
+    tokens: int
+
+
+class Coming:
+    """Messages under way to this rank."""
+
+    def __init__(self, pending: Pending | Routed, tensors: Mapping[int, Tensor]) -> None:
+        self._pending, self._tensors = pending, tensors
+
+    def wait(self) -> Mapping[int, Tensor]:
+        """[2, M, G, D] by the group that sent it."""
+        self._pending.wait()
+        return self._tensors
 
 
 class Work:
@@ -86,12 +109,34 @@ class Work:
     def backward(self, dout_NHD: Tensor) -> Iterator[None]:
         raise NotImplementedError
 
-    def tag(self, hop: int, kind: int) -> int:
-        return FIRST_TAG + 8 + self.job.number * _TAGS_PER_JOB + (2 * hop + kind) % _TAGS_PER_JOB
+    def exchange(self, rows: Sequence[Row], sends: Mapping[int, Tensor], hop: int, kind: int) -> Coming:
+        """Post messages between groups.
 
-    def peer(self, group: int) -> int:
-        """The plane rank that has this rank's heads in another group."""
-        return self.job.home.ranks[group % self.groups * self.job.home.inner + self.share]
+        Args:
+            rows: all messages of the hop, the same on every rank of the home.
+            sends: [2, M, G, D] for each group that gets one from this rank's.
+            kind: 0 or 1; tells messages of one hop apart.
+        """
+        like, inner = next(iter(sends.values())), self.job.home.inner
+        came = {row.source: like.new_empty(2, row.tokens, *like.shape[2:]) for row in rows if row.to == self.group}
+        tags = [
+            FIRST_TAG + 8 + self.job.number * _TAGS_PER_JOB + (6 * hop + 3 * kind + i) % _TAGS_PER_JOB for i in range(3)
+        ]
+        plane, ranks = self.call.plane, self.job.home.ranks
+        if not (self.call.routed and plane.node_ranks):
+            outgoing = [(ranks[group * inner + self.share], tensor) for group, tensor in sends.items()]
+            incoming = [(ranks[group * inner + self.share], tensor) for group, tensor in came.items()]
+            return Coming(plane.post(outgoing, incoming, tags[0]), came)
+        messages: list[Message] = []
+        ends: dict[int, Tensor] = {}
+        for row in rows:
+            for share in range(inner):
+                heads = heads_of(share, inner, *self.call.num_heads).keys
+                size = 2 * row.tokens * (heads.stop - heads.start) * like.shape[-1]
+                if share == self.share and self.group in (row.source, row.to):
+                    ends[len(messages)] = sends[row.to] if row.source == self.group else came[row.source]
+                messages.append(Message(ranks[row.source * inner + share], ranks[row.to * inner + share], size))
+        return Coming(Routed(plane, messages, ranks, ends, tags, like), came)
 
     def own_keys(self, backward: bool = False) -> list[Pair]:
         """Keys and values that this rank brings, slice by slice; those of cut sequences are written to the store."""

@@ -234,3 +234,19 @@ def test_keys_are_gathered(world):
         micro_batch([[2, 0, 5], c], [1, 0, 2, 3], "all_gather"),
     ]
     check(world, lengths, rows, 4, (8, 2))
+
+
+@pytest.mark.parametrize("engine", ["ring", "all_gather", "hybrid"])
+def test_messages_between_nodes_are_spread(world, engine):
+    lengths = [61, 8, 5, 17]
+    a, b, c = cut(lengths, 20, 33)
+    homes = [[1, 3, 2, 0], [1], [2, 3]]
+    more = {"routed": True, "inner": 2 if engine == "hybrid" else 0}
+    rows = [
+        micro_batch([a, [1, 0, 8], [3, 0, 17]], [0, 1, 2, 3], engine, homes=homes, **more),
+        micro_batch([b], [1, 3, 2, 0], engine, **more),
+        micro_batch([[2, 0, 5], c], [1, 3, 2, 0], engine, **more),
+    ]
+    check(world, lengths, rows, 4, (6, 2), node_ranks=2)
+    if engine != "hybrid":
+        check(world, [41], [micro_batch(whole([41]), [2, 0, 3], engine, **more)], 4, node_ranks=2)
