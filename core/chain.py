@@ -58,8 +58,8 @@ class PlanChain:
             }
             if idle and warn:
                 logger.warning(
-                    "plugins.%s.%s has no effect in a training loop of your own: samples stay whole, none may be "
-                    "longer than a micro-batch, and none waits; `evenload train` honours it",
+                    "plugins.%s.%s has no effect in a training loop of your own: samples stay whole, each on one rank, "
+                    "none may be longer than a micro-batch, and none waits; `evenload train` honours it",
                     plugin.name,
                     ", ".join(f"{key}={value}" for key, value in idle.items()),
                 )

@@ -15,17 +15,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from ... import plugins  # noqa: F401  # importing them registers them
 from ...core import recipe as recipes
 from ...core import registry
 from ...core.errors import EvenloadError, nearest
 from ...core.recipe import Recipe
-from ...plugins import packing
 
 KEY = "evenload"
 """The section's name in ds_config."""
-
-PLUGINS = (packing,)
-"""Imported here because importing a plugin registers it."""
 
 
 class Section(BaseModel):

@@ -19,5 +19,7 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         simpler="cp_1",
+        shares=True,
+        needs_host={"enabled": (False,)},
     )
 )

@@ -251,6 +251,8 @@ def misuse() -> dict[str, Any]:
 
         engine, loader = make(section)
         told["micro-batches"] = [len(loader), len(list(loader))]
+        engine, loader = make({**section, "mesh": {"enabled": True}})
+        told["with mesh"] = len(list(loader))
         engine, loader = make(section)
         batches = iter(loader)
         first = next(batches)

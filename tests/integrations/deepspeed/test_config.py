@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from evenload.core import recipe as recipes
+from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
@@ -104,6 +105,18 @@ def test_equal_counts_only_where_the_stage_needs_them():
     for passes in together:
         assert [one.kind for one in passes] == ["forward", "backward"] * 3
     assert sum(bool(one.micro_batch.slices) for passes in together for one in passes) == 8
+
+
+@pytest.mark.parametrize("section", [{}, {"packing": {"enabled": True, "max_tokens": 64}}])
+def test_a_script_of_ones_own_shares_nothing_and_is_told_so_once(caplog, section):
+    recipe = recipe_of(parse_section({**section, "mesh": {"enabled": True, "max_tokens": 64}}), None)
+    recipe = recipe.changed({"trainer": "deepspeed", "parallel": {"dp": 4}})
+    with caplog.at_level("WARNING", logger="evenload"):
+        chain = PlanChain.of_loop(recipe, recipe.layout())
+        PlanChain.of_loop(recipe, recipe.layout(), warn=False)
+    assert caplog.text.count("plugins.mesh.enabled=True has no effect") == 1
+    plan = chain.plan(sequences([64, 60, 3, 2, 9]))
+    assert sum(len(m.slices) for rank in into_exactly(plan, 2) for m in rank) == 5
 
 
 def test_into_exactly_pads_and_refuses():

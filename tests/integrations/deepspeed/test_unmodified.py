@@ -23,6 +23,7 @@ def test_misuse_is_refused_and_nothing_is_left(on_ranks):
         assert part in told[name], name
     # Five samples and two micro-batches a step: the fifth does not fill one.
     assert told["micro-batches"] == [4, 4]
+    assert told["with mesh"] == 4
     loss, returned = told["returned"]
     assert returned == pytest.approx(loss / 2)
     assert told["attention"] == ["evenload", "sdpa"]
