@@ -4,8 +4,11 @@
 A plan in which no rank is busy for longer than C can only run a sequence on degrees d that are done in time, and then
 takes at least the least rank-seconds among those:
 
-    area_k(C) = min { d * T(k, d) :  T(k, d) <= C - launches }        T(k, d) = compute_k / d + exposed_k(d)
+    area_k(C) = min { compute_k + d * open_k(d) :  compute_k / d + exposed_k(d) <= C - launches }
     bound     = the least C with   sum_k area_k(C) + launches  <=  N * C
+
+``exposed`` is the communication that a sequence's own attention does not hide, ``open`` the part of it that nothing
+hides: hops of a ring wait no longer where other sequences share its ranks.
 
 Slices of one sequence may run on different degrees in turn, so there the minimum is over mixtures (the lower convex
 hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
@@ -100,15 +103,19 @@ class _Areas:
     def __init__(self, alone: Floats, lengths: Ints, prices: Prices, elsewhere: float, cap: float) -> None:
         """``elsewhere``: seconds of a token's work that other ranks may do."""
         degrees = prices.degrees
-        exposed = np.stack([_from_below(lengths, prices, j) for j in range(len(degrees))], axis=1)
+        priced = [_from_below(lengths, prices, j) for j in range(len(degrees))]
+        exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
         gaps = np.flatnonzero(np.diff(degrees) > 1) if not prices.config.powers_of_two else np.array([], dtype=np.int64)
         least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
         # No degree between two priced ones exposes less than the better of both.
-        exposed = np.concatenate([exposed, np.minimum(exposed[:, gaps], exposed[:, gaps + 1])], axis=1)
+        exposed, never_hidden = (
+            np.concatenate([rows, np.minimum(rows[:, gaps], rows[:, gaps + 1])], axis=1)
+            for rows in (exposed, never_hidden)
+        )
         fits = lengths[:, None] <= most * cap
         self._lengths, self._most = lengths, most
         self._time = np.where(fits, (alone - elsewhere * lengths)[:, None] / most + exposed, np.inf)
-        self._area = np.where(fits, alone[:, None] + least * exposed, np.inf)
+        self._area = np.where(fits, alone[:, None] + least * never_hidden, np.inf)
 
     def with_company(self, ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
         """Least seconds of all rounds, where the other ranks wait for the longest sequence or have enough to do.
@@ -149,16 +156,17 @@ class _Areas:
         return float(found.sum())
 
 
-def _from_below(lengths: Ints, prices: Prices, column: int) -> Floats:
-    """Exposed seconds of the best way on a priced degree, forward and backward [K].
+def _from_below(lengths: Ints, prices: Prices, column: int) -> tuple[Floats, Floats]:
+    """Communication of the best way on a priced degree, forward and backward [K]: alone, and what nothing ever hides.
 
-    Between two lengths of the table the least of the chord and of its neighbours' extensions: that is below a function
-    that bends up, one that bends down, and one with an edge where communication begins to hide behind attention.
+    Hops of a ring may hide behind sequences that share its ranks. Between two lengths of the table the least of the
+    chord and of its neighbours' extensions: that is below a function that bends up, one that bends down, and one with
+    an edge where communication begins to hide behind attention.
     """
-    grid, (_, first, second) = prices._grid, prices._columns[column]
+    grid, (numbers, first, second) = prices._grid, prices._columns[column]
+    if not numbers:
+        return np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
     rows = first + second  # [ways, grid]
-    if not len(rows):
-        return np.full(len(lengths), np.inf)
     slope = np.diff(rows, axis=1) / np.diff(grid)
     at = np.clip(np.searchsorted(grid, lengths, side="right") - 1, 0, len(grid) - 2)
     left, right = np.maximum(at - 1, 0), np.minimum(at + 1, slope.shape[1] - 1)
@@ -166,8 +174,10 @@ def _from_below(lengths: Ints, prices: Prices, column: int) -> Floats:
     chord = rows[:, at] + slope[:, at] * start
     before = rows[:, at] + slope[:, left] * start
     after = rows[:, at + 1] + slope[:, right] * end
-    found: Floats = np.maximum(0.0, np.minimum(np.minimum(chord, before), after)).min(axis=0)
-    return np.where(lengths < grid[0], 0.0, found)
+    found = np.maximum(0.0, np.minimum(np.minimum(chord, before), after))
+    found = np.where(lengths < grid[0], 0.0, found)
+    hides = np.array([prices.ways[number].engine in ("ring", "hybrid") for number in numbers])
+    return found.min(axis=0), np.where(hides[:, None], 0.0, found).min(axis=0)
 
 
 def micro_batch_bound_s(

@@ -1,0 +1,178 @@
+"""The bound of a step against plans of every kind: drawn at random, of the planner, of its baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError, PlanError
+from evenload.core.parts import tokens_of_ranks
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.face import load_plugins
+from evenload.plugins.mesh.bound import lower_bound_s
+from evenload.plugins.mesh.config import MeshConfig
+from evenload.plugins.mesh.steps import in_step
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+RANKS, NODE, CAP = 6, 4, 256
+FAST_LINKS = {"intra": {"latency_s": 1e-7, "bytes_per_s": 1e12}, "inter": {"latency_s": 1e-6, "bytes_per_s": 1e11}}
+SLOW_LINKS = {"intra": {"latency_s": 1e-6, "bytes_per_s": 2e9}, "inter": {"latency_s": 1e-5, "bytes_per_s": 2e8}}
+
+
+@cache
+def chain(*, slow: bool, zero: bool) -> PlanChain:
+    """Attention equals the linear work at 200 tokens."""
+    recipe = parse(
+        {
+            "trainer": "deepspeed" if zero else "megatron",
+            "deepspeed": {"zero_stage": 3 if zero else 0},
+            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8},
+            "parallel": {"dp": RANKS},
+            "plugins": {"mesh": {"enabled": True, "max_tokens": CAP}},
+        }
+    )
+    made = PlanChain.of_recipe(recipe, recipe.layout())
+    at = made.situation
+    passes = {
+        name: at.costs.forward.model_copy(update={"launch_s": 1e-5, "token_s": f * 1e-6, "pair_s": f * 1e-8})
+        for name, f in (("forward", 1.0), ("backward", 2.0))
+    }
+    links = SLOW_LINKS if slow else FAST_LINKS
+    cluster = at.cluster.model_validate(at.cluster.model_dump() | links | {"ranks_per_node": NODE})
+    situation = replace(at, costs=at.costs.model_copy(update=passes), cluster=cluster)
+    return replace(made, situation=situation, limits=replace(made.limits, max_tokens=CAP, node_ranks=NODE))
+
+
+def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = False) -> StepPlan:
+    """Sequences on random sets of ranks, up to three in a micro-batch; ``cut``: in two slices, one after the other."""
+    random = np.random.default_rng(seed)
+    engine = str(random.choice(["ring", "all_gather", "all_to_all"]))
+    left, made = [Slice(i, 0, n) for i, n in enumerate(lengths)], []
+    while left:
+        homes = []
+        for s in left[: int(random.integers(1, 4))]:
+            degree = max(int(random.integers(1, RANKS + 1)), -(-s.length // (CAP - 8)))
+            homes.append(tuple(sorted(random.permutation(RANKS)[: min(degree, RANKS, max(1, s.length // 8))].tolist())))
+        while len(homes) > 1 and any(n > CAP for n in tokens_of_ranks(shared(left, homes, engine)).values()):
+            homes.pop()
+        mine, left = left[: len(homes)], left[len(homes) :]
+        if not cut:
+            made.append(shared(mine, homes, engine)._replace(remap=bool(random.integers(2)) and len(homes[0]) > 1))
+            engine = str(random.choice(["ring", "all_gather", "all_to_all"]))
+            continue
+        middle = [s._replace(stop=s.length // 2) for s in mine]
+        made.append(shared(middle, homes, engine))
+        made.append(shared([Slice(i, n, lengths[i]) for i, _, n in middle], homes, engine))
+    if limits.equal_counts:
+        made = in_step(made, RANKS)
+    busy = {rank for m in made for rank in m.ranks}
+    made += [MicroBatch((), (rank,)) for rank in range(RANKS) if rank not in busy]
+    ops = (*(Op("F", i) for i in range(len(made))), *(Op("B", i) for i in reversed(range(len(made)))))
+    return StepPlan(sequences(lengths), tuple(made), limits, order=(ops,) if cut else ())
+
+
+def shared(slices: list[Slice], homes: list[tuple[int, ...]], engine: str) -> MicroBatch:
+    """The first slices, as many as there are homes."""
+    mine, ranks = tuple(slices[: len(homes)]), tuple(sorted({rank for home in homes for rank in home}))
+    return MicroBatch(mine, ranks) if len(ranks) == 1 else MicroBatch(mine, ranks, 0, engine, 0, tuple(homes))  # type: ignore[arg-type]
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 200), st.integers(200, RANKS * CAP - 100)), min_size=1, max_size=12)
+
+
+def step_s(plan: StepPlan, made: PlanChain) -> float:
+    """Of a lawful plan; others are not drawn."""
+    try:
+        plan.check()
+    except PlanError:
+        assume(False)
+    return simulate(plan, made.situation, record=False).step_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.booleans(), st.booleans(), st.integers(0, 99))
+def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero: bool, seed: int) -> None:
+    made = chain(slow=slow, zero=zero)
+    plan = drawn_plan(lengths, made.limits, seed)
+    found = step_s(plan, made)
+    config = MeshConfig(remap="auto" if any(m.remap for m in plan.micro_batches) else "off")
+    bound = lower_bound_s(np.array(lengths), made.limits, made.situation, config, cuts=False)
+    assert bound <= found * (1 + 1e-9)
+    assert lower_bound_s(np.array(lengths), made.limits, made.situation) <= bound * (1 + 1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.booleans(), st.integers(0, 99))
+def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: bool, seed: int) -> None:
+    made = chain(slow=slow, zero=False)
+    found = step_s(drawn_plan(lengths, made.limits, seed, cut=True), made)
+    assert lower_bound_s(np.array(lengths), made.limits, made.situation) <= found * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.booleans(), st.booleans())
+def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list[int], slow: bool, zero: bool) -> None:
+    made = chain(slow=slow, zero=zero)
+    batch = sequences(lengths)
+    try:
+        plan = made.plan(batch)
+    except EvenloadError:
+        assume(False)
+    bound = lower_bound_s(np.array(lengths), plan.limits, made.situation, MeshConfig(), cuts=False)
+    assert 0 < bound <= simulate(plan, made.situation, record=False).step_s * (1 + 1e-9)
+
+
+def test_even_work_meets_the_bound() -> None:
+    """As many equal sequences as ranks, no communication: nothing is left to certify."""
+    made = chain(slow=False, zero=False)
+    plan = StepPlan(
+        sequences([200] * RANKS), tuple(MicroBatch((Slice(i, 0, 200),), (i,)) for i in range(RANKS)), made.limits
+    )
+    alone_s = sum(made.situation.costs.micro_batch_s(plan.micro_batches[0]))
+    bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.situation)
+    assert bound == pytest.approx(alone_s, rel=1e-3)
+
+
+def test_one_long_sequence_is_bounded_by_its_own_best_degree() -> None:
+    """Slow links: all ranks together would take a sixth of the compute, which no degree reaches."""
+    made = chain(slow=True, zero=False)
+    lengths = np.array([1200])
+    bound = lower_bound_s(lengths, made.limits, made.situation, MeshConfig(remap="off"), cuts=False)
+    compute_s = float(made.situation.costs.sequence_s(lengths)[0])
+    assert bound > 1.05 * (compute_s / RANKS + made.situation.costs.launch_s)
+
+
+def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not() -> None:
+    """Six sequences that no rank holds alone: rings on the same ranks compute while each other's hops travel."""
+    made, lengths = chain(slow=True, zero=False), np.full(RANKS, 1000)
+    launches_s = made.situation.costs.launch_s * 1000 / CAP
+    compute_s = float(made.situation.costs.sequence_s(lengths).sum()) / RANKS + launches_s
+    ring, exchange = (
+        lower_bound_s(lengths, made.limits, made.situation, MeshConfig(engines=(engine,), remap="off"), cuts=False)
+        for engine in ("ring", "all_to_all")
+    )
+    assert ring == pytest.approx(compute_s, rel=1e-3)
+    assert exchange > 1.02 * compute_s
+
+
+def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
+    """Short sequences fit beside the long one by time, but the ranks beside it may hold only so many tokens."""
+    lengths = np.array([1000, *[60] * 25])
+    config = MeshConfig(engines=("all_to_all",), remap="off", routed="off")
+    alone, in_rounds = (
+        lower_bound_s(lengths, made.limits, made.situation, config, cuts=False)
+        for made in (chain(slow=True, zero=zero) for zero in (False, True))
+    )
+    assert in_rounds > alone
+
+
+def test_no_sequences_take_no_time() -> None:
+    made = chain(slow=False, zero=False)
+    assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.situation) == 0
