@@ -7,7 +7,8 @@ So every rank runs a thread beside its work that beats on the job's store; the w
 * A rank without a heartbeat for `gone_s` is gone: killed, or inside a call that holds the interpreter lock. Each rank
   watches the nearest lower rank that still works, so the cost per rank does not grow with the job.
 * If no rank has made progress for `stuck_s` the job hangs. `at` marks progress; the culprit is the rank furthest
-  behind. A rank that computes for long is not stuck as long as any other gets ahead within `stuck_s`.
+  behind; of ranks that stand at one place, as they do in a ring, one that is not inside a collective and waits for no
+  message. A rank that computes for long is not stuck as long as any other gets ahead within `stuck_s`.
 * An error that only says that a peer went away is not blamed: the rank holds still and looks at all the others.
 
 Time is counted in heartbeats, not by the clock: a machine that slept, or a watcher that was held up itself, blames
@@ -36,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .failure import Failure, is_echo, raised
 from .heartbeat import Beat, Mark, furthest_behind, hangs
+from .plane import Pending
 
 _ECHO_GONE = 4
 """Heartbeats that a peer may miss once a connection has broken: then somebody is gone, and it is a matter of who."""
@@ -45,6 +47,9 @@ _COURTESY_S = 1.0
 """torchrun takes the first rank that exits for the culprit, so the others hold back for this long."""
 _FAREWELL_S = 10.0
 """How long the rank that holds the store waits for the others to read from it before it ends."""
+
+_WAITING = {_get_default_store.__code__.co_filename, Pending.wait.__code__.co_filename}
+"""Files whose functions wait for other ranks."""
 
 _watchdogs = itertools.count()
 
@@ -145,7 +150,13 @@ class Watchdog:
     def _send(self, state: Literal["works", "echo", "done"]) -> None:
         self._tick += 1
         self._told = self._mark
-        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, self._told).encode())
+        told = self._told._replace(waits=self._told.waits or (self._idle > 0 and self._waits()))
+        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, told).encode())
+
+    def _waits(self) -> bool:
+        """Whether the worker thread is inside a collective or waits for a message: its innermost Python frame tells."""
+        frame = sys._current_frames().get(self._worker)
+        return frame is not None and frame.f_code.co_filename in _WAITING
 
     def _read(self, rank: int) -> Beat | None:
         """The newest heartbeat of a rank, if it ever beat."""

@@ -1,0 +1,178 @@
+"""Jobs of three ranks that share micro-batches, each with a fault in the middle of a ring.
+
+mesh_fault_jobs.py FOLDER CASE ...   runs each case by itself; FOLDER/CASE.json tells how its ranks ended.
+
+Megatron-Core is imported once: the ranks of every case are forks of this process, which has no thread and no group.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from evenload.patches import bridge_cpu
+
+bridge_cpu()
+
+from evenload.core.recipe import parse  # noqa: E402
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences  # noqa: E402
+from evenload.integrations.megatron import open_host  # noqa: E402
+from evenload.integrations.megatron.schedule import PlannedStage  # noqa: E402
+from evenload.runtime.plane import Plane  # noqa: E402
+from evenload.runtime.watchdog import Watchdog  # noqa: E402
+from evenload.runtime.world import init_world  # noqa: E402
+
+RANKS, VICTIM = 3, 1
+LENGTHS = (48, 30, 36, 12)
+PATIENCE_S = 60.0
+
+
+def the_plan() -> StepPlan:
+    """Two rings of all three ranks, one of two of them, and work of its own for the third, by turns."""
+    pieces = [Slice(i, 0, n) for i, n in enumerate(LENGTHS)]
+    micro_batches = (
+        MicroBatch((pieces[0],), (0, 1, 2), engine="ring"),
+        MicroBatch((pieces[1],), (2, 1), engine="ring"),
+        MicroBatch((pieces[3],), (0,)),
+        MicroBatch((pieces[2],), (1, 0, 2), engine="ring"),
+    )
+    return StepPlan(sequences(LENGTHS), micro_batches, Limits(RANKS, 1 << 20)).check()
+
+
+def at_hop(number: int, act: Callable[[], None]) -> None:
+    """The rank does something else first when it is about to post the ``number``-th messages from here on."""
+    post, posts = Plane.post, [0]
+
+    def posting(self: Any, *arguments: Any) -> Any:
+        posts[0] += 1
+        if posts[0] == number:
+            act()
+        return post(self, *arguments)
+
+    Plane.post = posting  # type: ignore[method-assign]
+
+
+def slowed() -> None:
+    """Every message of this rank is late."""
+    post = Plane.post
+
+    def late(self: Any, *arguments: Any) -> Any:
+        time.sleep(0.05)
+        return post(self, *arguments)
+
+    Plane.post = late  # type: ignore[method-assign]
+
+
+def reordered() -> None:
+    """The rank holds the same plan and walks its passes in another order."""
+    init = PlannedStage.__init__
+
+    def wrong(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        self._ops = [*self._ops[2:4], *self._ops[:2], *self._ops[4:]]
+
+    PlannedStage.__init__ = wrong  # type: ignore[method-assign]
+
+
+MIDDLE = 9
+"""Of a step: behind the check of the first ring, inside one of its layers."""
+
+
+def signalled(number: int) -> Callable[[], None]:
+    """The rank signals itself, once two heartbeats have told where it is."""
+
+    def act() -> None:
+        dog = dogs[0]
+        while dog._idle < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    return act
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "killed": lambda: at_hop(MIDDLE, signalled(signal.SIGKILL)),
+    "frozen": lambda: at_hop(MIDDLE, signalled(signal.SIGSTOP)),
+    "hung": lambda: at_hop(MIDDLE, lambda: time.sleep(1000)),
+    "slow": slowed,
+    "other order": reordered,
+    "other plan": lambda: None,
+}
+
+
+dogs: list[Watchdog] = []
+
+
+def work(case: str) -> None:
+    rank = dist.get_rank()
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 96}
+    recipe = parse({"trainer": "megatron", "model": model, "train": {"dtype": "fp64", "seed": 7}})
+    samples = [np.random.default_rng(i).integers(0, 96, n) for i, n in enumerate(LENGTHS)]
+    host = open_host(recipe, init_world())
+    plan = the_plan()
+    good, _ = host.gradients(plan, samples.__getitem__)  # undisturbed: the groups are there then, all are in step
+    if rank == VICTIM:
+        FAULTS[case]()
+        if case == "other plan":
+            order = plan.micro_batches
+            plan = replace(plan, micro_batches=(order[0], order[3], order[2], order[1]))
+    stuck_s = 3.0 if case == "hung" else 60.0
+    with Watchdog(gone_s=4.0, stuck_s=stuck_s, every_s=0.2) as dog:
+        dogs.append(dog)
+        result = host.train_step(plan, samples.__getitem__, lr=1e-3, mark=dog.at)
+    print(json.dumps([[r.loss, r.grad_norm] for r in (good, result)]), flush=True)
+    host.close()
+
+
+def rank_of(case: str, rank: int, folder: Path) -> int:
+    """Process id of a new rank of a case; its output goes into a file."""
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(folder / f"{case}.{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    code = 3
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder / case}.store", rank=rank, world_size=RANKS)
+        work(case)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(case: str, folder: Path) -> list[int | None]:
+    """Exit code of every rank of a case, negative for a signal; None: it had to be ended."""
+    ranks = [rank_of(case, rank, folder) for rank in range(RANKS)]
+    ended: dict[int, int] = {}
+    patience = time.monotonic() + PATIENCE_S
+    while len(ended) < RANKS and time.monotonic() < patience:
+        for pid in set(ranks) - set(ended):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                ended[pid] = os.waitstatus_to_exitcode(status)
+        if case == "frozen" and len(ended) == RANKS - 1:
+            break
+        time.sleep(0.02)
+    for pid in set(ranks) - set(ended):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [ended.get(pid) for pid in ranks]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        (place / f"{name}.json").write_text(json.dumps(run(name, place)))

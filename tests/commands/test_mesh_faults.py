@@ -1,0 +1,92 @@
+"""A rank that fails in the middle of a ring: the job ends with one clear message, or waits; it never hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CASES = ("slow", "killed", "frozen", "hung", "other order", "other plan")
+FORCED = -9
+
+
+class Ended(NamedTuple):
+    """How a job of three ranks ended."""
+
+    codes: list[int | None]
+    outputs: list[str]
+
+    @property
+    def message(self) -> str:
+        """The one message of the job, on whichever rank."""
+        assert sum(text.count("evenload: ") for text in self.outputs) == 1, self
+        return next(text for text in self.outputs if "evenload: " in text)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """All cases by one process that imports Megatron-Core once."""
+    folder = tmp_path_factory.mktemp("faults")
+    script = Path(__file__).with_name("mesh_fault_jobs.py")
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, script, folder, *CASES], env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def ended(case: str) -> Ended:
+        outputs = [(folder / f"{case}.{rank}.log").read_text() for rank in range(3)]
+        return Ended(json.loads((folder / f"{case}.json").read_text()), outputs)
+
+    return ended
+
+
+def test_a_slow_rank_is_waited_for_and_changes_no_bit(job: Callable[[str], Ended]) -> None:
+    ended = job("slow")
+    assert ended.codes == [0, 0, 0], ended
+    results = [json.loads(text.splitlines()[-1]) for text in ended.outputs]
+    assert all(undisturbed == slow == results[0][0] for undisturbed, slow in results)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(job: Callable[[str], Ended]) -> None:
+    ended = job("killed")
+    assert ended.codes == [1, FORCED, 1], ended
+    assert "rank 1 of 3" in ended.message
+    assert "is gone" in ended.message
+    assert "ward of micro-batch 0'" in ended.message
+
+
+def test_a_frozen_rank_ends_the_job_and_is_named(job: Callable[[str], Ended]) -> None:
+    ended = job("frozen")
+    assert ended.codes == [1, None, 1], ended
+    assert "rank 1 of 3" in ended.message
+    assert "is gone; it was last seen in '" in ended.message
+    assert "ward of micro-batch 0'" in ended.message
+
+
+def test_a_rank_that_never_comes_back_ends_the_job_and_shows_where_it_stands(job: Callable[[str], Ended]) -> None:
+    ended = job("hung")
+    assert ended.codes == [1, 1, 1], ended
+    assert "rank 1 of 3" in ended.message
+    assert "is stuck in '" in ended.message
+    assert "ward of micro-batch 0'" in ended.message
+    assert "time.sleep(1000)" in ended.message
+
+
+@pytest.mark.parametrize("case", ["other order", "other plan"])
+def test_ranks_that_disagree_about_what_comes_next_end_with_what_each_runs(
+    case: str, job: Callable[[str], Ended]
+) -> None:
+    ended = job(case)
+    assert ended.codes == [1, 1, 1], ended
+    assert "ranks that share a micro-batch run different passes" in ended.message
+    assert "rank 1: " in ended.message
