@@ -16,21 +16,15 @@ from .place import Frame, Placed, placed
 from .prices import Prices, Shares
 from .zones import common_way, packs, whole
 
+_ANY = 1 << 50
+"""Tokens of a rank in all of its micro-batches together."""
+
 
 def gangs(lengths: Ints, prices: Prices, shares: Shares, cap: int) -> list[MicroBatch] | None:
     """The micro-batches in launch order; None where a sequence fits nowhere. lengths int64 [K], ``shares`` theirs."""
-    launch = np.array(prices.launch)
-    alone = shares.degrees == 1
-    # A gang is a launch; short sequences share theirs with as many others as fit beside them.
-    part = np.where(alone[None, :], shares.tokens / cap, 1.0)
-    priced = Shares(
-        shares.degrees,
-        shares.tokens,
-        shares.forward + launch[0] * part,
-        shares.backward + launch[1] * part,
-        shares.way,
-    )
-    found = placed(priced, Frame(prices.limits.num_ranks, prices.node, 1 << 50, cap, queued=True))
+    priced = shares.launching(*prices.launch, cap)
+    frame = Frame(prices.limits.num_ranks, prices.node, _ANY, queued=True)
+    found = placed(priced, np.arange(len(lengths)), frame)
     return None if found is None else _launched(lengths, found, prices, cap)
 
 

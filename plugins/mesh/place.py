@@ -17,7 +17,7 @@ O(K D) for the degrees, O(shared N + K log N) for the ranks.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from ...core.partition import Floats, Ints
 from .prices import Shares
 
-THETAS = (1.0, 0.7, 0.5, 0.35, 0.25)
+THETAS = (1.0, 0.85, 0.7, 0.5, 0.35)
 _CLOSE = 1.004
 """Time over its target at which no other share is tried."""
 
@@ -60,35 +60,29 @@ class Frame(NamedTuple):
     node: int
     cap: float
     """Tokens that a rank may hold."""
-    longest_share: float
-    """Tokens that it may hold of one sequence."""
     queued: bool = False
     """A sequence on several ranks starts when all of them have done what was placed before."""
 
 
-def columns_for(shares: Shares, target_s: float, cap: float) -> tuple[Ints, Floats]:
+def columns_for(shares: Shares, numbers: Ints, target_s: float) -> tuple[Ints, Floats]:
     """The degree (as a column) of least rank-seconds within a target, or the fastest; and its rank-seconds."""
-    seconds = np.where(shares.tokens <= cap, shares.seconds, np.inf)
-    area = seconds * shares.degrees
+    seconds, area = shares.seconds[numbers], shares.area[numbers]
     within = np.where(seconds <= target_s, area, np.inf)
     columns = np.where(np.isfinite(within).any(axis=1), within.argmin(axis=1), seconds.argmin(axis=1))
     return columns, area[np.arange(len(columns)), columns]
 
 
-def target_of(shares: Shares, frame: Frame, theta: float) -> float:
+def target_of(shares: Shares, numbers: Ints, num_ranks: int, theta: float) -> float:
     """Seconds C in which all ranks together can do what sequences of at most ``theta * C`` seconds take."""
-    seconds = np.where(shares.tokens <= frame.longest_share, shares.seconds, np.inf)
-    area = seconds * shares.degrees
-    least = float(area.min(axis=1).sum()) / frame.num_ranks
-    alone = float(seconds.min(axis=1).max())  # nothing makes the longest faster
-    low, high = max(least, alone), np.inf
+    alone = shares.alone[numbers]
+    # Nothing makes the longest faster.
+    low = max(float(shares.least_area[numbers].sum()) / num_ranks, float(shares.fastest[numbers].max()))
     # Only these change their degree with the target.
-    changes = seconds[:, 0] > theta * low
-    flexible, fixed = np.flatnonzero(changes), float(area[~changes, 0].sum()) / frame.num_ranks
-    part = shares.rows(flexible)
+    changes = alone > theta * low
+    flexible, fixed = numbers[changes], float(alone[~changes].sum()) / num_ranks
 
     def needed(target: float) -> float:
-        return fixed + float(columns_for(part, theta * target, frame.longest_share)[1].sum()) / frame.num_ranks
+        return fixed + float(columns_for(shares, flexible, theta * target)[1].sum()) / num_ranks
 
     if needed(low) <= low:
         return low
@@ -101,135 +95,135 @@ def target_of(shares: Shares, frame: Frame, theta: float) -> float:
     return high
 
 
-def placed(shares: Shares, frame: Frame) -> Placed | None:
-    """The best placement over some shares of the target; None where sequences found no room."""
+def placed(shares: Shares, numbers: Ints, frame: Frame) -> Placed | None:
+    """The best placement over some shares of the target; None where sequences found no room. ``numbers`` int64 [k]."""
     best: Placed | None = None
     for theta in THETAS:
-        target = target_of(shares, frame, theta)
+        target = target_of(shares, numbers, frame.num_ranks, theta)
         if best is not None and best.seconds <= target * _CLOSE:
             break
-        columns, _ = columns_for(shares, theta * target, frame.longest_share)
-        found = on_ranks(shares, columns, frame)
+        columns = np.zeros(len(numbers), dtype=np.int64)
+        split = np.flatnonzero(shares.alone[numbers] > theta * target)
+        columns[split], _ = columns_for(shares, numbers[split], theta * target)
+        found = on_ranks(shares, numbers, columns, frame)
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     return best
 
 
-def on_ranks(shares: Shares, columns: Ints, frame: Frame) -> Placed | None:
-    """Ranks for sequences of given degrees."""
-    rows = np.arange(len(columns))
+def on_ranks(shares: Shares, numbers: Ints, columns: Ints, frame: Frame) -> Placed | None:
+    """Ranks for sequences of given degrees; a larger one for those that find no rank with room."""
     degrees = shares.degrees[columns]
-    forward, backward = shares.forward[rows, columns], shares.backward[rows, columns]
-    tokens = shares.tokens[rows, columns]
+    forward, backward = shares.forward[numbers, columns], shares.backward[numbers, columns]
+    tokens = shares.tokens[numbers, columns]
     if not np.isfinite(forward).all():
         return None
-    board = _Board(frame, float(forward @ degrees), float(backward @ degrees))
-    homes: list[Ranks] = [()] * len(columns)
-    turn = [0] * len(columns)
+    board = _Board(frame, float(forward @ degrees), float(backward @ degrees), len(columns))
     seconds = forward + backward
     shared = np.flatnonzero(degrees > 1)
-    order = shared[np.lexsort((-seconds[shared], degrees[shared] <= frame.node))]
-    for place, k in enumerate(order.tolist()):
-        ranks = board.choose(int(degrees[k]), int(tokens[k]))
-        if ranks is None:
+    for k in shared[np.lexsort((-seconds[shared], degrees[shared] <= frame.node))].tolist():
+        if not board.share(k, int(degrees[k]), float(forward[k]), float(backward[k]), int(tokens[k])):
             return None
-        board.put_all(ranks, float(forward[k]), float(backward[k]), int(tokens[k]))
-        homes[k], turn[k] = tuple(ranks), place
     columns = columns.copy()
     alone = np.flatnonzero(degrees == 1)
-    for k in alone[np.argsort(-seconds[alone], kind="stable")].tolist():
-        rank = board.emptiest(int(tokens[k]))
-        if rank is not None:
-            board.put(rank, float(forward[k]), float(backward[k]), int(tokens[k]))
-            homes[k] = (rank,)
-            continue
-        for column in range(1, len(shares.degrees)):
-            ranks = board.choose(int(shares.degrees[column]), int(shares.tokens[k, column]))
-            if ranks is not None and np.isfinite(shares.forward[k, column]):
-                break
-        else:
-            return None
-        each = float(shares.forward[k, column]), float(shares.backward[k, column]), int(shares.tokens[k, column])
-        board.put_all(ranks, *each)
-        homes[k], columns[k] = tuple(ranks), column
-    return Placed(homes, columns, *board.totals(), turn)
+    left = alone[np.argsort(-seconds[alone], kind="stable")]
+    while len(left):
+        done = board.fill(left.tolist(), forward[left].tolist(), backward[left].tolist(), tokens[left].tolist())
+        if done < len(left):
+            k = int(left[done])
+            column = board.split(k, int(numbers[k]), shares)
+            if not column:
+                return None
+            columns[k] = column
+        left = left[done + 1 :]
+    return Placed(board.homes, columns, board.forward, board.backward, board.tokens, board.turn)
 
 
 class _Board:
-    """What ranks hold while sequences are placed: lists, as most of them are placed one by one."""
+    """What ranks hold while sequences are placed."""
 
-    def __init__(self, frame: Frame, forward_s: float, backward_s: float) -> None:
+    def __init__(self, frame: Frame, forward_s: float, backward_s: float, count: int) -> None:
         n = frame.num_ranks
         self._frame = frame
         self._even = (forward_s / n or 1.0, backward_s / n or 1.0)
-        self._forward, self._backward, self._fill = [0.0] * n, [0.0] * n, [0.0] * n
-        self._room = [frame.cap] * n
-        self._heap = [(0.0, rank) for rank in range(n)]
+        self.forward, self.backward = np.zeros(n), np.zeros(n)
+        self.tokens = np.zeros(n, dtype=np.int64)
+        self.homes: list[Ranks] = [()] * count
+        self.turn = [0] * count
+        self._turns = 0
 
-    def totals(self) -> tuple[Floats, Floats, Ints]:
-        """Seconds forward and backward, and tokens, of every rank."""
-        tokens = (self._frame.cap - np.array(self._room)).astype(np.int64)
-        return np.array(self._forward), np.array(self._backward), tokens
+    def _fills(self) -> Floats:
+        """How full ranks are [N]: of seconds in either direction, or of tokens; 1.0 is what is even, or the cap."""
+        seconds = np.maximum(self.forward / self._even[0], self.backward / self._even[1])
+        return np.maximum(seconds, self.tokens / self._frame.cap)
 
-    def put(self, rank: int, forward: float, backward: float, tokens: int) -> None:
-        self._forward[rank] += forward
-        self._backward[rank] += backward
-        self._room[rank] -= tokens
-        self._fill[rank] = max(
-            self._forward[rank] / self._even[0],
-            self._backward[rank] / self._even[1],
-            1.0 - self._room[rank] / self._frame.cap,
-        )
-        heappush(self._heap, (self._fill[rank], rank))
-
-    def put_all(self, ranks: list[int], forward: float, backward: float, tokens: int) -> None:
-        """On several ranks, which wait for the last of them where the frame says so."""
+    def share(self, k: int, degree: int, forward: float, backward: float, tokens: int) -> bool:
+        """Put a sequence on so many ranks, all after the last of them where the frame says so; False if none are."""
+        ranks = self._choose(degree, tokens)
+        if ranks is None:
+            return False
         if self._frame.queued:
-            latest = max(ranks, key=lambda rank: self._forward[rank] + self._backward[rank])
-            begin = self._forward[latest], self._backward[latest]
-            for rank in ranks:
-                self._forward[rank], self._backward[rank] = begin
-        for rank in ranks:
-            self.put(rank, forward, backward, tokens)
+            latest = ranks[int((self.forward[ranks] + self.backward[ranks]).argmax())]
+            self.forward[ranks], self.backward[ranks] = self.forward[latest], self.backward[latest]
+        self.forward[ranks] += forward
+        self.backward[ranks] += backward
+        self.tokens[ranks] += tokens
+        self.homes[k], self.turn[k] = tuple(ranks.tolist()), self._turns
+        self._turns += 1
+        return True
 
-    def emptiest(self, tokens: int) -> int | None:
-        """The least loaded rank with room for so many tokens."""
-        heap, full, found = self._heap, [], None
-        while heap:
-            fill, rank = heap[0]
-            if fill < self._fill[rank]:  # out of date
-                heappop(heap)
-            elif self._room[rank] < tokens:
-                full.append(heappop(heap))
-            else:
-                found = rank
-                break
-        for entry in full:
-            heappush(heap, entry)
-        return found
+    def split(self, k: int, row: int, shares: Shares) -> int:
+        """Put a sequence on as few ranks as have room for it; the column of their number, 0 where none are."""
+        for column in range(1, len(shares.degrees)):
+            each = float(shares.forward[row, column]), float(shares.backward[row, column])
+            tokens = int(shares.tokens[row, column])
+            if np.isfinite(each[0]) and self.share(k, int(shares.degrees[column]), *each, tokens):
+                return column
+        return 0
 
-    def choose(self, degree: int, tokens: int) -> list[int] | None:
-        """Ranks for a shared sequence: the least loaded ones of one node, or of the least loaded nodes."""
+    def _choose(self, degree: int, tokens: int) -> Ints | None:
+        """The least loaded ranks of one node, or of the least loaded nodes, ascending by node."""
         num_ranks, node = self._frame.num_ranks, self._frame.node
         nodes = -(-num_ranks // node)
         row = np.full(nodes * node, np.inf)
-        row[:num_ranks] = np.where(np.array(self._room) < tokens, np.inf, self._fill)
+        row[:num_ranks] = np.where(self.tokens + tokens > self._frame.cap, np.inf, self._fills())
         grid = row.reshape(nodes, node)
         order = np.argsort(grid, axis=1, kind="stable")
         fill = np.take_along_axis(grid, order, axis=1)
-        if degree <= node:
-            best = int(fill[:, degree - 1].argmin())
-            if not np.isfinite(fill[best, degree - 1]):
+        chosen: list[Ints] = []
+        for first in range(0, degree, node):
+            take = min(node, degree - first)
+            best = int(fill[:, take - 1].argmin())
+            if not np.isfinite(fill[best, take - 1]):
                 return None
-            return sorted((best * node + order[best, :degree]).tolist())
-        chosen: list[int] = []
-        left = np.ones(nodes, dtype=bool)
-        while len(chosen) < degree:
-            take = min(node, degree - len(chosen))
-            worst = np.where(left, fill[:, take - 1], np.inf)
-            best = int(worst.argmin())
-            if not np.isfinite(worst[best]):
-                return None
-            left[best] = False
-            chosen += sorted((best * node + order[best, :take]).tolist())
-        return chosen
+            chosen.append(best * node + np.sort(order[best, :take]))
+            fill[best] = np.inf
+        return np.concatenate(sorted(chosen, key=lambda ranks: int(ranks[0])))
+
+    def fill(self, numbers: list[int], forward: list[float], backward: list[float], tokens: list[int]) -> int:
+        """Put sequences in order on the least loaded ranks with room; how many, up to the first that finds none."""
+        even_f, even_b = self._even
+        cap, homes = self._frame.cap, self.homes
+        f, b, held = self.forward.tolist(), self.backward.tolist(), self.tokens.tolist()
+        heap = list(zip(self._fills().tolist(), range(len(f)), strict=True))
+        heapify(heap)
+        full: list[tuple[float, int, float]] = []  # by room, until sequences are short enough
+        done = 0
+        for k, df, db, n in zip(numbers, forward, backward, tokens, strict=True):
+            while full and -full[0][0] >= n:
+                _, rank, fill = heappop(full)
+                heappush(heap, (fill, rank))
+            while heap and held[heap[0][1]] + n > cap:
+                fill, rank = heappop(heap)
+                heappush(full, (held[rank] - cap, rank, fill))
+            if not heap:
+                break
+            rank = heap[0][1]
+            homes[k] = (rank,)
+            f[rank] += df
+            b[rank] += db
+            held[rank] += n
+            heapreplace(heap, (max(f[rank] / even_f, b[rank] / even_b, held[rank] / cap), rank))
+            done += 1
+        self.forward[:], self.backward[:], self.tokens[:] = f, b, held
+        return done

@@ -29,9 +29,9 @@ from .baselines import cp_1
 from .bound import lower_bound_s
 from .config import MeshConfig
 from .gangs import gangs
-from .place import Frame, placed
+from .place import Frame, Placed, placed
 from .prices import Prices, Shares, prices_of
-from .rounds import divisions
+from .rounds import divisions, step_seconds
 from .steps import lengths_of, limits_for, step
 from .zones import micro_batches, whole
 
@@ -50,7 +50,7 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     if not len(lengths):
         return step(given, limits, [], "mesh")
     prices = prices_of(situation, limits, config, int(lengths.max()))
-    shares = prices.of(lengths)
+    shares = prices.of(lengths).under(limits.max_tokens)
     found = [_judge(given, situation)] if given.micro_batches else []
     if not given.micro_batches:
         _refuse_longer(lengths, shares, limits)
@@ -73,21 +73,41 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
 def _candidates(
     lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
 ) -> Iterator[tuple[list[MicroBatch], str]]:
-    cap = limits.max_tokens
-    made = gangs(lengths, prices, shares, cap)
+    made = gangs(lengths, prices, shares, limits.max_tokens)
     if made is not None:
         yield made, "gangs"
-    frame = Frame(limits.num_ranks, prices.node, cap, cap)
-    for division in divisions(lengths, shares, frame, prices.launch_s, limits.num_stages, 1 + config.effort):
-        rounds: list[MicroBatch] = []
+    rounds = _best_rounds(lengths, limits, prices, shares, config)
+    if rounds is not None:
+        yield rounds, "rounds"
+
+
+def _best_rounds(
+    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
+) -> list[MicroBatch] | None:
+    """The division that is fastest once its sequences are placed; simulating each would take longer than placing it."""
+    stages, launch_s = limits.num_stages, prices.launch_s
+    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
+    best_s, best = np.inf, None
+    for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
+        if tried > 2 * config.effort or division.seconds >= best_s:
+            break
+        found: list[Placed] = []
         for numbers in division.rounds:
-            found = placed(shares.rows(numbers), frame)
-            made = found and micro_batches(whole(lengths, numbers), found, prices, dummies=len(division.rounds) > 1)
-            if not made:
+            one = placed(shares, numbers, frame)
+            if one is None:
                 break
-            rounds += made
+            found.append(one)
         else:
-            yield rounds, "rounds"
+            seconds = step_seconds([one.seconds for one in found], launch_s, stages)
+            if seconds < best_s:
+                best_s, best = seconds, list(zip(division.rounds, found, strict=True))
+    out: list[MicroBatch] = []
+    for numbers, one in best or []:
+        made = micro_batches(whole(lengths, numbers), one, prices, dummies=limits.equal_counts or stages > 1)
+        if made is None:
+            return None
+        out += made
+    return out or None
 
 
 def _judged(made: StepPlan, situation: Situation) -> list[_Judged]:
@@ -104,8 +124,7 @@ def _judge(made: StepPlan, situation: Situation) -> _Judged:
 
 
 def _refuse_longer(lengths: Ints, shares: Shares, limits: Limits) -> None:
-    fits = np.isfinite(shares.forward) & (shares.tokens <= limits.max_tokens)
-    lost = np.flatnonzero(~fits.any(axis=1))
+    lost = np.flatnonzero(~np.isfinite(shares.fastest))
     if len(lost):
         index = int(lost[lengths[lost].argmax()])
         raise EvenloadError(

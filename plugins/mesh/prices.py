@@ -2,26 +2,30 @@
 
     seconds(n, d) = compute(n) / d + exposed(n, d)            forward and backward
 
-``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.traffic.exposed_s` over
-lengths, two to an octave, for every degree and every way in which ranks may share attention, and read off in between.
+``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.traffic.attention_s` over
+lengths, four to an octave, for every degree and every way in which ranks may share attention, and read off in between.
 The table depends on the situation alone and is kept; reading it for 8,192 sequences takes some milliseconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from ...core.costs import PassCost
 from ...core.partition import Floats, Ints
 from ...core.registry import Situation
-from ...core.traffic import exposed_s, gathering_s
+from ...core.traffic import attention_s, exposed_s, gathering_s
 from ...core.workload import Engine, Limits, MicroBatch, Slice
 from .config import MeshConfig
 
 LEAST_TOKENS = 32
 """Tokens that a rank should have of a sequence that it shares: below, nothing is won and much is sent."""
+_GRID = 4
+"""Lengths to an octave."""
 _STEPS = 8
 """Degrees of more than a node to an octave."""
 _UNEVEN_HEADS = 1.07
@@ -38,27 +42,55 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """What K sequences cost on each of D degrees."""
+    """What K sequences cost on each of D degrees, and which of them may be chosen."""
 
     degrees: Ints
     """[D] ascending, the first is 1."""
     tokens: Ints
     """[K, D]: the most tokens that one of the ranks holds."""
     forward: Floats
-    """[K, D] seconds on each of the ranks, launches left out; infinite where so many ranks may not share it."""
+    """[K, D] seconds on each of the ranks; infinite where so many ranks may not share it."""
     backward: Floats
     way: Ints
     """[K, D]: number of the best way in `Prices.ways`."""
 
-    @property
+    @cached_property
     def seconds(self) -> Floats:
+        """Forward and backward [K, D]."""
         return self.forward + self.backward
 
-    def rows(self, numbers: Ints) -> Shares:
-        """Those of some of the sequences."""
-        return Shares(
-            self.degrees, self.tokens[numbers], self.forward[numbers], self.backward[numbers], self.way[numbers]
-        )
+    @cached_property
+    def area(self) -> Floats:
+        """Rank-seconds [K, D]."""
+        return np.asarray(self.seconds * self.degrees, dtype=np.float64)
+
+    @cached_property
+    def alone(self) -> Floats:
+        """Seconds on one rank [K]; infinite where that may not be."""
+        return self.seconds[:, 0].copy()
+
+    @cached_property
+    def fastest(self) -> Floats:
+        """Seconds on the degree of least seconds [K]."""
+        return np.asarray(self.seconds.min(axis=1), dtype=np.float64)
+
+    @cached_property
+    def least_area(self) -> Floats:
+        """Rank-seconds on the degree of least rank-seconds [K]."""
+        return np.asarray(self.area.min(axis=1), dtype=np.float64)
+
+    def under(self, cap: float) -> Shares:
+        """The same where one rank holds at most ``cap`` tokens of a sequence."""
+        over = self.tokens > cap
+        if not over.any():
+            return self
+        forward, backward = (np.where(over, np.inf, seconds) for seconds in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+    def launching(self, forward_s: float, backward_s: float, cap: float) -> Shares:
+        """With launches: one for a shared sequence, for one on a single rank its part of ``cap`` tokens of a launch."""
+        part = np.where(self.degrees == 1, self.tokens / cap, 1.0)
+        return replace(self, forward=self.forward + forward_s * part, backward=self.backward + backward_s * part)
 
 
 class Prices:
@@ -70,16 +102,15 @@ class Prices:
         self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
         self.longest = 1 << max(8, int(longest - 1).bit_length())
         octaves = int(np.log2(self.longest / LEAST_TOKENS))
-        self._grid = self.longest / 2.0 ** (np.arange(2 * octaves, -1, -1) / 2)
+        self._grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
         self.ways: list[Way] = [Way("")]
-        least = [self._exposed(1, 1, Way(""), passes) for passes in (1, 2)]
         traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
         self.launch = (
-            situation.costs.forward.launch_s + least[0] + gathering_s(traffic, cluster, layout, 1),
-            situation.costs.backward.launch_s + least[1] + gathering_s(traffic, cluster, layout, 2),
+            situation.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(traffic, cluster, layout, 1),
+            situation.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
         )
         """Seconds of a pass without tokens, forward and backward."""
-        self._columns = [self._column(int(d), least) for d in self.degrees]
+        self._columns = [self._column(int(d)) for d in self.degrees]
         self._others: dict[int, tuple[list[int], Floats, Floats]] = {}
 
     @property
@@ -119,10 +150,7 @@ class Prices:
             way = way._replace(routed=False)
         if degree not in self._others:
             known = self.degrees.tolist()
-            least = [self._exposed(1, 1, Way(""), passes) for passes in (1, 2)]
-            self._others[degree] = (
-                self._columns[known.index(degree)] if degree in known else self._column(degree, least)
-            )
+            self._others[degree] = self._columns[known.index(degree)] if degree in known else self._column(degree)
         numbers, first, second = self._others[degree]
         names = [self.ways[number] for number in numbers]
         if way not in names:
@@ -147,32 +175,47 @@ class Prices:
             found += [way._replace(routed=True) for way in found]
         return found
 
-    def _column(self, degree: int, least: list[float]) -> tuple[list[int], Floats, Floats]:
+    def _column(self, degree: int) -> tuple[list[int], Floats, Floats]:
         """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
         ways = self.ways_of(degree)
         for way in ways:
             if way not in self.ways:
                 self.ways.append(way)
         rows = [
-            np.array(
-                [
-                    [max(0.0, self._exposed(n, degree, way, passes) - least[passes - 1]) for n in self._grid]
-                    for way in ways
-                ]
-            )
+            np.array([self._modules(degree, passes) + self._attention(degree, way, passes) for way in ways])
             for passes in (1, 2)
         ]
         return [self.ways.index(way) for way in ways], rows[0], rows[1]
 
-    def _exposed(self, tokens: float, degree: int, way: Way, passes: int) -> float:
-        at = self.situation
-        m = MicroBatch(
-            (Slice(0, 0, max(1, round(tokens))),), tuple(range(degree)), 0, way.engine, way.inner, routed=way.routed
-        )
-        directions = [(at.costs.forward, 1)] if passes == 1 else [(at.costs.backward, 2)]
-        if passes == 2 and at.costs.recompute:
-            directions.append((at.costs.forward, 1))
+    def _attention(self, degree: int, way: Way, passes: int) -> Floats:
+        """Of every length of the grid; infinite where there are fewer heads."""
+        at, ranks = self.situation, tuple(range(degree))
+        pieces = np.stack([self._grid, np.zeros_like(self._grid)], axis=1)
+        total = np.zeros_like(self._grid)
+        for cost, moved in self._directions(passes):
+            total += attention_s(
+                at.traffic, at.cluster, at.layout, 0, pieces, ranks, way.engine, way.inner, cost, moved, way.routed
+            )
+        return total
+
+    def _modules(self, degree: int, passes: int) -> Floats:
+        """What tensor and expert parallelism leave exposed of every length of the grid, beyond that of no tokens."""
+        layout = self.situation.layout
+        if layout.tp == layout.ep == 1:
+            return np.zeros_like(self._grid)
+        each = np.array([self._one_rank(n / degree, passes) for n in self._grid])
+        return np.maximum(0.0, each - self._one_rank(1, passes))
+
+    def _one_rank(self, tokens: float, passes: int) -> float:
+        at, m = self.situation, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
+        directions = self._directions(passes)
         return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
+
+    def _directions(self, passes: int) -> list[tuple[PassCost, int]]:
+        """(costs, moves) of what runs in a forward (1) or a backward (2)."""
+        costs = self.situation.costs
+        again = [(costs.forward, 1)] if costs.recompute else []
+        return [(costs.forward, 1)] if passes == 1 else [(costs.backward, 2), *again]
 
 
 _KNOWN: list[Prices] = []
