@@ -112,10 +112,15 @@ def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str,
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
 
 
+def is_stock(plan: StepPlan) -> bool:
+    """Whether Megatron's own schedule runs a plan for `MegatronHost`."""
+    return not (plan.order or plan.recompute or plan.shared or any(plan.offload))
+
+
 def _refuse_unsupported(plan: StepPlan, plane_rank: int, plane: Plane | None) -> None:
-    if plan.order or plan.recompute:
+    if plan.order or plan.recompute or any(plan.offload):
         raise EvenloadError(
-            "Megatron's own schedule cannot run a plan with an order or recomputation of its own",
+            "Megatron's own schedule cannot run a plan with an order, recomputation or offload of its own",
             f"made by {plan.made_by or 'hand'}",
             "let MegatronHost run it, or plan with limits.whole_sequences and without plugins.pipeline",
         )

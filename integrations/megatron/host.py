@@ -20,7 +20,7 @@ from ...runtime.plane import Plane
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
 from . import checkpoint
-from .batch import PlannedBatches
+from .batch import PlannedBatches, is_stock
 from .forward import Forward
 from .links import StageLinks
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
@@ -150,17 +150,17 @@ class MegatronHost:
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if plan.order or plan.recompute or plan.shared:
-            executed = self._run_order(plan, tokens_of, forward, reduction, mark)
-        else:
+        if is_stock(plan):
             batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
             executed = run_stock(self.ddp, batches, forward, reduction, mark)
+        else:
+            executed = self._run_order(plan, tokens_of, forward, reduction, mark)
         return reduction.totals, clock.read(), tuple(executed)
 
     def _run_order(
         self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark
     ) -> list[Slice]:
-        """The order, cuts, replays, recomputation and sharing of the plan."""
+        """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
             self._links = StageLinks()  # by all ranks: they run one plan
         if self._plane is None and plan.shared:

@@ -26,6 +26,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from ...core.workload import StepPlan
 from ...runtime.busy import BusyClock
+from .batch import is_stock
 
 
 class Reduction:
@@ -42,7 +43,7 @@ class Reduction:
         self._ddp, self._clock, self.whole = ddp, clock, whole
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or whole or plan.shared or bool(plan.order or plan.recompute))
+        self.quiet = self.overlap and (idle or whole or not is_stock(plan))
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)

@@ -9,8 +9,9 @@
 
 Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
 a label: the gradients of its keys and values are wanted. The laws of a plan (`core.laws`) rule out deadlocks and lost
-prefixes. Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches: then
-it is Megatron's order that runs here, over links that never wait for a send, which is what the laws have checked.
+prefixes. Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches or
+activations are offloaded: then it is Megatron's order that runs here, over links that never wait for a send, which is
+what the laws have checked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.order import orders_of_stage
 from ...core.workload import MicroBatch, Op, Slice, StepPlan
+from ...runtime.offload import layers_of, offloading
 from ...runtime.pack import Pack, TokensOf, build_pack
 from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
@@ -80,7 +82,7 @@ class PlannedStage:
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
         self._taken = {s: taken_before(orders_of_stage(plan, s)[plane_rank]) for s in neighbours}
         self._model, self._gpt, self._links, self._plane, self._forward = model, gpt, links, plane, forward
-        self._config = get_model_config(model)
+        self._config, self._blocks = get_model_config(model), layers_of(gpt)
         self._tokens_of, self._device, self._mark = tokens_of, device, mark
         self._prefix, self._tape = PrefixStore.of_plan(plan, plane_rank), Tape()
         self._graphs: dict[int, _Graph] = {}
@@ -159,7 +161,7 @@ class PlannedStage:
             if op.kind == "F"
             else partial(self._forward, kind="R", number=number, backward=number)
         )
-        with recomputing(self._config, layers):
+        with recomputing(self._config, layers), offloading(self._away(op), self._blocks, self._device):
             output, _ = forward_step(
                 forward,
                 batch,
@@ -177,6 +179,11 @@ class PlannedStage:
     def _layers(self, op: Op, instead: int | None) -> int | None:
         """How many layers the plan recomputes in a pass; ``instead`` where it does not say."""
         return self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else instead
+
+    def _away(self, op: Op) -> float:
+        """The share of a pass's activations that waits for the backward in host memory; a replay's is next."""
+        keeps = op.kind == "F" and torch.is_grad_enabled() and bool(self._plan.offload)
+        return self._plan.offload[op.micro_batch] if keeps else 0.0
 
     def _load(self, micro_batch: MicroBatch) -> Batch:
         pack = build_pack(micro_batch, self._tokens_of, self._device, self._prefix, plane=self._plane)

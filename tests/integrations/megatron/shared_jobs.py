@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from evenload.integrations.megatron.weights import global_gradients, global_para
 from evenload.runtime import pack as pack_module
 from evenload.runtime import prefix
 from evenload.runtime.busy import BusyClock
+from evenload.runtime.plane import Pending
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_jobs import hosted, tokens
@@ -75,7 +76,11 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
     with hosted(world, megatron__distributed_optimizer=False, megatron__overlap_grad_reduce=True, **changes) as host:
         data, ranks = tokens(HAND_LENGTHS), host.layout.plane_size
         _, expected = reference(host.recipe, host, data, sequences(HAND_LENGTHS))
-        sizes = {"num_ranks": ranks, "num_stages": host.layout.pp, "layers_per_stage": 4 // host.layout.pp}
+        sizes = {
+            "num_ranks": ranks,
+            "num_stages": host.layout.pp,
+            "layers_per_stage": host.recipe.model.num_layers // host.layout.pp,
+        }
         unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
         for which in plans:
             for the_plan in (sharing(host, which), replace(unshared, order=())):
@@ -88,7 +93,11 @@ def shared_trained(world: Any, *, plans: list[str | int | None], **changes: Any)
     """Losses, norms and weights of a step for each plan; None: whole sequences, each on one rank."""
     with hosted(world, **changes) as host:
         ranks = host.layout.plane_size
-        limits = {"num_ranks": ranks, "num_stages": host.layout.pp, "layers_per_stage": 4 // host.layout.pp}
+        limits = {
+            "num_ranks": ranks,
+            "num_stages": host.layout.pp,
+            "layers_per_stage": host.recipe.model.num_layers // host.layout.pp,
+        }
         alone = random_plan(2, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **limits)
         results = [
             host.train_step(alone if which is None else sharing(host, which), tokens(HAND_LENGTHS, seed=i), lr=1e-2)
@@ -197,8 +206,33 @@ def _dropped_accumulator() -> Any:
     return patch.object(prefix.PrefixStore, "settle", alone)
 
 
+def _lost_message(where: str) -> Any:
+    """The first tensor that comes from another rank in a kind of pass is nothing but zeros, once a step."""
+    run, wait, stack = getattr(PlannedStage, where), Pending.wait, ExitStack()
+    looks = [False]
+
+    def running(self: Any, op: Any) -> None:
+        looks[0] = op.micro_batch == 0
+        run(self, op)
+        looks[0] = False
+
+    def losing(self: Any) -> Any:
+        came = wait(self)
+        floats = [t for t in came.values() if t.is_floating_point()]
+        if looks[0] and floats:
+            floats[0].zero_()
+            looks[0] = False
+        return came
+
+    stack.enter_context(patch.object(PlannedStage, where, running))
+    stack.enter_context(patch.object(Pending, "wait", losing))
+    return stack
+
+
 _FAULTS = {
     "positions of pieces": _positions_of_pieces,
     "labels at borders": _border_labels,
     "dropped accumulator": _dropped_accumulator,
+    "lost in forward": lambda: _lost_message("_run_forward"),
+    "lost in backward": lambda: _lost_message("_run_backward"),
 }

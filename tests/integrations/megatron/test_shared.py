@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 pytestmark = pytest.mark.slow
 
 LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
+TWO = {"model__num_layers": 2}
 MIXED = ["ring", "all_gather", "all_to_all", "hybrid"]
 BY_HAND = [*MIXED, "zones", "zones, remap", "chain", "growth"]
 PAIRS = ["pairs, ring", "pairs, all_to_all"]
 LAYOUTS = [
-    pytest.param({}, [*BY_HAND, *range(10)], id="plane4"),
+    pytest.param({}, [*BY_HAND, *range(6)], id="plane4"),
     pytest.param({"parallel__tp": 2}, [*PAIRS, *range(4)], id="tp2"),
     pytest.param({"parallel__pp": 2}, [*PAIRS, *range(6)], id="pp2"),
 ]
@@ -34,37 +35,42 @@ def _exact(results, layout, lengths=LENGTHS):
 
 @pytest.mark.parametrize(("layout", "plans"), LAYOUTS)
 def test_shared_micro_batches_give_the_gradients_of_plain_training(on_ranks, layout, plans):
-    _exact(on_ranks(4, "shared", plans=plans, **layout), layout)
+    _exact(on_ranks(4, "shared", plans=plans, **TWO, **layout), layout)
 
 
 def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks):
     drawn = {"recompute": False}
-    _exact(on_ranks(4, "shared", plans=["hybrid", "growth", 11, 12], drawn=drawn, train__recompute=True), {})
+    _exact(on_ranks(4, "shared", plans=["hybrid", "growth", 11], drawn=drawn, train__recompute=True, **TWO), {})
 
 
 def test_every_head_with_keys_of_its_own(on_ranks):
-    _exact(on_ranks(4, "shared", plans=["all_to_all", "hybrid"], model__num_query_groups=4), {})
+    _exact(on_ranks(4, "shared", plans=["all_to_all", "hybrid"], model__num_query_groups=4, **TWO), {})
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6).filter(lambda n: max(n) > 1),
     seed=st.integers(0, 1 << 30),
 )
 def test_any_lengths_and_plans(on_ranks, lengths, seed):
-    results = on_ranks(4, "shared", plans=[seed, seed + 1], lengths=lengths, model__num_layers=2)
+    results = on_ranks(4, "shared", plans=[seed, seed + 1], lengths=lengths, **TWO)
     _exact(results, {}, lengths)
 
 
 @pytest.mark.parametrize("layout", [{}, {"parallel__pp": 2}], ids=["plane4", "pp2"])
 def test_overlapped_reduction_between_steps_with_and_without_sharing(on_ranks, layout):
     plans = PAIRS if layout else ["ring", "chain"]
-    for errors in on_ranks(4, "shared_reduced", plans=plans, **layout):
+    for errors in on_ranks(4, "shared_reduced", plans=plans, **TWO, **layout):
         assert max(errors) < 1e-9
 
 
 def test_the_distributed_optimizer_trains_shared_plans_as_whole_sequences(on_ranks):
-    options = {"train__dtype": "fp32", "megatron__distributed_optimizer": True, "megatron__overlap_grad_reduce": True}
+    options = {
+        "train__dtype": "fp32",
+        **TWO,
+        "megatron__distributed_optimizer": True,
+        "megatron__overlap_grad_reduce": True,
+    }
     alone = on_ranks(4, "shared_trained", plans=[None, None, None], **options)[0]
     for result in on_ranks(4, "shared_trained", plans=["zones, remap", "growth", "hybrid"], **options):
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -88,11 +94,13 @@ MUTANTS = {
     "positions of pieces": ["ring"],
     "labels at borders": ["zones"],
     "dropped accumulator": ["chain"],
+    "lost in forward": ["ring"],
+    "lost in backward": ["all_gather"],
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_proof_catches_planted_faults(on_ranks, mutant):
-    results = on_ranks(4, "shared", plans=MUTANTS[mutant], mutant=mutant, model__num_layers=2)
+    results = on_ranks(4, "shared", plans=MUTANTS[mutant], mutant=mutant, **TWO)
     for plans in zip(*results, strict=True):
         assert any(found.get("error") or found["grad"] > 1e-4 or found["loss"] > 1e-4 for found in plans)
