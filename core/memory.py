@@ -16,7 +16,7 @@ Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .cluster import Cluster
 from .costs import MemoryCost, is_even
@@ -24,8 +24,6 @@ from .offload import KEPT_LAYERS, layers_on_device
 from .order import orders_of_stage
 from .parts import tokens_of_ranks
 from .workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan
-
-_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
@@ -58,9 +56,9 @@ def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float,
 def peaks_of_stage(plan: StepPlan, stage: int, ranks: Iterable[int] | None = None) -> list[tuple[float, Op]]:
     """The same for these plane ranks; None: for all."""
     orders = orders_of_stage(plan, stage)
-    unlike = _unlike(plan) if plan.shared else {}
+    parts = _Parts(plan)
     wanted = range(len(orders)) if ranks is None else ranks
-    return [_peak(plan, stage, orders[rank], rank, unlike) for rank in wanted]
+    return [_peak(plan, stage, orders[rank], rank, parts) for rank in wanted]
 
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
@@ -87,26 +85,35 @@ class _Part(NamedTuple):
     """All of its slices are of cut sequences."""
 
 
-_Unlike = dict[tuple[str, int], dict[int, _Part]]
-"""Of every rank of the micro-batches that give their ranks unlike work, by direction and number."""
+class _Parts:
+    """What ranks have of the micro-batches of a plan; of those on several ranks it is worked out once."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._known: dict[tuple[str, int], _Part | dict[int, _Part]] = {}
+
+    def of(self, op: Op, rank: int) -> _Part:
+        micro_batch = self._plan.passes(op.kind)[op.micro_batch]
+        if len(micro_batch.ranks) == 1:
+            return _even_part(self._plan, micro_batch)
+        key = (op.kind if self._plan.backward else "F", op.micro_batch)
+        found = self._known.get(key)
+        if found is None:
+            even = is_even(micro_batch)
+            found = _even_part(self._plan, micro_batch) if even else _parts(self._plan, micro_batch)
+            self._known[key] = found
+        return found if isinstance(found, _Part) else found[rank]
 
 
-def _part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
+def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
+    """Of each of its ranks."""
     share = 1.0 / len(micro_batch.ranks)
     cut = tuple((s, share) for s in micro_batch.slices if s.sequence in plan.cut) if plan.cut else ()
     return _Part(share * micro_batch.num_slots, cut, len(cut) == len(micro_batch.slices))
 
 
-def _unlike(plan: StepPlan) -> _Unlike:
-    found: _Unlike = {}
-    for kind in _KINDS:
-        for number, m in enumerate(plan.passes(kind)):
-            if not is_even(m):
-                found[kind, number] = _parts(plan, m)
-    return found
-
-
 def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
+    """Of a micro-batch that gives its ranks unlike work."""
     tokens = tokens_of_ranks(micro_batch)
     cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
     whole: set[int] = set()
@@ -120,7 +127,7 @@ def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
     return {rank: _Part(n, tuple(cut[rank]), bool(cut[rank]) and rank not in whole) for rank, n in tokens.items()}
 
 
-def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, unlike: _Unlike) -> tuple[float, Op]:
+def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -> tuple[float, Op]:
     limits, beside = plan.limits, plan.limits.beside
     # A plan that says what is recomputed overrules the recipe.
     layers, recomputing = limits.layers_per_stage, limits.replay_bytes_per_token > 0 and not plan.recompute
@@ -128,7 +135,7 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, unlike: _Unlike)
     head, head_working = (beside.head_bytes_per_token, beside.head_working_bytes_per_token) if is_last else (0.0, 0.0)
     input_per_token = limits.input_bytes_per_token
     whole_per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
-    mine = [unlike[op][rank] if unlike and op in unlike else _part(plan, plan.passes(op[0])[op[1]]) for op in ops]
+    mine = [parts.of(op, rank) for op in ops]
     # Of cut sequences: tokens of the slices that this rank shares, and how many of them are its own.
     total: dict[int, int] = {}
     own: dict[int, float] = {}

@@ -16,7 +16,7 @@ from .costs import Costs, PassCost, is_even
 from .memory import offloaded_bytes
 from .offload import KEPT_LAYERS
 from .parts import tokens_of_ranks
-from .predict import KINDS, OfRanks, busy_seconds, pass_seconds, rank_seconds
+from .predict import KINDS, busy_seconds, pass_seconds, rank_seconds
 from .registry import Situation
 from .traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
 from .workload import MicroBatch, Op, StepPlan
@@ -59,7 +59,7 @@ class PassTimes:
 
     def seconds(self, stage: int, op: Op) -> float:
         """Compute and exposed communication of a pass, on the rank for which they are most."""
-        if (op.kind, op.micro_batch) in self._of_ranks:
+        if op in self._of_ranks:
             found = self._unlike_of(stage, op)
             return float((found.compute + found.exposed).max())
         compute_s = self.compute[stage][op.kind][op.micro_batch]
@@ -67,14 +67,14 @@ class PassTimes:
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
-        if (op.kind, op.micro_batch) in self._of_ranks:
+        if op in self._of_ranks:
             found = self._unlike_of(stage, op)
             return float(found.exposed[found.places[rank]])
         return self._even_s(stage, op)
 
     def parts(self, stage: int, op: Op, rank: int) -> list[tuple[Part, float]]:
         """What a pass consists of on a rank, in order; nothing that takes no time."""
-        if (op.kind, op.micro_batch) in self._of_ranks:
+        if op in self._of_ranks:
             found = self._unlike_of(stage, op)
             place = found.places[rank]
             again, compute_s = float(found.again[place]), float(found.compute[place])
@@ -117,7 +117,7 @@ class PassTimes:
     def _unlike_of(self, stage: int, op: Op) -> _Unlike:
         if (stage, op) not in self._unlike:
             at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
-            compute_s = self._of_ranks[op.kind, op.micro_batch][stage]
+            compute_s = self._of_ranks[op][stage]
             exposed = np.full_like(compute_s, self._gathers[op.kind])
             for cost, passes in self._directions(op):
                 exposed += exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
@@ -158,20 +158,18 @@ def _head_of_stages(situation: Situation, stages: int) -> list[float]:
     return [-head] * (stages - 1) + [head * (stages - 1)]
 
 
-def _of_ranks(plan: StepPlan, situation: Situation) -> dict[tuple[Literal["F", "B"], int], list[Floats]]:
+def _of_ranks(plan: StepPlan, situation: Situation) -> dict[Op, list[Floats]]:
     """`rank_seconds` at every stage."""
-    costs, found = situation.costs, {}
-    unlike: OfRanks = rank_seconds(plan, costs)
-    for (kind, number), mean in unlike.items():
+    costs = situation.costs
+    found: dict[Op, list[Floats]] = {}
+    for (kind, number), mean in rank_seconds(plan, costs).items():
         linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(plan.passes(kind)[number])
         more = _head_of_stages(situation, plan.limits.num_stages)
-        found[kind, number] = [mean + share * linear_s if share else mean for share in more]
+        found[Op(kind, number)] = [mean + share * linear_s if share else mean for share in more]
     return found
 
 
-def _compute(
-    plan: StepPlan, situation: Situation, of_ranks: dict[tuple[Literal["F", "B"], int], list[Floats]]
-) -> list[_Seconds]:
+def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
     costs = situation.costs
     mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
     linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}

@@ -5,13 +5,14 @@ A pass of every micro-batch on its ranks, stage by stage, by the rules of `event
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
 from .costs import Costs, Seconds, is_even
 from .events import play
-from .workload import MicroBatch, StepPlan
+from .workload import MicroBatch, Op, StepPlan
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Prediction:
 KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 Passes = tuple[list[float], list[float]]
 """Seconds of each micro-batch of the forward and of the backward."""
-OfRanks = dict[tuple[Literal["F", "B"], int], Seconds]
-"""Seconds of each rank of a micro-batch, in their order, by direction and number."""
+OfRanks = Mapping[Op, Seconds]
+"""Seconds of each rank of a micro-batch, in their order, by its pass."""
 
 
 def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
@@ -67,13 +68,13 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
 
 def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
     """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
-    found: OfRanks = {}
+    found: dict[Op, Seconds] = {}
     again = () if costs.recompute else frozenset(plan.replayed)
     for kind in KINDS if plan.shared else ():
         for number, m in enumerate(plan.passes(kind)):
             if not is_even(m):
                 forward, backward = costs.rank_s(m)
-                found[kind, number] = forward if kind == "F" else backward + forward * (number in again)
+                found[Op(kind, number)] = forward if kind == "F" else backward + forward * (number in again)
     return found
 
 
@@ -82,7 +83,7 @@ def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[floa
     busy = [0.0] * plan.limits.num_ranks
     for kind, seconds in zip(KINDS, passes, strict=True):
         for number, (m, each) in enumerate(zip(plan.passes(kind), seconds, strict=True)):
-            own = of_ranks.get((kind, number)) if of_ranks else None
+            own = of_ranks.get(Op(kind, number)) if of_ranks else None
             for rank, rank_s in zip(m.ranks, repeat(each) if own is None else own.tolist(), strict=False):
                 busy[rank] += rank_s
     return busy
