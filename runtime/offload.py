@@ -91,6 +91,8 @@ def offloading(
             _tell_of_cpu()
             yield moved
             return
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         host = host_memory_of(device)
     the_pass = _Pass(share, layers, device, host, least_bytes, moved)
     with ExitStack() as undo:

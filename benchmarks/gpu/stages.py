@@ -62,23 +62,25 @@ def stages() -> list[Stage]:
         size = (f"train.global_batch_size={batch}", "train.steps=3")
         return verb("bench", f"trainer={trainer}", *length, *size, "--against", "stock,in_order")
 
-    def slices(tokens: int, limit_s: int) -> Stage:
-        script = str(ROOT / "benchmarks" / "gpu" / "slices.py")
+    def script(name: str, tokens: int, limit_s: int) -> Stage:
+        path = str(ROOT / "benchmarks" / "gpu" / f"{name}.py")
         options = ("--tokens", str(tokens), "--limit", str(limit_s - 20))
-        return Stage(f"slices {tokens}", ("-P", script, "--json", *options), limit_s)
+        return Stage(f"{name} {tokens}", ("-P", path, "--json", *options), limit_s)
 
     return [
         Stage("doctor", ("-P", "-m", "evenload", "doctor", "--json"), 30),
         Stage("tests", ("-P", "-m", "pytest", "-m", "gpu", "-q", *gpu_tests()), 110, in_root=True),
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
-        slices(65536, 100),
+        script("slices", 65536, 100),
+        script("ring", 65536, 50),
+        script("offload", 65536, 90),
         Stage("verify megatron fp32", verify("megatron", "fp32"), 45),
         Stage("verify megatron bf16", verify("megatron", "bf16"), 45),
         Stage("bench megatron bf16", bench("megatron", 16, 32768), 90),
         Stage("profile", verb("profile", "--out", "costs.yaml"), 90, costs="costs.yaml"),
         Stage("verify deepspeed fp32", verify("deepspeed", "fp32"), 45),
         Stage("bench deepspeed bf16", bench("deepspeed", 8, 16384), 75),
-        slices(262144, 240),
+        script("slices", 262144, 240),
     ]
 
 

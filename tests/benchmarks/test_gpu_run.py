@@ -57,12 +57,14 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
             asked.add((words[2], recipe.trainer, recipe.train.dtype))
         elif words[0] != "-m":
             assert Path(words[0]).is_file()
+            asked.add((Path(words[0]).name, "", ""))
     assert {(verb, trainer) for verb, trainer, _ in asked} == {
         ("verify", "megatron"),
         ("verify", "deepspeed"),
         ("bench", "megatron"),
         ("bench", "deepspeed"),
         ("profile", "megatron"),
+        *((name, "") for name in ("attention.py", "slices.py", "ring.py", "offload.py")),
     }
     with pytest.raises(EvenloadError):
         load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
@@ -124,14 +126,14 @@ def test_attention_is_measured_against_float64() -> None:
         assert row["forward_ms"] > 0
 
 
-def slices(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", GPU / "slices.py", *arguments]
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", GPU / name, *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
 
 
 def test_slices_are_measured_with_every_kernel_there_is() -> None:
-    done = slices("--tiny", "--tokens", "320", "--slices", "4", "--json")
+    done = script("slices.py", "--tiny", "--tokens", "320", "--slices", "4", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     ran = {row["kernel"] for row in result["attention"] if "error" in row}
@@ -144,11 +146,53 @@ def test_slices_are_measured_with_every_kernel_there_is() -> None:
 
 
 def test_slices_start_nothing_when_time_is_up_and_say_what_they_need() -> None:
-    done = slices("--tiny", "--tokens", "320", "--limit", "0", "--json")
+    done = script("slices.py", "--tiny", "--tokens", "320", "--limit", "0", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = json.loads(done.stdout)["sequences"]
     assert {row["failed"] for row in run["rows"]} == {"no time left"}
-    done = slices("--tokens", "320")
+    done = script("slices.py", "--tokens", "320")
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_places_of_a_ring_are_measured_with_every_engine() -> None:
+    done = script("ring.py", "--tiny", "--tokens", "128", "--places", "3", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    shared = {(row["engine"], row["places"]) for row in result["errors"]}
+    assert {engine for engine, _ in shared} == {"ring", "all_gather", "all_to_all", "hybrid"}
+    limits = {"float64": 1e-12, "float32": 1e-5}
+    assert {row["dtype"] for row in result["errors"]} == set(limits)
+    assert all(max(row["error"].values()) < limits[row["dtype"]] for row in result["errors"])
+    (ring,) = result["rings"]
+    calls = {(b["kind"], b["queries"], b["keys"], b["causal"]): b["calls"] for b in ring["blocks"]}
+    assert sum(count for (kind, _, _, causal), count in calls.items() if kind == "F" and causal) == 3
+    assert sum(count for (kind, _, _, causal), count in calls.items() if kind == "B" and not causal) == 6
+    pairs = sum(n * (q * k - causal * q * (q - 1) / 2) for (kind, q, k, causal), n in calls.items() if kind == "F")
+    assert pairs == 128 * 129 / 2
+    assert set(ring["all_over_whole"]) == set(ring["busiest_over_mean"]) == {"F", "B"}
+
+
+def test_offload_is_measured_share_by_share() -> None:
+    done = script("offload.py", "--tiny", "--tokens", "128", "--shares", "0.5,1", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    first, *rows, last = result["rows"]
+    assert (first["out_bytes"], last["out_bytes"], last["error"]) == (0, 0, 0)
+    assert {row["share"] for row in rows} >= {0.5, 1.0}
+    for row in rows:
+        assert row["error"] == 0
+        assert row["back_bytes"] == row["out_bytes"] <= row["host_bytes"]
+        assert abs(row["out_bytes"] - row["share"] * row["seen_bytes"]) <= 4 * 2 * 128 * 128 / 2
+        assert row["peak_bytes"] < first["peak_bytes"] + row["host_bytes"]
+    assert 0 <= result["best_share"] <= 1
+    assert result["layer_bytes"] == rows[0]["seen_bytes"] / 3
+
+
+@pytest.mark.parametrize("name", ["ring.py", "offload.py"])
+def test_what_needs_a_card_says_so(name: str) -> None:
+    done = script(name)
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr
     assert done.stdout == ""

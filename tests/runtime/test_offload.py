@@ -316,7 +316,6 @@ def test_host_memory_is_reused_whatever_the_lengths() -> None:
 
 def held_after_forward(model: Decoder, share: float, host: HostMemory) -> tuple[int, int, int]:
     """(Bytes held between forward and backward, highest in the forward, highest in the backward)."""
-    gc.collect()
     with Levels(CPU) as levels:
         loss, _ = forward(model, share, host, 64)
         held, top_forward = levels.read()
@@ -547,10 +546,58 @@ def test_layers_of_a_model_are_its_longest_list() -> None:
         layers_of(nn.Linear(1, 1))
 
 
-@contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    with torch.cuda.stream(stream):
+class FakeStream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self.name = log, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(f"{self.name} waits for the end of {event}")
+
+
+def test_streams_wait_before_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's calls replaced by ones that write down their order."""
+    log: list[str] = []
+    names = iter(["out", "back"])
+    main = FakeStream(log, "main")
+
+    class Event:
+        def record(self, stream: FakeStream) -> None:
+            self.name = f"copy {stream.name}"
+            log.append(f"end of {self.name}")
+
+        def query(self) -> bool:
+            return False
+
+        def __str__(self) -> str:
+            return self.name
+
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
         yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    copier = StreamCopier(CPU)
+    source, blocks = torch.arange(10, dtype=torch.uint8), [torch.zeros(6, dtype=torch.uint8) for _ in range(2)]
+    away = copier.out(source, blocks, [])
+    target = torch.zeros(10, dtype=torch.uint8)
+    here = copier.back(blocks, target, [away])
+    copier.wait(here)
+    assert torch.equal(target, source)
+    assert not copier.done(here)
+    assert log == [
+        *("out waits for main", "on out", "end of copy out"),
+        *("back waits for main", "back waits for the end of copy out", "on back", "end of copy back"),
+        "main waits for the end of copy back",
+    ]
 
 
 @pytest.mark.gpu
@@ -560,7 +607,7 @@ def test_on_a_gpu_gradients_are_the_same_to_the_last_bit() -> None:
     model = Decoder(8).to(device)
     host = HostMemory(StreamCopier(device), block_bytes=1 << 16, slab_bytes=1 << 20)
     for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):
-        with on_stream(stream), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with torch.cuda.stream(stream), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             for share in (0.5, 1.0):
                 for counts in ((512,), (700, 300, 512)):
                     for count in counts:

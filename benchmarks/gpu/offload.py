@@ -1,0 +1,260 @@
+"""Activations that wait in host memory: how many bytes move, how much of that is hidden, what memory it spares.
+
+    python benchmarks/gpu/offload.py [--json] [--tokens 65536] [--shares 0.25,0.5,0.75,1] [--limit seconds] [--tiny]
+
+Layers of 60 million parameters in bf16 (grouped attention by `runtime.attention`, a gated MLP), one sequence, forward
+and backward. A row for each share of the inner layers' activations, and one for the share r* that hides by
+`core.offload` from what was measured here: seconds of a layer's forward, bytes it saves, bytes/s of the host link.
+
+    step         median of runs after one to warm up, which also makes the host memory; the plain step runs before and
+                 after all others, the mean of the two is what the others are compared with
+    hidden       1 - (step - plain step) / seconds that the bytes moved take on the link alone; 1 is free of charge
+    peak         highest memory above the level before the step
+    error        largest relative error of a gradient against the plain step; what kernels that add up in any order
+                 differ by from run to run is the error of the second plain step
+
+``--limit`` starts nothing new after so many seconds. ``--tiny`` tries all of it out without a GPU: copies are then made
+on the spot, and nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from evenload.commands.show import emit, grid
+from evenload.core.offload import offload_share
+from evenload.runtime.attention import packed_causal_attention
+from evenload.runtime.copier import DirectCopier, HostMemory
+from evenload.runtime.memory import peak_bytes
+from evenload.runtime.offload import LEAST_BYTES, Moved, host_memory_of, offloading
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+RUNS = 3
+LINK_BYTES = 1 << 30
+
+
+class Shape(NamedTuple):
+    """Of the model and its one sequence."""
+
+    tokens: int
+    layers: int = 8
+    hidden: int = 2048
+    ffn: int = 5632
+    heads: int = 32
+    groups: int = 8
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+class Layer(nn.Module):
+    """A layer of a llama without positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        columns = (shape.heads + 2 * shape.groups) * shape.head_dim
+        self.norm1, self.norm2 = (nn.Parameter(torch.ones(shape.hidden)) for _ in range(2))
+        self.qkv, self.out = (nn.Linear(shape.hidden, n, bias=False) for n in (columns, shape.hidden))
+        self.up, self.down = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False), nn.Linear(shape.ffn, shape.hidden)
+
+    def forward(self, x: Tensor, borders: Tensor) -> Tensor:
+        shape = self._shape
+        qkv = self.qkv(rms_norm(x, (shape.hidden,), self.norm1)).view(len(x), -1, shape.head_dim)
+        q, k, v = qkv.split([shape.heads, shape.groups, shape.groups], dim=1)
+        out = packed_causal_attention(q, k, v, borders, len(x), shape.head_dim**-0.5, segments=(0, len(x)))
+        x = x + self.out(out.flatten(1))
+        gate, up = self.up(rms_norm(x, (shape.hidden,), self.norm2)).chunk(2, dim=1)
+        mlp: Tensor = self.down(silu(gate) * up)
+        return x + mlp
+
+
+class Step:
+    """Forward and backward of one sequence."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.device = device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers)).to(device, dtype)
+        self._input = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
+        self._borders = torch.tensor([0, shape.tokens], dtype=torch.int32, device=device)
+
+    def forward(self, share: float, host: HostMemory, least_bytes: int) -> tuple[Tensor, Moved]:
+        """The last layer's output."""
+        x = self._input
+        with offloading(share, list(self.layers), self.device, host=host, least_bytes=least_bytes) as moved:
+            for layer in self.layers:
+                x = layer(x, self._borders)
+        return x, moved
+
+    def run(self, share: float, host: HostMemory, least_bytes: int) -> Moved:
+        """Gradients are left in the weights."""
+        self.layers.zero_grad()
+        out, moved = self.forward(share, host, least_bytes)
+        out.backward(self._input)  # any gradient will do
+        return moved
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.cpu() for p in self.layers.parameters() if p.grad is not None]
+
+
+def seconds(work: Callable[[], Any], device: torch.device, runs: int = RUNS) -> float:
+    """Median wall time, the device's end waited for."""
+    times = []
+    for _ in range(runs):
+        wait(device)
+        began = time.perf_counter()
+        work()
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def link(device: torch.device, num_bytes: int) -> dict[str, float]:
+    """Bytes/s to page-locked host memory and back, one direction at a time."""
+    here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pairs = {"out": (there, here), "back": (here, there)}
+    found = {}
+    for name, (target, source) in pairs.items():
+        target.copy_(source)
+        found[name] = num_bytes / seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)  # type: ignore[misc]
+    return found
+
+
+def largest_error(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, want, strict=True))
+
+
+def row_of(step: Step, share: float, host: HostMemory, least_bytes: int, want: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """One share, measured; without offload where it is 0."""
+    device = step.device
+    moved = step.run(share, host, least_bytes)
+    gradients = step.gradients()
+    with peak_bytes(device) as peak:
+        step.run(share, host, least_bytes)
+    return {
+        "share": share,
+        "step_s": seconds(lambda: step.run(share, host, least_bytes), device),
+        "peak_bytes": peak.num_bytes,
+        "seen_bytes": moved.seen_bytes,
+        "out_bytes": moved.out_bytes,
+        "back_bytes": moved.back_bytes,
+        "host_bytes": host.num_bytes,
+        "error": largest_error(gradients, want or gradients),
+    }
+
+
+def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit_s: float) -> dict[str, Any]:
+    """A row for each share, between two plain ones."""
+    until = time.monotonic() + limit_s
+    cuda = device.type == "cuda"
+    host = host_memory_of(device) if cuda else HostMemory(DirectCopier(), 1 << 14, 1 << 18)
+    least_bytes = LEAST_BYTES if cuda else 1 << 12
+    step = Step(shape, device)
+    speed = link(device, LINK_BYTES if cuda else 1 << 22)
+    plain = row_of(step, 0.0, host, least_bytes)
+    want = step.gradients()
+    layer_s = layer_seconds(step)
+    layer_bytes = saved_bytes(step, host, least_bytes) / max(1, shape.layers - 2)
+    best = offload_share(layer_s, layer_bytes, min(speed.values()))
+    rows = [plain]
+    for share in sorted({*shares, round(best, 3)}):
+        if time.monotonic() > until:
+            rows.append({"share": share, "failed": "no time left"})
+            continue
+        try:
+            rows.append(row_of(step, share, host, least_bytes, want))
+        except Exception as error:
+            rows.append({"share": share, "failed": f"{type(error).__name__}: {error}"[:500]})
+    rows.append(row_of(step, 0.0, host, least_bytes, want))
+    plain_s = statistics.mean([rows[0]["step_s"], rows[-1]["step_s"]])
+    for row in rows:
+        if row.get("out_bytes"):
+            alone_s = row["out_bytes"] / speed["out"] + row["back_bytes"] / speed["back"]
+            row["link_s"] = alone_s
+            if cuda:
+                row["hidden"] = 1 - (row["step_s"] - plain_s) / alone_s
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "torch": torch.__version__,
+        "shape": shape._asdict(),
+        "bytes_per_s": speed,
+        "layer_s": layer_s,
+        "layer_bytes": layer_bytes,
+        "best_share": best,
+        "plain_s": plain_s,
+        "rows": rows,
+    }
+
+
+def layer_seconds(step: Step) -> float:
+    """Of one layer's forward."""
+    host = HostMemory(DirectCopier())
+    return seconds(lambda: step.forward(0.0, host, 0), step.device) / len(step.layers)
+
+
+def saved_bytes(step: Step, host: HostMemory, least_bytes: int) -> int:
+    """That the inner layers save and that could travel; a share too small to move anything counts them."""
+    _, moved = step.forward(1e-9, host, least_bytes)
+    return moved.seen_bytes
+
+
+def table(result: dict[str, Any]) -> Any:
+    """A line for each share."""
+    rows = [
+        (f"{r['share']:.3f}", r["failed"], "", "", "", "", "")
+        if "failed" in r
+        else (
+            f"{r['share']:.3f}",
+            f"{r['step_s']:.3f}",
+            f"{r['out_bytes'] / 2**30:.2f}",
+            f"{r['link_s']:.3f}" if "link_s" in r else "",
+            f"{r['hidden']:.0%}" if "hidden" in r else "",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+            f"{r['error']:.1e}",
+        )
+        for r in result["rows"]
+    ]
+    shape, speed = Shape(**result["shape"]), result["bytes_per_s"]
+    title = (
+        f"offload on {result['device']}, torch {result['torch']}: {shape.layers} layers, {shape.tokens} tokens; "
+        f"a layer saves {result['layer_bytes'] / 2**30:.2f} GiB and runs {1e3 * result['layer_s']:.1f} ms forward; "
+        f"link {speed['out'] / 1e9:.1f} GB/s out, {speed['back'] / 1e9:.1f} GB/s back; r* = {result['best_share']:.3f}"
+    )
+    return grid(title, ("share", "step s", "GiB out", "link alone s", "hidden", "peak GiB", "largest error"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--shares", default="0.25,0.5,0.75,1")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
+    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        raise SystemExit("there is no CUDA device here; --tiny --tokens 256 tries the script out on a CPU")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    shape = Shape(arguments.tokens)
+    if arguments.tiny:
+        shape = Shape(arguments.tokens, 5, 64, 128, 4, 2)
+    shares = [float(word) for word in arguments.shares.split(",")]
+    emit(benchmark(shape, shares, device, arguments.limit), arguments.json, table)
+
+
+if __name__ == "__main__":
+    main()
