@@ -45,15 +45,14 @@ def cp_all(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan
 
 
 def _on_all(pack: list[Slice], ranks: tuple[int, ...], prices: Prices) -> MicroBatch:
+    tokens = sum(s.length for s in pack)
+    ranks = ranks[:tokens]
     if len(ranks) == 1:
         return MicroBatch(tuple(pack), ranks)
-    tokens = sum(s.length for s in pack)
     way = common_way([(tokens, ranks)], prices) or Way("ring")
     # Very short sequences leave ranks without a token, unless tokens are dealt anew.
-    short = tokens < 2 * len(ranks) or max(s.length for s in pack) < 2 * len(ranks)
-    return MicroBatch(
-        tuple(pack), ranks[:tokens], 0, way.engine, way.inner, remap=short and tokens > 1, routed=way.routed
-    )
+    short = max(s.length for s in pack) < 2 * len(ranks)
+    return MicroBatch(tuple(pack), ranks, 0, way.engine, way.inner, remap=short, routed=way.routed)
 
 
 def cp_1(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:

@@ -5,7 +5,7 @@ gangs    long sequences on as many ranks as they deserve, one micro-batch each, 
 rounds   all ranks run one micro-batch at a time, in which long sequences are on many ranks and short ones on one; their
          loads add up on a rank (`rounds`, `zones`; Zeppelin, arXiv 2509.21841)
 groups   rounds in disjoint groups of ranks (`groups`; FlexSP, arXiv 2412.01523)
-given    the plan that came in, of the packing plugin
+given    the plan that came in, of the packing plugin; where sequences are few, also the plans of others (`baselines`)
 
 Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The
 degree of a sequence is chosen by the seconds that further ranks save and cost, with memory as a cap only; any number of
@@ -25,7 +25,7 @@ from ...core.partition import Ints
 from ...core.registry import Situation
 from ...core.simulate import simulate
 from ...core.workload import Limits, MicroBatch, StepPlan
-from .baselines import cp_1
+from .baselines import BASELINES, cp_1
 from .bound import lower_bound_s
 from .config import MeshConfig
 from .gangs import gangs
@@ -34,6 +34,9 @@ from .prices import Prices, Shares, prices_of
 from .rounds import divisions, step_seconds
 from .steps import lengths_of, limits_for, step
 from .zones import micro_batches, whole
+
+_FEW = 4
+"""Sequences to a rank up to which the plans of others are judged too: few do not level, and luck decides."""
 
 
 class _Judged(NamedTuple):
@@ -56,6 +59,11 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
         _refuse_longer(lengths, shares, limits)
     for made, name in _candidates(lengths, limits, prices, shares, config):
         found += _judged(step(given, limits, made, f"mesh ({name})"), situation)
+    if len(lengths) <= _FEW * limits.num_ranks:
+        for name, baseline in BASELINES.items():
+            other = baseline(given, situation, config)
+            if other.limits.max_tokens == limits.max_tokens and _allowed(other, config):
+                found += _judged(replace(other, made_by=f"mesh ({name})"), situation)
     room = 0.9 * situation.cluster.memory_bytes
     found.sort(key=lambda one: (one.held_bytes > room, one.step_s))
     bound_s = lower_bound_s(lengths, limits, situation, config)
@@ -108,6 +116,15 @@ def _best_rounds(
             return None
         out += made
     return out or None
+
+
+def _allowed(made: StepPlan, config: MeshConfig) -> bool:
+    """Whether the settings allow how its ranks share sequences."""
+    shared = [m for m in made.micro_batches if len(m.ranks) > 1]
+    degrees = [len(home) for m in shared for home in (m.homes or (m.ranks,))]
+    most = max(degrees, default=1)
+    powers = not config.powers_of_two or all(d & (d - 1) == 0 for d in degrees)
+    return powers and most <= (config.max_degree or most) and all(m.engine in config.engines for m in shared)
 
 
 def _judged(made: StepPlan, situation: Situation) -> list[_Judged]:

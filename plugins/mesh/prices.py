@@ -22,8 +22,8 @@ from ...core.traffic import attention_s, exposed_s, gathering_s
 from ...core.workload import Engine, Limits, MicroBatch, Slice
 from .config import MeshConfig
 
-LEAST_TOKENS = 32
-"""Tokens that a rank should have of a sequence that it shares: below, nothing is won and much is sent."""
+LEAST_TOKENS = 4
+"""Tokens that a rank has at least of a sequence that it shares: every engine's layout then gives each of them some."""
 _GRID = 4
 """Lengths to an octave."""
 _STEPS = 8

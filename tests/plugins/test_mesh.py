@@ -1,0 +1,163 @@
+"""The mesh planner: laws by hypothesis, degrees by time, balance, what its settings do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.face import load_plugins
+from evenload.plugins.mesh.baselines import BASELINES
+from evenload.plugins.mesh.config import MeshConfig
+from evenload.plugins.mesh.plan import plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+
+
+@cache
+def chain(
+    num_ranks: int, pp: int = 1, zero_stage: int | None = None, cluster: str = "h100", heads: int = 8
+) -> PlanChain:
+    recipe = parse(
+        {
+            "trainer": "megatron" if zero_stage is None else "deepspeed",
+            "model": {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": heads},
+            "parallel": {"dp": num_ranks, "pp": pp},
+            "deepspeed": {"zero_stage": zero_stage or 0},
+            "train": {"global_batch_size": 4096},
+            "cluster": cluster,
+        }
+    )
+    found = PlanChain.of_recipe(recipe, recipe.layout())
+    # What no plan changes is left out.
+    traffic = replace(found.situation.traffic, gradient_bytes=0.0, weight_bytes=0.0)
+    return replace(found, situation=replace(found.situation, traffic=traffic))
+
+
+def planned(made: PlanChain, lengths: list[int], **config: object) -> StepPlan:
+    bare = StepPlan(sequences(lengths), (), made.limits)
+    return plan(bare, made.situation, MeshConfig.model_validate(config))
+
+
+def seconds(made: PlanChain, step: StepPlan) -> float:
+    return simulate(step, made.situation, record=False).step_s
+
+
+def degree_of(step: StepPlan, sequence: int) -> int:
+    """Ranks of a sequence that is in one slice."""
+    for m in step.micro_batches:
+        for number, s in enumerate(m.slices):
+            if s.sequence == sequence:
+                return len(m.homes[number] if m.homes else m.ranks)
+    raise AssertionError(sequence)
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 400), st.integers(1, 20_000)), min_size=1, max_size=40)
+LAYOUTS = st.tuples(
+    st.sampled_from([2, 3, 4, 6, 8, 12, 16]), st.sampled_from([(1, None), (2, None), (4, None), (1, 1), (1, 3)])
+)
+ENGINES = st.sampled_from([("ring", "all_gather", "all_to_all", "hybrid"), ("ring",), ("hybrid", "ring")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, LAYOUTS, ENGINES, st.sampled_from([4096, 8192, 1 << 20]), st.sampled_from(["local", "h100"]))
+def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
+    lengths: list[int], layout: tuple[int, tuple[int, int | None]], engines: tuple[str, ...], cap: int, cluster: str
+) -> None:
+    ranks, (pp, zero) = layout
+    made = chain(ranks, pp, zero, cluster)
+    bare = StepPlan(sequences(lengths), (), made.limits)
+    config = MeshConfig.model_validate({"engines": engines, "max_tokens": cap})
+    if max(lengths) > cap * ranks:
+        return
+    found = plan(bare, made.situation, config)
+    assert found.made_by.endswith("mesh")
+    assert found.limits.max_tokens == cap
+    assert all(m.engine in engines for m in found.micro_batches if len(m.ranks) > 1)
+    assert found.digest == plan(bare, made.situation, config).digest, "the same on every rank"
+    taken = seconds(made, found)
+    assert taken >= found.bound_s * (1 - 1e-6)
+    for name, baseline in BASELINES.items():
+        other = baseline(bare, made.situation, config).check()
+        if other.limits.max_tokens <= cap and pp == 1 and max(lengths) >= 8 * ranks:
+            assert taken <= 1.1 * seconds(made, other), name
+
+
+def heavy_tail(seed: int, count: int, longest: int) -> list[int]:
+    """Lengths like those of documents: lognormal, p50 about 350, p99 about 11,000 (Wikipedia's shape)."""
+    draw = np.random.default_rng(seed).lognormal(np.log(350), 1.45, size=count)
+    return np.clip(draw, 2, longest).astype(np.int64).tolist()
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_long_sequence_no_longer_bounds_the_step(seed: int, zero: int | None) -> None:
+    made = chain(8, 1, zero)
+    lengths = [60_000, *heavy_tail(seed, 255, 16_000)]
+    found = planned(made, lengths, max_tokens=16384)
+    alone = float(made.situation.costs.sequence_s(np.array([60_000.0]))[0])
+    assert seconds(made, found) < 0.5 * alone
+    assert seconds(made, found) <= 1.1 * found.bound_s
+    assert degree_of(found, 0) > 4
+
+
+def test_ranks_beyond_a_node_are_taken_only_where_they_pay() -> None:
+    near, far = chain(32, 1, None, "h100"), chain(32, 1, None, "flexsp-a100")
+    lengths = [30_000, *heavy_tail(3, 255, 4000)]
+    assert degree_of(planned(far, lengths, max_tokens=1 << 20), 0) <= 8
+    longer = [600_000, *heavy_tail(3, 255, 4000)]
+    assert degree_of(planned(near, longer, max_tokens=1 << 20), 0) > 8
+
+
+def test_a_plan_of_one_rank_and_a_host_of_whole_sequences_stay_as_they_are() -> None:
+    made = chain(1)
+    found = planned(made, [5, 900, 40], max_tokens=512)
+    assert sorted(s for m in found.micro_batches for s in m.slices) == [(0, 0, 5), (1, 0, 900), (2, 0, 40)]
+    assert plan(found, made.situation, MeshConfig()) is found
+
+
+def test_a_sequence_that_no_ranks_can_hold_is_refused_with_what_helps() -> None:
+    with pytest.raises(EvenloadError, match="longer than all ranks") as error:
+        planned(chain(4), [100, 5000], max_tokens=1000, max_degree=4, powers_of_two=True)
+    assert "max_tokens" in error.value.do
+
+
+def test_settings_bound_the_degrees() -> None:
+    lengths = [200_000, *heavy_tail(1, 200, 8000)]
+    made = chain(16)
+    few = planned(made, lengths, max_tokens=1 << 20, max_degree=3)
+    assert 1 < max(len(home) for m in few.micro_batches for home in (m.homes or (m.ranks,)) if m.slices) <= 3
+    powers = planned(made, lengths, max_tokens=1 << 20, powers_of_two=True)
+    assert {degree_of(powers, i) for i in range(len(lengths))} <= {1, 2, 4, 8, 16}
+
+
+def test_off_is_a_word_and_one_engine_a_list() -> None:
+    config = MeshConfig.model_validate({"remap": False, "routed": False, "offload": False, "engines": "ring"})
+    assert (config.remap, config.routed, config.offload, config.engines) == ("off", "off", "off", ("ring",))
+
+
+def test_the_given_plan_stays_where_nothing_is_faster() -> None:
+    made = chain(2)
+    batch = sequences([1000, 1000])
+    given = StepPlan(
+        batch, tuple(MicroBatch((Slice(i, 0, 1000),), (i,)) for i in range(2)), made.limits, made_by="packing"
+    )
+    found = plan(given, made.situation, MeshConfig(max_tokens=2000))
+    assert found.micro_batches == given.micro_batches
+    assert found.made_by == "packing, mesh"
+
+
+def test_the_cap_of_tokens_follows_from_the_memory_of_the_device() -> None:
+    made = chain(4)
+    found = planned(made, [150_000, 1000])
+    assert 150_000 / 4 <= found.limits.max_tokens < 150_000
+    assert degree_of(found, 0) > 1
+    assert simulate(found, made.situation, record=False).peak_bytes.max() <= made.situation.cluster.memory_bytes
