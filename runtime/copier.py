@@ -129,6 +129,11 @@ class HostMemory:
         """Of all slabs."""
 
     @property
+    def least_bytes(self) -> int:
+        """Less is not worth a block, nor the asking."""
+        return self._block_bytes // 4
+
+    @property
     def free_bytes(self) -> int:
         """In blocks that nobody has."""
         return len(self._free) * self._block_bytes

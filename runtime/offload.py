@@ -11,7 +11,7 @@ for starts the way back of layer k - 1, last saved first.
 Whole storages travel, each once, however many tensors and views of it are saved. What stays:
 
     parameters, their views, all that shares memory with them, and buffers
-    storages below `LEAST_BYTES`, and what is no plain dense tensor of the device
+    storages of less than a quarter of a block of the host memory, and what is no plain dense tensor of the device
     what was first saved outside the inner layers, for it stays alive there (rotary tables, masks)
 
 Tensors that stay by ``share`` are those after which the moved bytes would be further from the share of the bytes seen,
@@ -45,9 +45,6 @@ from .copier import HostMemory, StreamCopier
 
 log = logging.getLogger("evenload")
 
-LEAST_BYTES = 1 << 20
-"""Of a storage that travels: less spares nothing and takes as long to ask for."""
-
 
 @dataclass
 class Moved:
@@ -67,15 +64,13 @@ def offloading(
     device: torch.device,
     *,
     host: HostMemory | None = None,
-    least_bytes: int = LEAST_BYTES,
 ) -> Iterator[Moved]:
     """Let a share of what the inner layers save in the forward inside wait in host memory.
 
     Args:
         share: of the bytes, 0 to 1.
         layers: of the stage, in the order in which they run; see `layers_of`.
-        host: where to; by default memory that all passes on this device share. On a CPU without it nothing is moved,
-            which is said once.
+        host: where to; by default `host_memory_of` the device. Where there is none, nothing moves, which is said once.
 
     Raises:
         EvenloadError: the share is no share.
@@ -86,15 +81,13 @@ def offloading(
     if share == 0 or len(layers) <= 2:
         yield moved
         return
+    device = torch.empty(0, device=device).device  # with its number, as tensors have it
+    host = host or host_memory_of(device)
     if host is None:
-        if device.type != "cuda":
-            _tell_of_cpu()
-            yield moved
-            return
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        host = host_memory_of(device)
-    the_pass = _Pass(share, layers, device, host, least_bytes, moved)
+        _tell_of_cpu()
+        yield moved
+        return
+    the_pass = _Pass(share, layers, device, host, moved)
     with ExitStack() as undo:
         undo.callback(the_pass.end)
         for number, layer in enumerate(layers):
@@ -128,9 +121,9 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 @cache
-def host_memory_of(device: torch.device) -> HostMemory:
-    """The host memory of a CUDA device. ``host_memory_of.cache_clear()`` frees it once no pass waits."""
-    return HostMemory(StreamCopier(device))
+def host_memory_of(device: torch.device) -> HostMemory | None:
+    """What all passes on a CUDA device share, None on a CPU; ``host_memory_of.cache_clear()`` gives it back to torch."""
+    return HostMemory(StreamCopier(device)) if device.type == "cuda" else None
 
 
 @cache
@@ -238,15 +231,9 @@ class _Pass:
     """
 
     def __init__(
-        self,
-        share: float,
-        layers: Sequence[nn.Module],
-        device: torch.device,
-        host: HostMemory,
-        least_bytes: int,
-        moved: Moved,
+        self, share: float, layers: Sequence[nn.Module], device: torch.device, host: HostMemory, moved: Moved
     ) -> None:
-        self._share, self._last, self._host, self._least_bytes = share, len(layers) - 1, host, least_bytes
+        self._share, self._last, self._host = share, len(layers) - 1, host
         self._device, self._moved = device, moved
         self._inner = False
         self._groups: list[list[weakref.ref[_Stored]]] = [[]]
@@ -298,7 +285,7 @@ class _Pass:
         if isinstance(tensor._base, nn.Parameter):
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= self._least_bytes and id(storage) not in self._weights
+        return storage.nbytes() >= self._host.least_bytes and id(storage) not in self._weights
 
     def _stored(self, tensor: Tensor) -> _Stored | None:
         """The storage of a tensor on its way; None if it stays."""

@@ -31,7 +31,7 @@ from evenload.core.offload import offload_share
 from evenload.runtime.attention import packed_causal_attention
 from evenload.runtime.copier import DirectCopier, HostMemory
 from evenload.runtime.memory import peak_bytes
-from evenload.runtime.offload import LEAST_BYTES, Moved, host_memory_of, offloading
+from evenload.runtime.offload import Moved, host_memory_of, offloading
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
@@ -87,19 +87,19 @@ class Step:
         self._input = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
         self._borders = torch.tensor([0, shape.tokens], dtype=torch.int32, device=device)
 
-    def forward(self, share: float, host: HostMemory, least_bytes: int) -> tuple[Tensor, Moved]:
+    def forward(self, share: float, host: HostMemory) -> tuple[Tensor, Moved]:
         """The last layer's output."""
         x = self._input
-        with offloading(share, list(self.layers), self.device, host=host, least_bytes=least_bytes) as moved:
+        with offloading(share, list(self.layers), self.device, host=host) as moved:
             for layer in self.layers:
                 x = layer(x, self._borders)
         return x, moved
 
-    def run(self, share: float, host: HostMemory, least_bytes: int) -> Moved:
+    def run(self, share: float, host: HostMemory) -> Moved:
         """Gradients are left in the weights."""
         self.layers.zero_grad()
-        out, moved = self.forward(share, host, least_bytes)
-        out.backward(self._input)  # any gradient will do
+        out, moved = self.forward(share, host)
+        torch.autograd.backward(out, self._input)  # any gradient will do
         return moved
 
     def gradients(self) -> list[Tensor]:
@@ -139,16 +139,16 @@ def largest_error(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, want, strict=True))
 
 
-def row_of(step: Step, share: float, host: HostMemory, least_bytes: int, want: Sequence[Tensor] = ()) -> dict[str, Any]:
+def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = ()) -> dict[str, Any]:
     """One share, measured; without offload where it is 0."""
     device = step.device
-    moved = step.run(share, host, least_bytes)
+    moved = step.run(share, host)
     gradients = step.gradients()
     with peak_bytes(device) as peak:
-        step.run(share, host, least_bytes)
+        step.run(share, host)
     return {
         "share": share,
-        "step_s": seconds(lambda: step.run(share, host, least_bytes), device),
+        "step_s": seconds(lambda: step.run(share, host), device),
         "peak_bytes": peak.num_bytes,
         "seen_bytes": moved.seen_bytes,
         "out_bytes": moved.out_bytes,
@@ -162,14 +162,13 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
     """A row for each share, between two plain ones."""
     until = time.monotonic() + limit_s
     cuda = device.type == "cuda"
-    host = host_memory_of(device) if cuda else HostMemory(DirectCopier(), 1 << 14, 1 << 18)
-    least_bytes = LEAST_BYTES if cuda else 1 << 12
+    host = host_memory_of(device) or HostMemory(DirectCopier(), 1 << 14, 1 << 18)
     step = Step(shape, device)
     speed = link(device, LINK_BYTES if cuda else 1 << 22)
-    plain = row_of(step, 0.0, host, least_bytes)
+    plain = row_of(step, 0.0, host)
     want = step.gradients()
     layer_s = layer_seconds(step)
-    layer_bytes = saved_bytes(step, host, least_bytes) / max(1, shape.layers - 2)
+    layer_bytes = saved_bytes(step, host) / max(1, shape.layers - 2)
     best = offload_share(layer_s, layer_bytes, min(speed.values()))
     rows = [plain]
     for share in sorted({*shares, round(best, 3)}):
@@ -177,10 +176,10 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
             rows.append({"share": share, "failed": "no time left"})
             continue
         try:
-            rows.append(row_of(step, share, host, least_bytes, want))
+            rows.append(row_of(step, share, host, want))
         except Exception as error:
             rows.append({"share": share, "failed": f"{type(error).__name__}: {error}"[:500]})
-    rows.append(row_of(step, 0.0, host, least_bytes, want))
+    rows.append(row_of(step, 0.0, host, want))
     plain_s = statistics.mean([rows[0]["step_s"], rows[-1]["step_s"]])
     for row in rows:
         if row.get("out_bytes"):
@@ -204,12 +203,12 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
 def layer_seconds(step: Step) -> float:
     """Of one layer's forward."""
     host = HostMemory(DirectCopier())
-    return seconds(lambda: step.forward(0.0, host, 0), step.device) / len(step.layers)
+    return seconds(lambda: step.forward(0.0, host), step.device) / len(step.layers)
 
 
-def saved_bytes(step: Step, host: HostMemory, least_bytes: int) -> int:
+def saved_bytes(step: Step, host: HostMemory) -> int:
     """That the inner layers save and that could travel; a share too small to move anything counts them."""
-    _, moved = step.forward(1e-9, host, least_bytes)
+    _, moved = step.forward(1e-9, host)
     return moved.seen_bytes
 
 

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
 HIDDEN, HEADS, LAYERS = 32, 4, 6
-LEAST = 2048
+BLOCK = 8000
+LEAST = BLOCK // 4
 """Bytes; what is smaller are statistics of norms."""
 
 
@@ -135,15 +136,15 @@ def plain(model: nn.Module, *counts: int) -> list[Tensor]:
 
 
 def make_host(copier: Copier | None = None) -> HostMemory:
-    return HostMemory(copier or LateCopier(), block_bytes=3000, slab_bytes=50_000)
+    return HostMemory(copier or LateCopier(), block_bytes=BLOCK, slab_bytes=50_000)
 
 
 def all_is_free(host: HostMemory) -> bool:
-    return host.free_bytes == host.num_bytes // 50_000 * (50_000 // 3000 * 3000)
+    return host.free_bytes == host.num_bytes // 50_000 * (50_000 // BLOCK * BLOCK)
 
 
 def forward(model: Decoder, share: float, host: HostMemory, count: int = 40) -> tuple[Tensor, Moved]:
-    with offloading(share, layers_of(model), CPU, host=host, least_bytes=LEAST) as moved:
+    with offloading(share, layers_of(model), CPU, host=host) as moved:
         loss = model(tokens(count))
     return loss, moved
 
@@ -491,7 +492,7 @@ def test_a_tensor_changed_and_saved_again_travels_again() -> None:
     model, host = nn.Sequential(*(Adds() for _ in range(5))).double(), make_host()
     x = torch.linspace(0, 1, 2000, dtype=torch.float64, requires_grad=True)
     (want,) = torch.autograd.grad(model(x).sum(), x)
-    with offloading(1.0, list(model), CPU, host=host, least_bytes=LEAST):
+    with offloading(1.0, list(model), CPU, host=host):
         loss = model(x).sum()
     assert torch.equal(torch.autograd.grad(loss, x)[0], want)
 
@@ -605,7 +606,7 @@ def test_streams_wait_before_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_gradients_are_the_same_to_the_last_bit() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = Decoder(8).to(device)
-    host = HostMemory(StreamCopier(device), block_bytes=1 << 16, slab_bytes=1 << 20)
+    host = HostMemory(StreamCopier(device), block_bytes=BLOCK, slab_bytes=1 << 20)
     for stream in (torch.cuda.current_stream(device), torch.cuda.Stream(device)):
         with torch.cuda.stream(stream), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             for share in (0.5, 1.0):
@@ -615,7 +616,7 @@ def test_on_a_gpu_gradients_are_the_same_to_the_last_bit() -> None:
                     want = gradients(model)
                     losses = []
                     for count in counts:
-                        with offloading(share, layers_of(model), device, host=host, least_bytes=LEAST) as moved:
+                        with offloading(share, layers_of(model), device, host=host) as moved:
                             losses.append(model(tokens(count).to(device)))
                     assert moved.out_bytes > 0
                     for loss in losses:
