@@ -122,7 +122,7 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 @cache
 def host_memory_of(device: torch.device) -> HostMemory | None:
-    """What all passes on a CUDA device share, None on a CPU; ``host_memory_of.cache_clear()`` gives it back to torch."""
+    """What passes on a CUDA device share, None on a CPU; ``host_memory_of.cache_clear()`` gives it back to torch."""
     return HostMemory(StreamCopier(device)) if device.type == "cuda" else None
 
 
