@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -545,60 +544,6 @@ def test_layers_of_a_model_are_its_longest_list() -> None:
     assert list(layers_of(nn.Sequential(model))) == list(model.layers)
     with pytest.raises(EvenloadError, match="cannot be told apart"):
         layers_of(nn.Linear(1, 1))
-
-
-class FakeStream:
-    """Writes down what is asked of it."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self._log, self.name = log, name
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: Any) -> None:
-        self._log.append(f"{self.name} waits for the end of {event}")
-
-
-def test_streams_wait_before_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's calls replaced by ones that write down their order."""
-    log: list[str] = []
-    names = iter(["out", "back"])
-    main = FakeStream(log, "main")
-
-    class Event:
-        def record(self, stream: FakeStream) -> None:
-            self.name = f"copy {stream.name}"
-            log.append(f"end of {self.name}")
-
-        def query(self) -> bool:
-            return False
-
-        def __str__(self) -> str:
-            return self.name
-
-    @contextmanager
-    def on(stream: FakeStream) -> Iterator[None]:
-        log.append(f"on {stream.name}")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    copier = StreamCopier(CPU)
-    source, blocks = torch.arange(10, dtype=torch.uint8), [torch.zeros(6, dtype=torch.uint8) for _ in range(2)]
-    away = copier.out(source, blocks, [])
-    target = torch.zeros(10, dtype=torch.uint8)
-    here = copier.back(blocks, target, [away])
-    copier.wait(here)
-    assert torch.equal(target, source)
-    assert not copier.done(here)
-    assert log == [
-        *("out waits for main", "on out", "end of copy out"),
-        *("back waits for main", "back waits for the end of copy out", "on back", "end of copy back"),
-        "main waits for the end of copy back",
-    ]
 
 
 @pytest.mark.gpu

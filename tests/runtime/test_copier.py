@@ -1,0 +1,115 @@
+"""Host memory in blocks of one size, and the order in which streams are told to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from evenload.runtime.copier import DirectCopier, HostMemory, StreamCopier, pieces
+from hypothesis import given
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(100, 1000), st.randoms())
+def test_what_is_stored_comes_back_whatever_is_given_back_between(sizes: list[int], block: int, random: Any) -> None:
+    copier, held = DirectCopier(), []
+    host = HostMemory(copier, block, 4 * block)
+    for size in sizes:
+        taken = host.take(size)
+        assert taken is not None
+        blocks, after = taken
+        assert (len(blocks), after) == (-(-size // block), [])
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        copier.out(data, blocks, after)
+        held.append((data, blocks))
+        if random.random() < 0.4:
+            _, blocks = held.pop(random.randrange(len(held)))
+            host.give(blocks, None)
+    for data, blocks in held:
+        target = torch.zeros_like(data)
+        copier.back(blocks, target, [])
+        assert torch.equal(target, data)
+        host.give(blocks, None)
+    assert host.free_bytes == host.num_bytes
+    assert host.num_bytes <= 4 * block * (1 + sum(-(-size // block) for size in sizes) // 4)
+
+
+def test_pieces_cover_a_tensor_in_order() -> None:
+    flat, blocks = torch.arange(10), [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+    parts = list(pieces(blocks, flat))
+    assert [len(block) for block, _ in parts] == [4, 4, 2]
+    assert torch.equal(torch.cat([piece for _, piece in parts]), flat)
+
+
+def test_only_moments_to_come_are_waited_for() -> None:
+    class Half(DirectCopier):
+        def done(self, moment: Any) -> bool:
+            return bool(moment == "passed")
+
+    host = HostMemory(Half(), 10, 40)
+    taken = host.take(40)
+    assert taken is not None
+    blocks, _ = taken
+    to_come = "to come"
+    for block, moment in zip(blocks, (to_come, "passed", to_come, None), strict=True):
+        host.give([block], moment)
+    assert host.take(40) == (blocks, [to_come])
+
+
+class FakeStream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self.name = log, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(f"{self.name} waits for the end of {event}")
+
+
+def test_streams_wait_before_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's calls replaced by ones that write down their order."""
+    log: list[str] = []
+    names = iter(["out", "back"])
+    main = FakeStream(log, "main")
+
+    class Event:
+        def record(self, stream: FakeStream) -> None:
+            self.name = f"copy {stream.name}"
+            log.append(f"end of {self.name}")
+
+        def query(self) -> bool:
+            return False
+
+        def __str__(self) -> str:
+            return self.name
+
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    copier = StreamCopier(CPU)
+    source, blocks = torch.arange(10, dtype=torch.uint8), [torch.zeros(6, dtype=torch.uint8) for _ in range(2)]
+    away = copier.out(source, blocks, [])
+    target = torch.zeros(10, dtype=torch.uint8)
+    here = copier.back(blocks, target, [away])
+    copier.wait(here)
+    assert torch.equal(target, source)
+    assert not copier.done(here)
+    assert log == [
+        *("out waits for main", "on out", "end of copy out"),
+        *("back waits for main", "back waits for the end of copy out", "on back", "end of copy back"),
+        "main waits for the end of copy back",
+    ]
