@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,21 @@ class Heads(NamedTuple):
 
     def spread(self, x_MGD: Tensor) -> Tensor:
         """Key heads as the blocks want them: each for equally many query heads in a row."""
-        return x_MGD[:, list(self.copies)] if self.copies else x_MGD
+        return x_MGD.index_select(1, _index(self.copies, x_MGD.device)) if self.copies else x_MGD
 
     def folded(self, grad_MKD: Tensor) -> Tensor:
         """Gradients of the key heads from those of `spread`."""
         if not self.copies:
             return grad_MKD
         keys, dim = self.keys.stop - self.keys.start, grad_MKD.shape[-1]
-        index = torch.tensor(self.copies, device=grad_MKD.device)
+        index = _index(self.copies, grad_MKD.device)
         return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_add_(1, index, grad_MKD)
+
+
+@cache
+def _index(copies: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device once: to copy it there in every call would stop the host."""
+    return torch.tensor(copies, device=device)
 
 
 def heads_of(share: int, shares: int, num_queries: int, num_keys: int) -> Heads:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..core.parts import Home, attended, home_of
+from ..core.parts import Home, home_of
 from ..core.workload import MicroBatch, Slice
 
 Before = Callable[[Slice, int], int]
@@ -93,5 +93,4 @@ def _part(piece: Slice, home: Home, cut: bool, before: Before) -> Part:
     for group in range(home.groups):
         earlier = before(piece, home.ranks[group * home.inner]) if cut else 0
         held.append(Held(earlier, sizes[group], sizes[chunks - 1 - group]))
-    assert all(h.own == sum(p.length for p in attended(piece, home, j * home.inner)) for j, h in enumerate(held))
     return Part(piece, cut, tuple(held))

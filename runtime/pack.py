@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import EvenloadError
-from ..core.parts import layout_of
 from ..core.workload import MicroBatch, Sequence, Slice
 from .plane import Plane
 from .prefix import PrefixStore
@@ -202,7 +201,7 @@ def build_pack(
             plane, or an engine that only predictions know.
     """
     shared = _shared(micro_batch, plane) if len(micro_batch.ranks) > 1 else None
-    slices = shared.layout[shared.plane.rank] if shared else micro_batch.slices
+    slices = shared.pieces_of(shared.plane.rank) if shared else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
     padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
@@ -248,7 +247,7 @@ def _shared(micro_batch: MicroBatch, plane: Plane | None) -> Shared:
             f"engine {micro_batch.engine or 'none: the static context parallelism that only predictions know'}",
             "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
         )
-    return Shared(plane, micro_batch, layout_of(micro_batch, plane.node_ranks))
+    return Shared(plane, micro_batch)
 
 
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:

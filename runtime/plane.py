@@ -85,7 +85,7 @@ class Plane:
         pool = GroupPool(rows, backend=backend, timeout_s=timeout_s)
         group = pool.get(mine[0])
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
-        for device in {wire_device(group), _tensor_device(group)}:
+        for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         return cls(group, mine[0], mine[0].index(dist.get_rank()), node_ranks, pool)
 

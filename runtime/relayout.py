@@ -9,7 +9,7 @@ are. No autograd here: `shared` calls it in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.parts import Pieces, attended
 from .heads import Heads, heads_of
 from .jobs import Job
-from .plane import FIRST_TAG, Plane
+from .plane import FIRST_TAG, Plane, Ranks
 
 Rows = slice | Tensor
 _TAG = FIRST_TAG
@@ -159,7 +159,8 @@ class Relayout(NamedTuple):
 
 def relayout_of(
     plane: Plane,
-    layout: Mapping[int, Pieces],
+    pieces_of: Callable[[int], Pieces],
+    holders: Ranks,
     starts: Sequence[int],
     num_slots: int,
     jobs: Sequence[Job],
@@ -169,44 +170,45 @@ def relayout_of(
     """Who sends what to whom in a shared micro-batch.
 
     Args:
-        layout: the tokens of every rank, `core.parts.layout_of`.
+        pieces_of: the tokens that a rank has in the token layout.
+        holders: the ranks that may hold tokens of any job, where tokens are evened; empty: only those of a group
+            exchange them.
         starts: the first slot of each piece of this rank in its pack.
         num_heads: of queries and of keys.
     """
     rank = plane.rank
-    places = {(job.number, peer): place for job in jobs for place, peer in enumerate(job.home.ranks)}
-    attends = {
-        key: tuple(p for part in jobs[key[0]].parts for p in attended(part.piece, jobs[key[0]].home, place))
-        for key, place in places.items()
-    }
-    heads = {
-        key: heads_of(place % jobs[key[0]].home.inner, jobs[key[0]].home.inner, *num_heads)
-        for key, place in places.items()
-    }
-    holds_here: dict[int, list[Part]] = {}
-    attends_here: dict[int, list[Part]] = {}
-    for key, pieces in attends.items():
-        job, peer = key
-        met = _common(layout[rank], starts, pieces)
-        if met:
-            rows = _rows(((at, size) for at, _, size in met), device)
-            holds_here.setdefault(peer, []).append(Part(job, rows, _count(met), heads[key]))
-        for holder in layout if peer == rank else ():
-            theirs = layout[holder]
-            met = _common(theirs, [0] * len(theirs), pieces)
+    mine = pieces_of(rank)
+    holds: dict[int, list[Part]] = {}
+    attends: dict[int, list[Part]] = {}
+    counts: dict[int, int] = {}
+    heads: dict[int, Heads] = {}
+    for job in jobs:
+        home = job.home
+        for place, peer in enumerate(home.ranks):
+            group = home.ranks[place // home.inner * home.inner :][: home.inner]
+            if not holders and rank not in group:
+                continue
+            wanted = tuple(p for part in job.parts for p in attended(part.piece, home, place))
+            its_heads = heads_of(place % home.inner, home.inner, *num_heads)
+            met = _common(mine, starts, wanted)
             if met:
-                rows = _rows(((to, size) for _, to, size in met), device)
-                attends_here.setdefault(holder, []).append(Part(job, rows, _count(met), heads[key]))
-    mine = [job.number for job in jobs if (job.number, rank) in places]
-    return Relayout(
-        plane,
-        num_slots,
-        {peer: tuple(sorted(parts, key=lambda p: p.job)) for peer, parts in sorted(holds_here.items())},
-        {peer: tuple(sorted(parts, key=lambda p: p.job)) for peer, parts in sorted(attends_here.items())},
-        {job: sum(p.length for p in attends[job, rank]) for job in mine},
-        {job: heads[job, rank] for job in mine},
-        sum(p.length for p in layout[rank]) < num_slots,
-    )
+                rows = _rows(((slot, size) for slot, _, size in met), device)
+                holds.setdefault(peer, []).append(Part(job.number, rows, _count(met), its_heads))
+            if peer != rank:
+                continue
+            counts[job.number], heads[job.number] = sum(p.length for p in wanted), its_heads
+            for holder in holders or group:
+                theirs = mine if holder == rank else pieces_of(holder)
+                met = _common(theirs, [0] * len(theirs), wanted)
+                if met:
+                    rows = _rows(((at, size) for _, at, size in met), device)
+                    attends.setdefault(holder, []).append(Part(job.number, rows, _count(met), its_heads))
+    padded = sum(p.length for p in mine) < num_slots
+    return Relayout(plane, num_slots, _by_peer(holds), _by_peer(attends), counts, heads, padded)
+
+
+def _by_peer(parts: Mapping[int, list[Part]]) -> dict[int, tuple[Part, ...]]:
+    return {peer: tuple(parts[peer]) for peer in sorted(parts)}
 
 
 def _common(held: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple[int, int, int]]:

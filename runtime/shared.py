@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.parts import Pieces
-from ..core.workload import MicroBatch
+from ..core.parts import Pieces, dealt, home_of, layout_of
+from ..core.workload import MicroBatch, Slice
 from .blocks import choose_block
 from .gather import Gather
 from .jobs import Job, jobs_of
@@ -39,9 +40,22 @@ class Shared:
 
     plane: Plane
     micro_batch: MicroBatch
-    layout: Mapping[int, Pieces]
-    """The token layout: the pieces of every rank of the micro-batch."""
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def layout(self) -> Mapping[int, Pieces]:
+        """The token layout: the pieces of every rank of the micro-batch."""
+        return layout_of(self.micro_batch, self.plane.node_ranks)
+
+    def pieces_of(self, rank: int) -> Pieces:
+        """Those of one rank; the others' are not worked out unless tokens are evened."""
+        if self.micro_batch.remap:
+            return self.layout[rank]
+        pieces: list[Slice] = []
+        for number, piece in enumerate(self.micro_batch.slices):
+            home = home_of(self.micro_batch, number)
+            pieces += dealt(piece, home, home.ranks.index(rank)) if rank in home.ranks else ()
+        return tuple(pieces)
 
     def jobs(self, pack: Pack) -> tuple[Job, ...]:
         """All jobs of the micro-batch, those of other ranks too."""
@@ -59,8 +73,10 @@ class Shared:
         """Between the token layout and the attention layout."""
         key = num_heads, device
         if key not in self._known:
+            starts = pack.segments[: len(pack.slices)]
+            holders = self.micro_batch.ranks if self.micro_batch.remap else ()
             self._known[key] = relayout_of(
-                self.plane, self.layout, pack.segments[: len(pack.slices)], pack.num_slots, self.jobs(pack), *key
+                self.plane, self.pieces_of, holders, starts, pack.num_slots, self.jobs(pack), *key
             )
         return self._known[key]  # type: ignore[no-any-return]
 
@@ -115,7 +131,7 @@ class _SharedAttention(torch.autograd.Function):
             _engine_of(job, call).restored(call, job, relayout.heads[job.number], row)
             for job, row in zip(jobs, rows, strict=True)
         ]
-        douts = relayout.to_attention([dout_THD], ctx.kinds[:1])
+        douts = relayout.to_attention([dout_THD.contiguous()], ctx.kinds[:1])
         in_turn([work.backward(douts[work.job.number][0]) for work in works])
         grads = {work.job.number: work.grads for work in works}
         dq, dk, dv = relayout.to_tokens(grads, ctx.kinds, dout_THD)

@@ -7,6 +7,7 @@ G = key/value heads (both of this rank), D = head dimension.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class Work:
         self.groups, self.group = job.home.groups, place // job.home.inner
         self.share = place % job.home.inner
         self.lengths = [part.held[self.group].own for part in job.parts]
+        self._starts = list(accumulate(self.lengths, initial=0))
         self.wide = torch.promote_types(q_NHD.dtype, torch.float32)
         self.out_NHD = self.lse_HN = q_NHD
         self.grads: tuple[Tensor, Tensor, Tensor] = q_NHD, q_NHD, q_NHD
@@ -194,8 +196,8 @@ class Work:
         Args:
             sums: in float32 at least; None: there are none yet.
         """
-        first = sum(self.lengths[:number])
-        lse_HN = self.lse_HN[:, first : first + self.lengths[number]]
+        first = self._starts[number]
+        lse_HN = self.lse_HN[:, first : self._starts[number + 1]]
         for tile in tiles:
             rows = slice(first + tile.first, first + tile.end)
             inputs = self._inputs(number, tile, keys)
@@ -225,7 +227,7 @@ class Work:
         return torch.zeros_like(keys[0], dtype=self.wide), torch.zeros_like(keys[1], dtype=self.wide)
 
     def _inputs(self, number: int, tile: Tile, keys: Pair) -> Inputs:
-        first = sum(self.lengths[:number])
+        first = self._starts[number]
         k_MGD, v_MGD = (self.heads.spread(x[: tile.keys]) for x in keys)
         return Inputs(self.q_NHD[first + tile.first : first + tile.end], k_MGD, v_MGD, tile.causal, self.call.scale)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.errors import RankError
+from evenload.core.parts import tokens_of_ranks
 from evenload.runtime import gather, relayout, ring, work
 from evenload.runtime.attention import packed_attention
 from evenload.runtime.pack import build_pack
@@ -83,6 +84,7 @@ def run_plan(arguments, how=None):
             plane.meet(index, plan.digest, micro_batch.ranks, kind)
         if kind == "F":
             pack = build_pack(micro_batch, lambda i: np.zeros(lengths[i]), prefix=store, plane=plane, **layout)
+            assert sum(piece.length for piece in pack.slices) == tokens_of_ranks(micro_batch)[rank]
             inputs = [inputs_of(pack, layer, lengths, heads, getattr(torch, dtype)) for layer in range(LAYERS)]
             with torch.set_grad_enabled(mode != "replayed"):
                 outs = [WRAPS[mode](*inputs[layer][:3], pack, layer) for layer in range(LAYERS)]
