@@ -87,11 +87,12 @@ class PassTimes:
 
     def hand_over(self, stage: int, op: Op) -> float:
         """Between ``stage`` and the next, in either direction."""
-        micro_batch = self._plan.passes(op.kind)[op.micro_batch]
-        slots = self._plan.slots[op.kind][op.micro_batch] / len(micro_batch.ranks)
-        if not is_even(micro_batch):
-            slots = max(tokens_of_ranks(micro_batch).values())
-        return self._links[stage][micro_batch.ranks[0]].send_s(slots * self._at.traffic.state_bytes_per_token)
+        micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
+        state_bytes = self._at.traffic.state_bytes_per_token
+        if is_even(micro_batch):
+            slots = self._plan.slots[op.kind][op.micro_batch] / len(micro_batch.ranks)
+            return max(links[rank].send_s(slots * state_bytes) for rank in micro_batch.ranks)
+        return max(links[rank].send_s(n * state_bytes) for rank, n in tokens_of_ranks(micro_batch).items())
 
     def busy_s(self) -> Floats:
         """Compute of every rank [stages, ranks]."""

@@ -22,6 +22,7 @@ parallel fastest, then the plane, pipeline stages slowest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -154,19 +155,32 @@ def _modules_s(
 def _remap_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int, micro_batch: MicroBatch) -> Floats:
     """Q, K and V of the tokens that a rank gives or takes, there before attention, and its output back; each rank's.
 
-    In a backward it is the output's gradient there and the three others back. Inside a node first: what a rank sends
-    across is at most what its node has too many or too few.
+    In a backward it is the output's gradient there and the three others back.
     """
-    moved = _tokens(micro_batch._replace(remap=False)) - _tokens(micro_batch)
-    nodes = np.array(world_ranks(layout, stage, micro_batch.ranks)) // cluster.ranks_per_node
-    _, of_node = np.unique(nodes, return_inverse=True)
-    across = np.minimum(np.abs(moved), np.abs(np.bincount(of_node, moved)[of_node]))
-    inside = np.abs(moved) - across
     token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
-    total = np.zeros(len(moved))
-    for link, count in ((cluster.intra, inside), (cluster.inter, across)):
+    total = np.zeros(len(micro_batch.ranks))
+    nodes = [rank // cluster.ranks_per_node for rank in world_ranks(layout, stage, micro_batch.ranks)]
+    for link, count in zip((cluster.intra, cluster.inter), moved_tokens(micro_batch, nodes), strict=True):
         total += np.where(count > 0, link.send_s(count * token_bytes, 2 * traffic.layers), 0.0)
     return total
+
+
+def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats, Floats]:
+    """Tokens that a remap takes from or gives to each rank inside its node, and across: float64 [ranks] each.
+
+    As `parts.layout_of` moves them: inside a node first, ranks of the plane in ascending order.
+    """
+    spare = _tokens(micro_batch._replace(remap=False)) - _tokens(micro_batch)
+    inside = np.zeros(len(nodes))
+    by_node: dict[int, list[int]] = {}
+    for place in np.argsort(micro_batch.ranks).tolist():
+        by_node.setdefault(nodes[place], []).append(place)
+    for mine in by_node.values():
+        given, taken = np.maximum(spare[mine], 0.0), np.maximum(-spare[mine], 0.0)
+        both = min(given.sum(), taken.sum())
+        for counts in (given, taken):
+            inside[mine] += np.diff(np.minimum(np.cumsum(counts), both), prepend=0.0)
+    return inside, np.abs(spare) - inside
 
 
 def attention_s(

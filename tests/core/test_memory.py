@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from evenload.core.costs import MemoryCost
 from evenload.core.layout import Layout
-from evenload.core.memory import beside_of, fixed_bytes, peak_activation_bytes, peaks_of_stage
+from evenload.core.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
 from evenload.core.recipe import parse
 from evenload.core.setting import limits_of, situation_of
 from evenload.core.simulate import simulate
@@ -141,6 +141,58 @@ def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
     shared = replace(alone, limits=limits, micro_batches=(alone.micro_batches[0]._replace(ranks=(0, 1)),))
     expected = (peak_activation_bytes(alone, 0, 0)[0] - 7) / 2 + 7
     assert [peak for peak, _ in peaks_of_stage(shared, 0)] == [expected, expected]
+
+
+def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
+    """40 tokens on ranks 0 and 1, 10 more on rank 1."""
+    m = MicroBatch((Slice(0, 0, 40), Slice(1, 0, 10)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    plan = StepPlan(sequences([40, 10]), (m,), replace(LIMITS, num_ranks=2)).check()
+    assert [peak for peak, _ in peaks_of_stage(plan, 0)] == [20 * 250 + 7, 30 * 250 + 7]
+    moved = replace(plan, micro_batches=(m._replace(remap=True),)).check()
+    assert [peak for peak, _ in peaks_of_stage(moved, 0)] == [25 * 250 + 7, 25 * 250 + 7]
+
+
+def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
+    """Three slices of 10: on rank 0, on rank 0, on ranks 0 and 1 beside 6 tokens of rank 1 alone."""
+    grown = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 6)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
+    limits = replace(LIMITS, num_ranks=2)
+    plan = StepPlan(sequences([30, 6]), (*alone, grown), limits, (ops("F0 F1 F2 B2 B1 B0"),)).check()
+    (first, at_first), (second, at_second) = peaks_of_stage(plan, 0)
+    # Rank 0 keeps K and V of 25 tokens, and saves on all it holds, which is cut; rank 1 of 5, beside a whole sequence.
+    of_slices = 2 * 10 * (2 * (100 - 3) + 20) + 5 * (2 * (100 - 3) + 20)
+    assert (first, at_first) == (of_slices + 25 * 2 * 2 + 5 * 30 + 7, Op("B", 2))
+    assert (second, at_second) == (11 * (2 * 100 + 20) + 5 * 2 * 2 + 11 * 30 + 7, Op("B", 2))
+
+
+def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
+    """The same with a large gradient of K and V: rank 0 has 20 tokens before the last slice, rank 1 none."""
+    grown = MicroBatch((Slice(0, 20, 30),), (0, 1), engine="ring")
+    alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
+    order = (ops("F0 F1 F2 B2 B1 B0"),)
+    peaks = {}
+    for gradient in (0.0, 1000.0):
+        limits = replace(LIMITS, num_ranks=2, kv_grad_bytes_per_token=gradient)
+        plan = StepPlan(sequences([30]), (*alone, grown), limits, order).check()
+        peaks[gradient] = [peak for peak, _ in peaks_of_stage(plan, 0)]
+    assert peaks[1000.0][1] == peaks[0.0][1]
+    # At the end of B2, with one layer of 5 tokens left, both layers' gradients of 20 tokens are there.
+    held = 2 * 10 * (2 * (100 - 3) + 20) + 25 * 2 * 2 + 20 * 1000 * 2
+    assert peaks[1000.0][0] == held + 5 * (100 - 3 + 5) + 7
+
+
+def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
+    """Six layers of 100 bytes a token: three quarters of four of them away, and one such share on its way."""
+    limits = replace(LIMITS, layers_per_stage=6)
+    plan = replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)).check()
+    kept = 10 * (6 * 100 - 0.75 * 4 * 100 + 20)
+    assert peak_activation_bytes(plan, 0, 0) == (kept + 40 * (600 + 50) + 7, Op("B", 1))
+    alone = replace(whole(10, limits=limits), offload=(0.75,)).check()
+    assert peak_activation_bytes(alone, 0, 0) == (kept + 10 * (75 + 30) + 7, Op("B", 0))
+    assert offloaded_bytes(alone, 0, 0, 10) == pytest.approx(10 * 0.75 * 4 * 100)
+    # The first and the last layer stay.
+    two = replace(whole(10), offload=(0.75,)).check()
+    assert peak_activation_bytes(two, 0, 0) == peak_activation_bytes(whole(10), 0, 0)
 
 
 MEMORY = MemoryCost(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from evenload.core.errors import PlanError
 from evenload.core.parts import Home, attended, dealt, home_of, layout_of, tokens_of_ranks
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.workload import Engine, Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,3 +143,21 @@ def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> Non
     for m in other:
         kept = replace(plan(m), offload=(0.5,))
         assert StepPlan.from_json(json.loads(json.dumps(kept.to_json())), LIMITS).digest == kept.digest
+
+
+@given(
+    st.lists(st.integers(8, 90), min_size=1, max_size=5),
+    st.sampled_from([("ring", 0, 3), ("all_gather", 0, 4), ("all_to_all", 0, 5), ("hybrid", 2, 6), ("hybrid", 3, 6)]),
+    st.booleans(),
+)
+def test_counts_of_ranks_are_those_of_the_layout(
+    lengths: list[int], shared: tuple[Engine, int, int], own_homes: bool
+) -> None:
+    engine, inner, degree = shared
+    slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
+    ranks = tuple(reversed(range(degree)))
+    homes = tuple(ranks if i % 2 == 0 else (i % degree,) for i in range(len(slices))) if own_homes else ()
+    m = MicroBatch(slices, ranks, engine=engine, inner=inner, homes=homes)
+    counts = {rank: sum(p.length for p in pieces) for rank, pieces in layout_of(m).items()}
+    assert tokens_of_ranks(m) == counts
+    assert list(tokens_of_ranks(m)) == list(ranks)

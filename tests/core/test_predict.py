@@ -54,3 +54,16 @@ def test_an_order_of_its_own_is_followed() -> None:
     result = predict(replace(made, order=(all_forward, all_forward)).check(), ONE)
     # Stage 1: F0 at 1..2, F1 2..3, B0 3..5, B1 5..7; stage 0: B0 5..7, B1 7..9.
     assert result.step_s == 9
+
+
+def test_ranks_with_homes_of_their_own_have_their_own_work() -> None:
+    """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more: the pass takes what rank 1 does."""
+    costs = Costs(source="test", forward=PassCost(token_s=1.0, pair_s=0.25), backward=PassCost(token_s=2.0))
+    m = MicroBatch((Slice(0, 0, 8), Slice(1, 0, 4)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    made = StepPlan(sequences([8, 4]), (m,), Limits(2, 10)).check()
+    result = predict(made, costs)
+    assert result.busy_s == (4 + 4 + 8, 8 + 4 + 2 + 16)
+    assert result.step_s == 14 + 16
+    again = replace(made, replayed=(0,), order=((Op("F", 0), Op("B", 0)),)).check()
+    assert predict(again, costs).busy_s == (2 * 8 + 8, 2 * 14 + 16)
+    assert predict(again, costs).step_s == 2 * 14 + 16

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from evenload.core.cluster import Cluster, Link
 from evenload.core.costs import Costs, PassCost
-from evenload.core.errors import PlanError
+from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.events import play
 from evenload.core.layout import Layout
 from evenload.core.order import orders_of_stage
@@ -274,3 +274,85 @@ def test_memory_is_what_stays_and_what_passes_hold() -> None:
     result = simulate(made, situation(Layout(dp=2), ONE.model_copy(update={"memory": memory})))
     assert np.diff(result.peak_bytes).tolist() == [[-2 * 3 * 3]]
     assert result.peak_bytes[0, 0] > 24
+
+
+def homes_plan(limits: Limits, **more: object) -> StepPlan:
+    """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more and rank 2 another 9."""
+    slices, homes = (Slice(0, 0, 8), Slice(1, 0, 4), Slice(2, 0, 9)), ((0, 1), (1,), (2,))
+    m = MicroBatch(slices, (0, 1, 2), engine="ring", homes=homes, **more)  # type: ignore[arg-type]
+    return StepPlan(sequences([8, 4, 9]), (m,), limits).check()
+
+
+def test_the_slowest_rank_of_a_micro_batch_with_homes_decides() -> None:
+    costs = Costs(source="test", forward=RING, backward=RING)
+    result = simulate(homes_plan(Limits(3, 12)), situation(Layout(dp=3), costs, kv_bytes_per_token=2.0))
+    # Rank 0: 4 tokens, 0.25 * 32 / 2 s of attention; rank 1: 4 tokens and 2 s more; rank 2: 9 tokens, 10.125 s.
+    own = [4 + 4, 8 + 4 + 2, 9 + 10.125]
+    assert result.busy_s.tolist() == [[2 * s for s in own]]
+    # A hop of 4 tokens' K and V takes 8 s: behind a block of 2 s, on rank 1 also behind its 4 tokens; backward the
+    # gradients follow behind the other block and go home.
+    forward, backward = [8 - 2, 8 - 4, 0], [(8 - 2) + (8 - 2) + 8, (8 - 4) + (8 - 2) + 8, 0]
+    assert result.exposed_s.tolist() == [[f + b for f, b in zip(forward, backward, strict=True)]]
+    longest = max(14 + 4, 19.125), max(14 + 18, 8 + 20)
+    assert result.step_s == sum(longest)
+    assert by_rank(result)[0, 0] == [("F", 0, 8), ("C", 8, 14), ("B", 19.125, 27.125), ("C", 27.125, 47.125)]
+    assert by_rank(result)[0, 2] == [("F", 0, 19.125), ("B", 19.125, 38.25)]
+    assert result.bubble_frac > 0
+
+
+def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
+    costs = Costs(source="test", forward=RING, backward=RING)
+    made = homes_plan(Limits(3, 12))
+    order = tuple((Op("F", 0), Op("B", 0)) for _ in range(2))
+    made = replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)).check()
+    at = replace(situation(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
+    result = simulate(made, at)
+    # Linear work: half of a mean stage's on the first, one and a half on the last; a replay runs a mean forward again.
+    linear, attention, tokens = [0.5, 1.5], [4, 6, 10.125], [4, 8, 9]
+    expected = [[2 * (s * n + a) + n + a for n, a in zip(tokens, attention, strict=True)] for s in linear]
+    assert result.busy_s.tolist() == expected
+    # Ranks 1 and 2 send to another node, the latter more.
+    assert by_rank(result)[1, 2][0][1] == 4.5 + 10.125 + 9 / 0.5
+    assert [kind for kind, *_ in by_rank(result)[1, 2]] == ["F", "R", "B"]
+
+
+def test_moved_tokens_even_all_modules_but_attention() -> None:
+    costs = Costs(source="test", forward=RING, backward=RING)
+    result = simulate(homes_plan(Limits(3, 12), remap=True), situation(Layout(dp=3), costs))
+    assert result.busy_s.tolist() == [[2 * (7 + 4), 2 * (7 + 6), 2 * (7 + 10.125)]]
+
+
+def test_with_sharded_parameters_homes_keep_step() -> None:
+    traffic = {"sharding": "parameters", "weight_bytes": 3.0, "gradient_bytes": 6.0}
+    bare = homes_plan(Limits(3, 12, equal_counts=True))
+    costs = Costs(source="test", forward=RING, backward=RING)
+    result = simulate(bare, situation(Layout(dp=3), costs, **traffic))
+    assert result.step_s == 2 * 19.125 + 2 + 2 + 4
+    assert result.exposed_s.tolist() == [[8, 8, 8]]
+
+
+def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
+    limits = Limits(1, 10, layers_per_stage=6, activation_bytes_per_token=4.0)
+    made = replace(plan([10], [(0,)], limits), offload=(0.5,)).check()
+    at = situation(Layout())
+    # Half of 4 layers' 40 bytes: 80 bytes at 4 a second, behind 4 of 6 layers of 10 s forward and 20 s backward.
+    rate = {"host_bytes_per_s": 4.0}
+    result = simulate(made, replace(at, cluster=PLAIN.model_copy(update=rate)))
+    assert result.exposed_s[0, 0] == pytest.approx((20 - 10 * 4 / 6) + (20 - 20 * 4 / 6))
+    hidden = simulate(made, replace(at, cluster=PLAIN.model_copy(update={"host_bytes_per_s": 40.0})))
+    assert hidden.exposed_s[0, 0] == 0
+    # 240 bytes forward, 80 of them away, and half a layer on its way.
+    assert hidden.peak_bytes[0, 0] == 240 - 80 + 20
+    assert simulate(replace(made, offload=()), at).peak_bytes[0, 0] == 240
+    with pytest.raises(EvenloadError, match="host_bytes_per_s"):
+        simulate(made, at)
+
+
+def test_ranks_of_homes_offload_what_they_have() -> None:
+    limits = Limits(3, 12, layers_per_stage=4, activation_bytes_per_token=2.0)
+    made = replace(homes_plan(limits), offload=(1.0,)).check()
+    costs = Costs(source="test", forward=PassCost(token_s=1.0), backward=PassCost(token_s=1.0))
+    at = situation(Layout(dp=3), costs)
+    result = simulate(made, replace(at, cluster=PLAIN.model_copy(update={"host_bytes_per_s": 1.0})))
+    # Two of four layers, 2 bytes a token each, behind half of the compute.
+    assert result.exposed_s.tolist() == [[2 * (4 * n - n / 2) for n in (4, 8, 9)]]
