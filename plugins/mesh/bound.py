@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +53,10 @@ _WHOLE = 48
 _TOLERANCE = 1e-6
 _NEVER = 1e9
 """Seconds that no sequence takes."""
+_TOGETHER = 3
+"""Longest sequences of which each two are asked how they run,"""
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
-"""Of the seconds a token that are tried in `_Areas.with_company`."""
+"""and rates, among the seconds a token of all others."""
 
 
 def lower_bound_s(
@@ -97,6 +101,18 @@ def lower_bound_s(
     return found
 
 
+class _Long(NamedTuple):
+    """A long sequence by its degree."""
+
+    time: Floats
+    area: Floats
+    degree: Ints
+    """The most of the range that a column stands for, and the least."""
+    least: Ints
+    used: Floats
+    """The longest that its ranks can be busy without a further long sequence, at each rate."""
+
+
 class _Areas:
     """Times and rank-seconds of long sequences by degree, from below, degrees between priced ones included."""
 
@@ -113,31 +129,71 @@ class _Areas:
             for rows in (exposed, never_hidden)
         )
         fits = lengths[:, None] <= most * cap
-        self._lengths, self._most = lengths, most
+        self._lengths, self._least, self._most = lengths, least, most
         self._time = np.where(fits, (alone - elsewhere * lengths)[:, None] / most + exposed, np.inf)
         self._area = np.where(fits, alone[:, None] + least * never_hidden, np.inf)
 
     def with_company(self, ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
-        """Least seconds of all rounds, where the other ranks wait for the longest sequence or have enough to do.
+        """Least seconds of all rounds together, where ranks that have too few tokens wait for long sequences.
 
-        Beside its d ranks a round has (ranks - d) * cap tokens, which take at most ``rate`` each, but for sequences
-        that cost more; what those cost more can fill the round as well.
+        A rank's tokens in a round are at most ``cap``; they take at most ``rate`` each, but for sequences that cost
+        more, and what those cost more can fill a wait only once. Asked of the longest sequence by itself, and of each
+        two of the longest: in different rounds, in one round on ranks of their own, or on some in common.
 
         Args:
-            alone: [S] seconds of the other, short sequences on one rank each.
+            alone: [S] seconds of all other, short sequences on one rank each.
+            lengths: int [S], their tokens.
         """
-        longest = int(self._lengths.argmax())
-        others = np.delete(self._area.min(axis=1), longest)
-        area = np.concatenate([others, alone])
-        tokens = np.concatenate([np.delete(self._lengths, longest), lengths])
-        rates = np.quantile(area / tokens, _QUANTILES) if len(area) else np.zeros(1)
-        time, mine = self._time[longest], self._area[longest]
-        fits = np.isfinite(time)
-        time, mine, beside = time[fits], mine[fits], ranks - np.minimum(ranks, self._most[fits])
-        waits = np.maximum(0.0, time[:, None] - rates * cap) * beside[:, None]
-        work = np.minimum(area[:, None], tokens[:, None] * rates).sum(axis=0)
-        total = np.maximum(mine + area.sum(), (mine[:, None] + waits + work).max(axis=1))
-        return float(np.maximum(time, total / ranks).min())
+        order = np.argsort(-self._lengths, kind="stable")[:_TOGETHER].tolist()
+        pairs = [(order[0], order[0]), *combinations(order, 2)]
+        return max(self._of_two(pair, ranks, cap, alone, lengths) for pair in pairs)
+
+    def _of_two(self, pair: tuple[int, int], ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
+        mine = list(dict.fromkeys(pair))
+        area = np.concatenate([np.delete(self._area.min(axis=1), mine), alone])
+        tokens = np.concatenate([np.delete(self._lengths, mine), lengths])
+        rate = np.quantile(area / tokens, _QUANTILES) if len(area) else np.zeros(1)
+        work = np.minimum(area[:, None], tokens[:, None] * rate).sum(axis=0)
+        one, two = (self._column_of(k, rate, cap, axis) for axis, k in enumerate(pair))
+
+        def step(rounds_s: Floats, waits: Floats, both: Floats) -> float:
+            total = both + np.maximum(area.sum(), (work + waits).max(axis=-1))
+            return float(np.maximum(rounds_s, total / ranks).min())
+
+        def wait(of: _Long) -> Floats:
+            return np.maximum(0, ranks - of.degree) * np.maximum(0.0, of.time - rate * cap)
+
+        if len(mine) == 1:
+            return step(one.time[..., 0], wait(one), one.area[..., 0])
+        both = (one.area + two.area)[..., 0]
+        apart = step((one.time + two.time)[..., 0], wait(one) + wait(two), both)
+        free = np.maximum(0, ranks - one.degree - two.degree)
+        beside_s = np.maximum(one.time, two.time)
+        waits = free * np.maximum(0.0, beside_s - rate * cap)
+        waits = waits + one.degree * np.maximum(0.0, beside_s - one.used)
+        waits = waits + two.degree * np.maximum(0.0, beside_s - two.used)
+        possible = (one.least + two.least <= ranks)[..., 0]
+        beside = step(np.where(possible, beside_s[..., 0], np.inf), waits, both)
+        after_s = one.time + two.time
+        ends = []
+        for common in (
+            np.maximum(1, one.degree + two.degree - ranks),
+            np.minimum(one.degree, two.degree),
+        ):
+            waits = np.maximum(0, ranks - one.degree - two.degree + common) * np.maximum(0.0, after_s - rate * cap)
+            waits = waits + (one.degree - common) * np.maximum(0.0, after_s - one.used)
+            ends.append(waits + (two.degree - common) * np.maximum(0.0, after_s - two.used))
+        return min(apart, beside, step(after_s[..., 0], np.minimum(*ends), both))
+
+    def _column_of(self, k: int, rate: Floats, cap: float, axis: int) -> _Long:
+        """A long sequence on every degree that holds it, along an axis of [degrees of one, degrees of two, rates]."""
+        fits = np.isfinite(self._time[k])
+        shape = (-1, 1, 1) if axis == 0 else (1, -1, 1)
+        time, area, degree, least = (
+            row[fits].reshape(shape) for row in (self._time[k], self._area[k], self._most, self._least)
+        )
+        left = np.maximum(0.0, cap - self._lengths[k] / degree)
+        return _Long(time, area, degree, least, np.maximum(time + rate * left, rate * cap))
 
     def least(self, seconds: float, *, mixed: bool) -> float:
         """Least rank-seconds of all in which each is done in time; infinite where one cannot be.

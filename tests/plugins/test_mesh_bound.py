@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequ
 from evenload.face import load_plugins
 from evenload.plugins.mesh.bound import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
+from evenload.plugins.mesh.prices import prices_of
 from evenload.plugins.mesh.steps import in_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -27,14 +29,14 @@ SLOW_LINKS = {"intra": {"latency_s": 1e-6, "bytes_per_s": 2e9}, "inter": {"laten
 
 
 @cache
-def chain(*, slow: bool, zero: bool) -> PlanChain:
+def chain(*, slow: bool, zero: bool, ranks: int = RANKS, node: int = NODE) -> PlanChain:
     """Attention equals the linear work at 200 tokens."""
     recipe = parse(
         {
             "trainer": "deepspeed" if zero else "megatron",
             "deepspeed": {"zero_stage": 3 if zero else 0},
             "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8},
-            "parallel": {"dp": RANKS},
+            "parallel": {"dp": ranks},
             "plugins": {"mesh": {"enabled": True, "max_tokens": CAP}},
         }
     )
@@ -45,9 +47,9 @@ def chain(*, slow: bool, zero: bool) -> PlanChain:
         for name, f in (("forward", 1.0), ("backward", 2.0))
     }
     links = SLOW_LINKS if slow else FAST_LINKS
-    cluster = at.cluster.model_validate(at.cluster.model_dump() | links | {"ranks_per_node": NODE})
+    cluster = at.cluster.model_validate(at.cluster.model_dump() | links | {"ranks_per_node": node})
     situation = replace(at, costs=at.costs.model_copy(update=passes), cluster=cluster)
-    return replace(made, situation=situation, limits=replace(made.limits, max_tokens=CAP, node_ranks=NODE))
+    return replace(made, situation=situation, limits=replace(made.limits, max_tokens=CAP, node_ranks=node))
 
 
 def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = False) -> StepPlan:
@@ -127,6 +129,42 @@ def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list
         assume(False)
     bound = lower_bound_s(np.array(lengths), plan.limits, made.situation, MeshConfig(), cuts=False)
     assert 0 < bound <= simulate(plan, made.situation, record=False).step_s * (1 + 1e-9)
+
+
+def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> float:
+    """Every way to run sequences in one or two rounds on any subsets of four ranks that are powers of two."""
+    prices = prices_of(made.situation, made.limits, config, int(lengths.max()))
+    seconds, degrees = prices.of(lengths).seconds, prices.degrees.tolist()
+    homes = [home for d in degrees for home in combinations(range(4), d)]
+    column = [degrees.index(len(home)) for home in homes]
+    best = float("inf")
+    for rounds in (1, 2):
+        places = [(r, h) for r in range(rounds) for h in range(len(homes))]
+        inside = np.array([[r * 4 + rank for rank in homes[h]] + [-1] * (4 - len(homes[h])) for r, h in places])
+        busy = np.zeros((len(places), 4 * rounds + 1))
+        np.put_along_axis(busy, inside, 1.0, axis=1)
+        busy = busy[:, :-1]
+        time, held = np.zeros((1, 4 * rounds)), np.zeros((1, 4 * rounds))
+        for k, n in enumerate(lengths.tolist()):
+            mine = np.array([seconds[k, column[h]] for _, h in places])[:, None] * np.where(busy > 0, busy, 0)
+            tokens = np.array([n / len(homes[h]) for _, h in places])[:, None] * busy
+            time = (time[:, None, :] + np.nan_to_num(mine, posinf=1e9)[None]).reshape(-1, 4 * rounds)
+            held = (held[:, None, :] + tokens[None]).reshape(-1, 4 * rounds)
+            fits = held.max(axis=1) <= CAP
+            time, held = time[fits], held[fits]
+        if len(time):
+            steps = time.reshape(-1, rounds, 4).max(axis=2).sum(axis=1)
+            best = min(best, float(steps.min()) + rounds * prices.launch_s)
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(20, 4 * CAP - 40), min_size=1, max_size=4), st.booleans())
+def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths: list[int], slow: bool) -> None:
+    made = chain(slow=slow, zero=True, ranks=4, node=2)
+    config = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off")
+    best = best_of_all(np.array(lengths), made, config)
+    assert lower_bound_s(np.array(lengths), made.limits, made.situation, config, cuts=False) <= best * (1 + 1e-9)
 
 
 def test_even_work_meets_the_bound() -> None:
