@@ -13,6 +13,8 @@ from megatron_random_plans import regrouped, with_order
 
 HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
 RING_LIKE = ("ring", "all_gather")
+Hand = tuple[list[MicroBatch], bool | None]
+"""Micro-batches, and whether they get an order; None: where there are several stages."""
 
 
 def _limits(num_ranks: int, num_stages: int, layers_per_stage: int, **more: int) -> Limits:
@@ -22,7 +24,7 @@ def _limits(num_ranks: int, num_stages: int, layers_per_stage: int, **more: int)
 def by_hand(
     name: str, *, num_ranks: int = 4, num_stages: int = 1, layers_per_stage: int = 4, heads: int = 0
 ) -> StepPlan:
-    """One of the plans below, with an order for each stage where it has slices or stages; of `HAND_LENGTHS`."""
+    """One of the plans below, of `HAND_LENGTHS`; they tell whether they have an order, or leave it to the stages."""
     whole = [Slice(i, 0, n) for i, n in enumerate(HAND_LENGTHS)]
     micro_batches, ordered = _HAND[name](whole)
     bare = StepPlan(
@@ -31,13 +33,14 @@ def by_hand(
         _limits(num_ranks, num_stages, layers_per_stage, heads=heads),
         made_by=name,
     )
-    return (with_order(bare, np.random.default_rng(1)) if ordered or num_stages > 1 else bare).check()
+    wanted = num_stages > 1 if ordered is None else ordered
+    return (with_order(bare, np.random.default_rng(1)) if wanted else bare).check()
 
 
 def _mixed(engine: str, inner: int = 0) -> Any:
     """Jobs on {0,1,3}, {2}, {3,1,2}, {0,2} and all four; every rank runs another number of them."""
 
-    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+    def plan(whole: list[Slice]) -> Hand:
         def on(ranks: tuple[int, ...], *numbers: int) -> MicroBatch:
             shares = len(ranks) > 1
             # Groups of two divide four ranks only; the others are a ring then.
@@ -45,7 +48,7 @@ def _mixed(engine: str, inner: int = 0) -> Any:
             kind = (engine if fits else "ring") if shares else ""
             return MicroBatch(tuple(whole[i] for i in numbers), ranks, engine=kind, inner=inner * (kind == "hybrid"))
 
-        return [on((0, 1, 3), 0, 5), on((2,), 6), on((3, 1, 2), 2), on((0, 2), 3, 7), on((2, 0, 3, 1), 1, 4)], False
+        return [on((0, 1, 3), 0, 5), on((2,), 6), on((3, 1, 2), 2), on((0, 2), 3, 7), on((2, 0, 3, 1), 1, 4)], None
 
     return plan
 
@@ -53,14 +56,14 @@ def _mixed(engine: str, inner: int = 0) -> Any:
 def _zones(remap: bool) -> Any:
     """One micro-batch of long sequences on many ranks and short ones on one, as Zeppelin has it."""
 
-    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+    def plan(whole: list[Slice]) -> Hand:
         homes = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 1), (3, 2), (1, 3, 0), (2,), (2,), (0,))
-        return [MicroBatch(tuple(whole), (0, 1, 2, 3), engine="ring", homes=homes, remap=remap)], False
+        return [MicroBatch(tuple(whole), (0, 1, 2, 3), engine="ring", homes=homes, remap=remap)], None
 
     return plan
 
 
-def _chain(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+def _chain(whole: list[Slice]) -> Hand:
     """A sequence in slices on three ranks beside short ones on one, and in their last pack together."""
     ranks = (2, 0, 3)
     last = MicroBatch((Slice(1, 40, 64), whole[5]), (0, 2, 3), engine="ring", homes=((2, 0, 3), (3,)))
@@ -74,7 +77,7 @@ def _chain(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
     ], True
 
 
-def _growth(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+def _growth(whole: list[Slice]) -> Hand:
     """A sequence that starts on one rank and grows to three, then four."""
     return [
         MicroBatch((Slice(1, 0, 20), whole[6]), (1,)),
@@ -89,7 +92,7 @@ def _growth(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
 def _pairs(engine: str) -> Any:
     """For a plane of two: shared and lonely micro-batches by turns, one sequence in slices."""
 
-    def plan(whole: list[Slice]) -> tuple[list[MicroBatch], bool]:
+    def plan(whole: list[Slice]) -> Hand:
         return [
             MicroBatch((Slice(1, 0, 40), whole[7]), (1, 0), engine=engine),
             MicroBatch((whole[0],), (0,)),
@@ -102,7 +105,18 @@ def _pairs(engine: str) -> Any:
     return plan
 
 
+def _together(whole: list[Slice]) -> Hand:
+    """Every rank in every micro-batch, so that stages may leave the order to Megatron's 1F1B."""
+    engines = ("ring", "all_gather", "all_to_all", "ring")
+    groups = ((1, 7), (0, 5), (4,), (2, 3, 6))
+    return [
+        MicroBatch(tuple(whole[i] for i in group), (1, 0), engine=engine)  # type: ignore[arg-type]
+        for engine, group in zip(engines, groups, strict=True)
+    ], False
+
+
 _HAND = {
+    "together": _together,
     "ring": _mixed("ring"),
     "all_gather": _mixed("all_gather"),
     "all_to_all": _mixed("all_to_all"),

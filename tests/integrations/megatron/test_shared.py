@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow
 
+SEEDS = list(range(6))
 LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
 TWO = {"model__num_layers": 2}
 MIXED = ["ring", "all_gather", "all_to_all", "hybrid"]
 BY_HAND = [*MIXED, "zones", "zones, remap", "chain", "growth"]
-PAIRS = ["pairs, ring", "pairs, all_to_all"]
+PAIRS = ["pairs, ring", "pairs, all_to_all", "together"]
 LAYOUTS = [
-    pytest.param({}, [*BY_HAND, *range(6)], id="plane4"),
-    pytest.param({"parallel__tp": 2}, [*PAIRS, *range(4)], id="tp2"),
-    pytest.param({"parallel__pp": 2}, [*PAIRS, *range(6)], id="pp2"),
+    pytest.param({}, [*BY_HAND, *SEEDS], id="plane4"),
+    pytest.param({"parallel__tp": 2}, [*PAIRS, *SEEDS[:4]], id="tp2"),
+    pytest.param({"parallel__pp": 2}, [*PAIRS, *SEEDS], id="pp2"),
 ]
+
+
+for _name in ("random_plans", "shared_plans"):
+    _spec = importlib.util.spec_from_file_location(f"megatron_{_name}", Path(__file__).with_name(f"{_name}.py"))
+    sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_spec.name])
+_plans = sys.modules["megatron_shared_plans"]
 
 
 def _exact(results, layout, lengths=LENGTHS):
@@ -31,6 +43,37 @@ def _exact(results, layout, lengths=LENGTHS):
             assert found["targets"] == sum(lengths) - len(lengths)
         ran = [(s.sequence, t) for found in plans for s in found["executed"] for t in range(s.start, s.stop)]
         assert sorted(ran) == sorted((i, t) for i, n in enumerate(lengths) for t in range(n) for _ in range(copies))
+
+
+def test_the_random_plans_hold_what_they_are_to_prove():
+    sizes = {"num_ranks": 4, "num_stages": 1, "layers_per_stage": 2, "heads": 4}
+    plans = [_plans.random_shared_plan(seed, LENGTHS, **sizes) for seed in SEEDS]
+    assert plans[0].digest == _plans.random_shared_plan(0, LENGTHS, **sizes).digest
+
+    def some(holds):
+        return lambda plan: any(len(m.ranks) > 1 and holds(m) for m in plan.micro_batches)
+
+    def grows(plan):
+        homes = {}
+        for m in plan.micro_batches:
+            for s, home in zip(m.slices, m.homes or [m.ranks] * len(m.slices), strict=True):
+                homes.setdefault(s.sequence, set()).add(frozenset(home))
+        return any(len(found) > 1 for found in homes.values())
+
+    wanted = {
+        **{engine: some(lambda m, engine=engine: m.engine == engine) for engine in MIXED},
+        "three ranks of four": some(lambda m: len(m.ranks) == 3),
+        "homes of several sizes": some(lambda m: len(set(map(len, m.homes))) > 1),
+        "a short sequence at home beside a long one": some(lambda m: 1 in map(len, m.homes)),
+        "a remap": some(lambda m: m.remap),
+        "a remap to ranks that are nobody's home": some(lambda m: m.homes and set(m.ranks) > set(sum(m.homes, ()))),
+        "routed": some(lambda m: m.routed),
+        "a home that grows": grows,
+        "some kept, some replayed": lambda p: p.kept and p.replayed and not p.backward,
+        "recomputed layers": lambda p: any(map(any, p.recompute)),
+        "groups of their own in backward beside shared ones": lambda p: p.backward and p.shared and p.cut,
+    }
+    assert [name for name, holds in wanted.items() if not any(holds(plan) for plan in plans)] == []
 
 
 @pytest.mark.parametrize(("layout", "plans"), LAYOUTS)
