@@ -9,7 +9,13 @@
 A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
 
-Left out: what one kernel takes and gives back, buffers of communication, tensors on their way between stages.
+Of a shared micro-batch a rank holds the activations of its own tokens (`parts.tokens_of_ranks`), and K and V of the
+slices that are at home with it. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's share
+on its way.
+
+Left out: what one kernel takes and gives back, buffers of communication (K and V of other ranks among them, and of all
+tokens in an all-gather), key heads that several ranks keep, tensors on their way between stages, and of moved tokens
+that their queries, keys and values are kept by the rank that attends for them.
 Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 """
 

@@ -10,7 +10,8 @@ tokens of the home's slices, R tokens whose keys and values they read (T and the
                         forward     g - 1 times  max(0, hop - block)
                         backward    K and V as above; their gradients follow one block later, g hops, the last of
                                     which, home, nothing hides (Liu et al., arXiv 2310.01889, section 3)
-    all-gather      K and V of R tokens to all, nothing hides it; backward: and their gradients summed back
+    all-gather      K and V of R tokens to all; backward: again, and their gradients summed back. No attention of the
+                    home itself hides it
 
 All ranks hop at once, so a hop takes as long as the slowest of its links: ranks in the order of their nodes cross only
 at the nodes' borders. Routed, what k ranks of a node send across goes over the NICs of all x members there
@@ -18,8 +19,8 @@ at the nodes' borders. Routed, what k ranks of a node send across goes over the 
 
     hop = k n / (x b_inter) + 2 n (x - 1) / (x b_intra)         n bytes a rank, b bytes/s; plain: n / b_inter
 
-Slices of other homes on the same rank compute while a hop travels, those of one rank alone while the first one does;
-hops of a rank's homes follow one another, as they do on one communicator.
+Slices of other homes on the same rank compute while a hop travels, those of one rank alone while the first hop or the
+gathering does; what a rank's homes send follows one another, as it does on one communicator.
 
 Engine "" is the trainer's own static context parallelism, by `Traffic.engine`: latencies of all-to-all and all-gather
 once a pass, gradients in a ring as wide as K and V.
@@ -61,6 +62,8 @@ class Times(NamedTuple):
 
     open_s: Any
     """Nothing hides it."""
+    first_s: Any = 0.0
+    """Only what a rank computes for itself alone hides it."""
     hop_s: Any = 0.0
     """K and V to the next group."""
     grad_s: Any = 0.0
@@ -88,7 +91,8 @@ def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
 
 def alone_s(times: Times) -> Any:
     """Seconds that nothing hides on a rank that has no other home."""
-    open_s, hop, grad, block, groups = times
+    open_s, first, hop, grad, block, groups = times
+    open_s = open_s + first
     if groups == 1:
         return open_s
     between = np.maximum(0.0, hop + grad - block)
@@ -109,12 +113,17 @@ def together_s(homes: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
     where = np.concatenate([ranks for ranks, _ in rows])
     sizes = [len(ranks) for ranks, _ in rows]
     columns = np.array([times for _, times in rows], dtype=np.float64)[:, :, None]
-    open_s, hop, grad, block, groups = columns.transpose(1, 0, 2)
+    open_s, first, hop, grad, block, groups = columns.transpose(1, 0, 2)
     # What is under way while block k is computed changes at these k only; a home's gradients go home at its k = g.
     numbers = {1, *(times.groups for _, times in rows)} - {1}
     edges = np.array(sorted({0, 1, *(g + more for g in numbers for more in (-1, 0, 1))}))
     k, widths = edges[:-1], np.diff(edges)
-    net = hop * (k < groups - 1) + grad * ((k >= 1) & (k <= groups)) * (groups > 1) - block * (k < groups)
+    net = (
+        first * (k == 0)
+        + hop * (k < groups - 1)
+        + grad * ((k >= 1) & (k <= groups)) * (groups > 1)
+        - block * (k < groups)
+    )
     exposed = np.zeros((len(local_s), len(k) + 1))
     np.add.at(exposed, where, np.repeat(np.concatenate([net, open_s], axis=1), sizes, axis=0))
     exposed[:, 0] -= local_s
@@ -161,11 +170,11 @@ def times_of(
     grads = sent * traffic.kv_grad_frac if passes > 1 else 0.0
     if engine == "all_gather":
         link = cluster.link_among(peers)
-        open_s = link.all_gather_s(sent, degree, traffic.layers)
-        return Times(open_s + link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s)
+        back_s = link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s
+        return Times(back_s, link.all_gather_s(sent, degree, traffic.layers))
     hops = _hops(cluster, peers, share, routed)
     grad_s = hops.seconds(grads, traffic.layers) if passes > 1 else 0.0
-    return Times(open_s, hops.seconds(sent, traffic.layers), grad_s, block_s, groups)
+    return Times(open_s, 0.0, hops.seconds(sent, traffic.layers), grad_s, block_s, groups)
 
 
 def head_shares(traffic: Traffic, ranks: int) -> tuple[float, float]:

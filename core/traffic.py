@@ -10,6 +10,8 @@
                                  (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
                      hybrid      all_to_all inside groups, a ring across them
                      all_gather  K and V of all tokens to all (backward: their gradients summed back); not hidden
+                   with `MicroBatch.remap` what moved tokens have goes there and back, in each direction
+    host           activations that wait there for the backward, hidden behind compute
     experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
                    behind its compute
     gradients      at the end of a step over the plane: all-reduce; with a sharded optimizer reduce-scatter, and

@@ -200,6 +200,13 @@ def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
     assert exposed_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, m, COST, 1) == 6
 
 
+def test_short_sequences_hide_a_gathering_but_not_the_way_back() -> None:
+    """8 tokens on ranks 0 and 1: 8 s there, 16 s back; 4 tokens more on rank 1 alone, 2 s."""
+    m = micro_batch(((0, 1), (1,)), (8, 4), engine="all_gather")
+    assert of_ranks(m, 1) == [8, 8 - 2]
+    assert of_ranks(m, 2) == [8 + 16, 8 - 2 + 16]
+
+
 def test_hops_of_two_homes_follow_one_another_behind_both_blocks() -> None:
     """Rank 1 sends for two homes: 8 + 4 s behind 2 + 0.5 s."""
     m = micro_batch(((0, 1), (1, 2)), (8, 4))
@@ -241,7 +248,7 @@ def test_homes_of_all_ranks_are_no_homes(
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 5), min_size=2, max_size=6, unique=True),
-            st.tuples(*[st.integers(0, 20)] * 4),
+            st.tuples(*[st.integers(0, 20)] * 5),
         ),
         max_size=5,
     ),
@@ -250,19 +257,21 @@ def test_homes_of_all_ranks_are_no_homes(
 def test_ranks_in_several_homes_take_turns_round_by_round(
     drawn: list[tuple[list[int], tuple[int, ...]]], local: list[int]
 ) -> None:
-    homes = [(ranks, Times(*map(float, four), groups=len(ranks))) for ranks, four in drawn]
+    homes = [(ranks, Times(*map(float, five), groups=len(ranks))) for ranks, five in drawn]
     expected = []
     for rank in range(6):
         mine = [times for ranks, times in homes if rank in ranks]
         total = sum(t.open_s for t in mine)
         for k in range(8):
             under_way = sum(t.hop_s * (k < t.groups - 1) + t.grad_s * (1 <= k <= t.groups) for t in mine)
+            under_way += sum(t.first_s for t in mine) * (k == 0)
             computed = sum(t.block_s * (k < t.groups) for t in mine) + local[rank] * (k == 0)
             total += max(0.0, under_way - computed)
         expected.append(total)
     assert together_s(homes, np.array(local, dtype=np.float64)).tolist() == pytest.approx(expected)
     for _, times in homes:
-        assert together_s([([0], times)], np.zeros(1))[0] == pytest.approx(alone_s(times))
+        ring = times._replace(first_s=0.0)
+        assert together_s([([0], ring)], np.zeros(1))[0] == pytest.approx(alone_s(ring))
 
 
 def test_a_table_is_its_entries() -> None:
