@@ -28,8 +28,6 @@ _GRID = 4
 """Lengths to an octave."""
 _STEPS = 8
 """Degrees of more than a node to an octave."""
-_UNEVEN_HEADS = 1.07
-"""Largest share of heads over the mean share up to which ranks may share them."""
 
 
 class Way(NamedTuple):
@@ -167,13 +165,18 @@ class Prices:
             if engine in ("ring", "all_gather") or (engine == "all_to_all" and shares_heads(heads, degree)):
                 found.append(Way(engine))
             elif engine == "hybrid":
-                # Groups lie inside nodes, the last of which may be there in part.
-                part = np.gcd(node, degree % node) if degree > node else degree
-                fits = [u for u in range(2, int(part) + 1) if part % u == 0 and u < degree and shares_heads(heads, u)]
-                found += [Way(engine, u) for u in fits[-2:]]
+                found += [Way(engine, u) for u in self._inner(degree)]
         if degree > node > 1 and self.config.routed == "auto":
             found += [way._replace(routed=True) for way in found]
         return found
+
+    def _inner(self, degree: int) -> list[int]:
+        """Sizes of groups that share heads: the two largest that divide the parts of all nodes, and some whole nodes."""
+        heads, node = self.limits.heads, self.node
+        part = int(np.gcd(node, degree % node)) if degree > node else degree
+        inside = [u for u in range(2, part + 1) if part % u == 0 and u < degree and shares_heads(heads, u)]
+        across = [u for u in range(2 * node, degree, node) if degree % u == 0 and shares_heads(heads, u)]
+        return inside[-2:] + across[-2:]
 
     def _column(self, degree: int) -> tuple[list[int], Floats, Floats]:
         """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
@@ -241,8 +244,8 @@ def prices_of(situation: Situation, limits: Limits, config: MeshConfig, longest:
 
 
 def shares_heads(heads: int, ranks: int) -> bool:
-    """Whether ranks can share heads about evenly; 0 heads: not known."""
-    return not heads or (ranks <= heads and -(-heads // ranks) * ranks <= _UNEVEN_HEADS * heads)
+    """Whether there are as many heads as ranks, perhaps uneven shares, which have their price; 0 heads: not known."""
+    return not heads or ranks <= heads
 
 
 def most_tokens(lengths: Ints, degree: int) -> Ints:
