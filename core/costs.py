@@ -18,6 +18,7 @@ that many ranks measures, in nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
@@ -94,6 +95,15 @@ class PassCost(_Frozen):
     def seconds(self, length: Any, prefix: Any = 0) -> Any:
         """Seconds for ``length`` tokens after ``prefix`` tokens (arrays broadcast), launch left out."""
         return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
+
+    def tokens_within(self, prefix: int, budget_s: float) -> float:
+        """How many tokens after ``prefix`` cost ``budget_s``."""
+        linear = self.token_s + self.pair_s * prefix
+        if budget_s <= 0:
+            return 0.0
+        if self.pair_s == 0:
+            return budget_s / linear if linear else math.inf
+        return (math.sqrt(linear * linear + 2 * self.pair_s * budget_s) - linear) / self.pair_s
 
     def of(self, work: Work) -> float:
         """Seconds of all of it."""

@@ -5,6 +5,8 @@ gangs    long sequences on as many ranks as they deserve, one micro-batch each, 
 rounds   all ranks run one micro-batch at a time, in which long sequences are on many ranks and short ones on one; their
          loads add up on a rank (`rounds`, `zones`; Zeppelin, arXiv 2509.21841)
 groups   rounds in disjoint groups of ranks (`groups`; FlexSP, arXiv 2412.01523)
+chains   long sequences in slices, each slice on several ranks (`chains`): where even all ranks cannot hold one at once,
+         and in pipelines, whose stages wait less for smaller micro-batches
 given    the plan that came in, of the packing plugin; where sequences are few, also the plans of others (`baselines`)
 
 Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The
@@ -14,26 +16,25 @@ ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ...core.errors import EvenloadError, PlanError
+from ...core.memory import room_bytes
 from ...core.partition import Ints
 from ...core.registry import Situation
 from ...core.simulate import simulate
-from ...core.workload import Limits, MicroBatch, StepPlan
+from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES, cp_1
+from .blocks import compute_seconds, fitted, in_blocks
 from .bound import lower_bound_s
+from .chains import chained
 from .config import MeshConfig
-from .gangs import gangs
-from .place import Frame, Placed, placed
-from .prices import Prices, Shares, prices_of
-from .rounds import divisions, step_seconds
+from .prices import Shares, prices_of
 from .steps import lengths_of, limits_for, step
-from .zones import micro_batches, whole
+from .ways import candidates
 
 _FEW = 4
 """Sequences to a rank up to which the plans of others are judged too: few do not level, and luck decides."""
@@ -55,10 +56,17 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     prices = prices_of(situation, limits, config, int(lengths.max()))
     shares = prices.of(lengths).under(limits.max_tokens)
     found = [_judge(given, situation)] if given.micro_batches else []
-    if not given.micro_batches:
-        _refuse_longer(lengths, shares, limits)
-    for made, name in _candidates(lengths, limits, prices, shares, config):
+    too_long = not np.isfinite(shares.fastest).all()
+    for made, name in () if too_long else candidates(lengths, limits, prices, shares, config):
         found += _judged(step(given, limits, made, f"mesh ({name})"), situation)
+    if too_long or limits.num_stages > 1:
+        room = room_bytes(situation.cluster, situation.costs.memory, limits)
+        price = situation.costs.forward.plus(situation.costs.backward)
+        ways = sorted(chained(lengths, prices, limits), key=lambda way: compute_seconds(way, price, limits.num_stages))
+        for blocks in ways[: 2 + 2 * config.effort]:
+            found += _judged(fitted(in_blocks(given, limits, blocks, "mesh (chains)"), room), situation)
+    if not found:
+        _refuse_longer(lengths, shares, limits)
     if len(lengths) <= _FEW * limits.num_ranks:
         for name, baseline in BASELINES.items():
             other = baseline(given, situation, config)
@@ -76,46 +84,6 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
             continue
         return replace(best, made_by=_made_by(given, best))
     raise problem or EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
-
-
-def _candidates(
-    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
-) -> Iterator[tuple[list[MicroBatch], str]]:
-    made = gangs(lengths, prices, shares, limits.max_tokens)
-    if made is not None:
-        yield made, "gangs"
-    rounds = _best_rounds(lengths, limits, prices, shares, config)
-    if rounds is not None:
-        yield rounds, "rounds"
-
-
-def _best_rounds(
-    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
-) -> list[MicroBatch] | None:
-    """The division that is fastest once its sequences are placed; simulating each would take longer than placing it."""
-    stages, launch_s = limits.num_stages, prices.launch_s
-    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
-    best_s, best = np.inf, None
-    for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
-        if tried > 2 * config.effort or division.seconds >= best_s:
-            break
-        found: list[Placed] = []
-        for numbers in division.rounds:
-            one = placed(shares, numbers, frame)
-            if one is None:
-                break
-            found.append(one)
-        else:
-            seconds = step_seconds([one.seconds for one in found], launch_s, stages)
-            if seconds < best_s:
-                best_s, best = seconds, list(zip(division.rounds, found, strict=True))
-    out: list[MicroBatch] = []
-    for numbers, one in best or []:
-        made = micro_batches(whole(lengths, numbers), one, prices, dummies=limits.equal_counts or stages > 1)
-        if made is None:
-            return None
-        out += made
-    return out or None
 
 
 def _allowed(made: StepPlan, config: MeshConfig) -> bool:

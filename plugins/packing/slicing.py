@@ -61,16 +61,6 @@ def pack_seconds(pack: list[Slice], price: PassCost) -> float:
     return float(sum(price.seconds(s.stop - s.start, s.start) for s in pack))
 
 
-def tokens_for(price: PassCost, prefix: int, budget_s: float) -> float:
-    """How many tokens after ``prefix`` cost ``budget_s``."""
-    linear = price.token_s + price.pair_s * prefix
-    if budget_s <= 0:
-        return 0.0
-    if price.pair_s == 0:
-        return budget_s / linear if linear else math.inf
-    return (math.sqrt(linear * linear + 2 * price.pair_s * budget_s) - linear) / price.pair_s
-
-
 def _pour(
     line: list[int],
     rest: list[int],
@@ -136,7 +126,7 @@ class _Line:
         while self.left:
             item, start = self._items[self._at], self._start
             rest = self._tokens[item] - start
-            take = self._cut(start, rest, min(tokens_for(self._price, start, budget_s - spent_s), room), room)
+            take = self._cut(start, rest, min(self._price.tokens_within(start, budget_s - spent_s), room), room)
             if take:
                 pieces.append(Slice(item, start, start + take))
                 spent_s += float(self._price.seconds(take, start))

@@ -20,7 +20,7 @@ from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.plan import WORTH_A_CUT, plan
-from evenload.plugins.packing.slicing import fill, pack_seconds, tokens_for
+from evenload.plugins.packing.slicing import fill, pack_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
 
 @given(st.integers(0, 10**6), st.floats(1.0, 1e7))
 def test_tokens_for_inverts_the_price(prefix: int, budget_s: float) -> None:
-    assert PRICE.seconds(tokens_for(PRICE, prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-6)
+    assert PRICE.seconds(PRICE.tokens_within(prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-6)
 
 
 @settings(max_examples=150)
