@@ -1,0 +1,107 @@
+"""Sequences that all ranks together cannot hold at once, and pipelines: chains of slices on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.memory import peaks_of_stage
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.workload import StepPlan, sequences
+from evenload.face import load_plugins
+from evenload.plugins.mesh.blocks import fitted, in_blocks
+from evenload.plugins.mesh.chains import chained
+from evenload.plugins.mesh.config import MeshConfig
+from evenload.plugins.mesh.prices import LEAST_TOKENS, prices_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+
+
+def chain(cap: int, dp: int = 4, pp: int = 1, **more: object) -> PlanChain:
+    mesh = {"enabled": True, "max_tokens": cap}
+    model = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    recipe = parse({"model": model, "parallel": {"dp": dp, "pp": pp}, "plugins": {"mesh": mesh}, **more})
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+def test_what_all_ranks_cannot_hold_at_once_runs_in_slices_on_several() -> None:
+    made = chain(512).plan(sequences([5000, 300, 200, 40]))
+    mine = [m for m in made.micro_batches if any(s.sequence == 0 for s in m.slices)]
+    assert len(mine) >= 3
+    assert {len(m.ranks) for m in mine} <= {2, 4}
+    assert 0 in made.cut
+    assert made.bound_s <= simulate(made, chain(512).situation).step_s
+
+
+def test_a_sequence_too_short_for_so_many_ranks_takes_fewer() -> None:
+    made = chain(64, dp=8).plan(sequences([2000, 500]))
+    assert 0 in made.cut
+    assert all(LEAST_TOKENS * len(m.ranks) <= s.length for m in made.micro_batches for s in m.slices)
+
+
+def test_a_pipeline_waits_less_with_slices() -> None:
+    planner = chain(1 << 20, dp=2, pp=4)
+    batch = sequences([60000, 9000, 800, 700])
+    sliced = simulate(planner.plan(batch), planner.situation).step_s
+    shared = simulate(planner.baseline("cp_all", batch), planner.situation).step_s
+    assert sliced < 0.75 * shared
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(2, 6000), min_size=2, max_size=12),
+    st.sampled_from([300, 700, 5000]),
+    st.sampled_from([(4, 1), (3, 1), (2, 2), (3, 2)]),
+    st.booleans(),
+)
+def test_every_way_of_cutting_is_lawful(lengths: list[int], cap: int, plane: tuple[int, int], equal: bool) -> None:
+    planner = chain(cap, *plane)
+    limits = replace(planner.limits, max_tokens=cap, equal_counts=equal and plane[1] == 1)
+    values = np.array(lengths, dtype=np.int64)
+    prices = prices_of(planner.situation, limits, MeshConfig(), int(values.max()))
+    bare = StepPlan(sequences(lengths), (), limits)
+    found = [in_blocks(bare, limits, blocks, "chains").check() for blocks in chained(values, prices, limits)]
+    assert found
+    for made in found:
+        counts = {len(made.of_rank(rank)) for rank in range(plane[0])}
+        assert len(counts) == 1
+
+
+def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
+    planner = chain(512)
+    limits = replace(planner.limits, max_tokens=512)
+    lengths = np.array([8000, 60], dtype=np.int64)
+    prices = prices_of(planner.situation, limits, MeshConfig(), 8000)
+    made = in_blocks(StepPlan(sequences(lengths), (), limits), limits, next(chained(lengths, prices, limits)), "chains")
+    whole = max(peak for peak, _ in peaks_of_stage(made, 0))
+    less = fitted(made, 0.6 * whole).check()
+    assert less.replayed
+    assert max(peak for peak, _ in peaks_of_stage(less, 0)) <= 0.6 * whole
+    assert fitted(made, whole) is not less
+    assert not fitted(made, whole).replayed
+
+
+def test_what_no_cut_can_hold_is_refused() -> None:
+    with pytest.raises(EvenloadError, match="longer than all ranks"):
+        chain(8).plan(sequences([4000, 10]))
+
+
+def test_packing_that_may_not_cut_leaves_long_sequences_to_mesh() -> None:
+    packing = {"enabled": True, "max_tokens": 512, "slices": "off"}
+    recipe = parse({"parallel": {"dp": 4}, "plugins": {"packing": packing, "mesh": {"enabled": True}}})
+    made = PlanChain.of_recipe(recipe, recipe.layout()).plan(sequences([1500, 300, 200, 90]))
+    assert made.limits.max_tokens == 512
+    assert made.made_by == "mesh"
+    assert made.shared
+
+
+def test_static_context_parallelism_beside_mesh_is_refused() -> None:
+    recipe = {"parallel": {"dp": 2, "cp": 2}, "plugins": {"mesh": {"enabled": True}}}
+    with pytest.raises(EvenloadError, match=r"parallel\.cp and plugins\.mesh both say"):
+        parse(recipe)
