@@ -60,7 +60,7 @@ def chained(lengths: Ints, prices: Prices, limits: Limits) -> Iterator[list[Bloc
                 for chain in _chain(i, int(lengths[i]), degree, round_s, price, prices, limits)
             ]
             named = {chain.slices[0].sequence for chain in cuts}
-            if len(named) < sum(int(n) > limits.max_tokens for n in lengths):
+            if not named.issuperset(np.flatnonzero(lengths > limits.max_tokens).tolist()):
                 continue  # one of them has too few tokens for so many ranks
             rest = [i for i in np.argsort(-lengths, kind="stable").tolist() if i not in named]
             yield _blocks(cuts, rest, lengths, round_s, price, limits, prices)
@@ -77,7 +77,8 @@ def _chain(
     """The sequence on as many ranks, or on as many as its tokens are enough for."""
     ranks = max((d for d in prices.degrees.tolist() if d <= degree and LEAST_TOKENS * d <= length), default=1)
     each = float(price.seconds(length)) / ranks
-    count = max(1, round(each / round_s), -(-length // (ranks * limits.max_tokens)))
+    wanted = min(round(each / round_s), length // (LEAST_TOKENS * ranks))
+    count = max(1, wanted, -(-length // (ranks * limits.max_tokens)))
     while count * LEAST_TOKENS * ranks <= length:
         slices = _equal(index, length, count, price)
         most = max(s.length for s in slices)

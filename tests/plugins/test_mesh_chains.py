@@ -53,7 +53,7 @@ def test_a_pipeline_waits_less_with_slices() -> None:
     assert sliced < 0.75 * shared
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(2, 6000), min_size=2, max_size=12),
     st.sampled_from([300, 700, 5000]),
