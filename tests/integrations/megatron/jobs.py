@@ -112,8 +112,8 @@ def mutation(name: str) -> Any:
     """Plant a fault in the planned path."""
     build, finalize = batch_module.build_pack, reduction_module._sum_over_world
 
-    def build_wrong(micro_batch: Any, *rest: Any) -> Any:
-        pack = build(micro_batch, *rest)
+    def build_wrong(micro_batch: Any, *rest: Any, **named: Any) -> Any:
+        pack = build(micro_batch, *rest, **named)
         if name == "restarted position":
             # In the middle of a sequence: a shift of all its positions would change nothing, since RoPE is relative.
             middle, end = pack.segments[1] // 2, pack.segments[1]
