@@ -181,7 +181,7 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -
                     held += stored[s.sequence]
             if op.micro_batch in plan.kept:
                 held += kept
-                now = held + moving
+                now = held
             else:
                 held += inputs
                 now = held + layer

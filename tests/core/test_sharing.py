@@ -143,6 +143,13 @@ def test_copied_keys_travel_and_the_busiest_rank_is_waited_for() -> None:
     assert found == pytest.approx(8 / 3 * (6 + 2 * 1.5) * 2 / 3 + 0.25 * 32 / 3 / 8)
 
 
+def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
+    """Four ranks of a group share 8 query and 2 key heads: 2 tokens a rank of 1.5 bytes, twice."""
+    traffic = replace(TRAFFIC, heads=8, kv_bytes_per_token=1.5)
+    times = times_of(traffic, NODES_OF_4, range(8), Load(16.0, 16.0, 0.0), "hybrid", 4, COST, 1)
+    assert times.hop_s == 2 * 2 * 1.5 / 0.5
+
+
 def test_more_ranks_than_heads_cannot_share_them() -> None:
     assert exposed(8, (0, 1, 2), "all_to_all", 1, heads=2) == float("inf")
     assert exposed(8, (0, 1, 2, 3), "hybrid", 2, inner=2, heads=1) == float("inf")
@@ -297,6 +304,9 @@ def test_moved_tokens_travel_there_and_their_outputs_back() -> None:
     assert of_ranks(both, 1) == [24 + 48, 24, 48]
     even = micro_batch(((0,), (1,)), (6, 6), remap=True)
     assert of_ranks(even, 1) == [0, 0]
+    slow = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.25, bytes_per_s=1.0)})
+    found = exposed_of_ranks(replace(TRAFFIC, layers=3), slow, LAYOUT, 0, m, COST, 1)
+    assert found.tolist() == [32 + 2 * 3 * 0.25] * 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=12), st.integers(1, 4))
