@@ -171,7 +171,7 @@ class Prices:
         return found
 
     def _inner(self, degree: int) -> list[int]:
-        """Sizes of groups that share heads: the two largest that divide the parts of all nodes, and some whole nodes."""
+        """Sizes of groups that share heads: the largest that divide the parts of all nodes, and those of whole ones."""
         heads, node = self.limits.heads, self.node
         part = int(np.gcd(node, degree % node)) if degree > node else degree
         inside = [u for u in range(2, part + 1) if part % u == 0 and u < degree and shares_heads(heads, u)]
@@ -195,7 +195,7 @@ class Prices:
         at, ranks = self.situation, tuple(range(degree))
         pieces = np.stack([self._grid, np.zeros_like(self._grid)], axis=1)
         total = np.zeros_like(self._grid)
-        for cost, moved in self._directions(passes):
+        for cost, moved in self.directions(passes):
             total += attention_s(
                 at.traffic, at.cluster, at.layout, 0, pieces, ranks, way.engine, way.inner, cost, moved, way.routed
             )
@@ -211,10 +211,10 @@ class Prices:
 
     def _one_rank(self, tokens: float, passes: int) -> float:
         at, m = self.situation, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
-        directions = self._directions(passes)
+        directions = self.directions(passes)
         return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
 
-    def _directions(self, passes: int) -> list[tuple[PassCost, int]]:
+    def directions(self, passes: int) -> list[tuple[PassCost, int]]:
         """(costs, moves) of what runs in a forward (1) or a backward (2)."""
         costs = self.situation.costs
         again = [(costs.forward, 1)] if costs.recompute else []

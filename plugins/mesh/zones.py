@@ -14,24 +14,24 @@ import numpy as np
 
 from ...core.partition import Ints
 from ...core.workload import MicroBatch, Slice
-from .place import Placed, Ranks
+from .place import Ranks
 from .prices import Prices, Way
 
 
-def micro_batches(pieces: list[Slice], placed: Placed, prices: Prices, *, dummies: bool) -> list[MicroBatch] | None:
+def micro_batches(pieces: list[Slice], homes: list[Ranks], prices: Prices, *, dummies: bool) -> list[MicroBatch] | None:
     """The micro-batches of one round; None where no engine suits sequences that meet.
 
     Args:
-        pieces: what each placed sequence runs in this round.
+        pieces: what each sequence runs in this round, on ``homes``.
         dummies: give ranks without work a micro-batch too.
     """
     members: dict[int, list[int]] = {}
-    root = _components(placed, prices.limits.num_ranks)
-    for k, home in enumerate(placed.homes):
+    root = _components(homes, prices.limits.num_ranks)
+    for k, home in enumerate(homes):
         members.setdefault(root[home[0]], []).append(k)
     found: list[MicroBatch] = []
     for mine in members.values():
-        made = _micro_batch(mine, pieces, placed, prices)
+        made = _micro_batch([(pieces[k], homes[k]) for k in mine], prices)
         if made is None:
             return None
         found.append(made)
@@ -42,7 +42,7 @@ def micro_batches(pieces: list[Slice], placed: Placed, prices: Prices, *, dummie
     return found
 
 
-def _components(placed: Placed, num_ranks: int) -> list[int]:
+def _components(homes: list[Ranks], num_ranks: int) -> list[int]:
     """For each rank the first of all ranks that share sequences with it."""
     parent = list(range(num_ranks))
 
@@ -52,7 +52,7 @@ def _components(placed: Placed, num_ranks: int) -> list[int]:
             rank = parent[rank]
         return rank
 
-    for home in {home for home in placed.homes if len(home) > 1}:
+    for home in {home for home in homes if len(home) > 1}:
         for rank in home[1:]:
             a, b = sorted((root(home[0]), root(rank)))
             parent[b] = a
@@ -65,20 +65,19 @@ def _span(m: MicroBatch, node: int) -> int:
     return max(len({rank // node for rank in home}) for home in homes)
 
 
-def _micro_batch(mine: list[int], pieces: list[Slice], placed: Placed, prices: Prices) -> MicroBatch | None:
-    homes = [placed.homes[k] for k in mine]
-    ranks = tuple(sorted({rank for home in homes for rank in home}))
-    order = sorted(range(len(mine)), key=lambda i: (-len(homes[i]), -pieces[mine[i]].length, pieces[mine[i]]))
-    slices = tuple(pieces[mine[i]] for i in order)
+def _micro_batch(mine: list[tuple[Slice, Ranks]], prices: Prices) -> MicroBatch | None:
+    ranks = tuple(sorted({rank for _, home in mine for rank in home}))
+    mine = sorted(mine, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
+    slices = tuple(piece for piece, _ in mine)
     if len(ranks) == 1:
         return MicroBatch(slices, ranks)
-    way = common_way([(pieces[k].length, home) for k, home in zip(mine, homes, strict=True)], prices)
+    way = common_way([(piece.length, home) for piece, home in mine], prices)
     if way is None:
         return None
-    own = tuple(homes[i] for i in order)
-    if all(home == ranks for home in own):
-        own = ()
-    return MicroBatch(slices, ranks, 0, way.engine, way.inner, own, routed=way.routed)
+    homes = tuple(home for _, home in mine)
+    if all(home == ranks for home in homes):
+        homes = ()
+    return MicroBatch(slices, ranks, 0, way.engine, way.inner, homes, routed=way.routed)
 
 
 def common_way(sequences: list[tuple[int, Ranks]], prices: Prices) -> Way | None:

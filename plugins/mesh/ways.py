@@ -1,0 +1,114 @@
+"""The plans that `plan` chooses from where no sequence is cut: gangs, and the best division into rounds found.
+
+A division is judged by the sequences as they are placed, which agrees with the simulator to a per mille; simulating
+each would take longer than placing it. In the best one, rounds in which ranks are left waiting are tried as disjoint
+groups too (FlexSP's problem, `groups`): groups split all of their sequences alike, which levels a few long ones better;
+overlapping homes level the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.partition import Ints
+from ...core.traffic import exposed_of_ranks
+from ...core.workload import Limits, MicroBatch
+from .config import MeshConfig
+from .gangs import gangs
+from .groups import Table, groups_of, seconds_of
+from .place import Frame, Ranks, placed, target_of
+from .prices import Prices, Shares
+from .rounds import divisions, step_seconds
+from .zones import micro_batches, whole
+
+_LEVEL = 1.004
+"""Time of a round over its target at which groups are not tried."""
+
+
+class _Round(NamedTuple):
+    """Sequences of one round and where they run."""
+
+    numbers: Ints
+    homes: list[Ranks]
+    seconds: float
+
+
+def candidates(
+    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
+) -> Iterator[tuple[list[MicroBatch], str]]:
+    """Micro-batches in launch order, and a name. lengths int64 [K], ``shares`` theirs under the token cap."""
+    made = gangs(lengths, prices, shares, limits.max_tokens)
+    if made is not None:
+        yield made, "gangs"
+    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
+    dummies = limits.equal_counts or limits.num_stages > 1
+    rounds = [
+        _launched(lengths, one, shares, prices, frame, dummies=dummies)
+        for one in _best_rounds(lengths, limits, prices, shares, config.effort)
+    ]
+    if rounds and None not in rounds:
+        yield [m for made in rounds for m in made or []], "rounds"
+
+
+def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, shares: Shares, effort: int) -> list[_Round]:
+    """The division that is fastest once its sequences are placed."""
+    stages, launch_s = limits.num_stages, prices.launch_s
+    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
+    best_s, best = np.inf, list[_Round]()
+    for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
+        if tried > 2 * effort or division.seconds >= best_s:
+            break
+        found: list[_Round] = []
+        for numbers in division.rounds:
+            one = placed(shares, numbers, frame)
+            if one is None:
+                break
+            found.append(_Round(numbers, one.homes, one.seconds))
+        else:
+            seconds = step_seconds([one.seconds for one in found], launch_s, stages)
+            if seconds < best_s:
+                best_s, best = seconds, found
+    return best
+
+
+def _in_groups(lengths: Ints, one: _Round, shares: Shares, frame: Frame) -> _Round | None:
+    """The round in disjoint groups; None where there are none, or it is level already."""
+    if one.seconds <= _LEVEL * target_of(shares, one.numbers, frame.num_ranks, 1.0):
+        return None
+    table = Table(shares.degrees, shares.seconds[one.numbers])
+    groups = groups_of(lengths[one.numbers], table, frame.num_ranks, frame.cap, frame.node)
+    if groups is None or float(seconds_of(groups, table).max()) >= one.seconds:
+        return None
+    homes: list[Ranks] = [()] * len(one.numbers)
+    for group in groups:
+        for k in group.sequences:
+            homes[k] = group.ranks
+    return one._replace(homes=homes)
+
+
+def _launched(
+    lengths: Ints, one: _Round, shares: Shares, prices: Prices, frame: Frame, *, dummies: bool
+) -> list[MicroBatch] | None:
+    """Micro-batches of a round, as overlapping homes or in groups; None where no engine suits sequences that meet."""
+    pieces = whole(lengths, one.numbers)
+    best_s, best = np.inf, None
+    for way in (one, _in_groups(lengths, one, shares, frame)):
+        made = way and micro_batches(pieces, way.homes, prices, dummies=dummies)
+        seconds = _seconds(made, prices) if made else np.inf
+        if seconds < best_s:
+            best_s, best = seconds, made
+    return best
+
+
+def _seconds(made: list[MicroBatch], prices: Prices) -> float:
+    """Of the slowest forward and the slowest backward of a round, launches included."""
+    at, slowest = prices.situation, [0.0, 0.0]
+    for m in made:
+        for k, (own, passes) in enumerate(zip(at.costs.rank_s(m), (1, 2), strict=True)):
+            for cost, moved in prices.directions(passes):
+                own = own + exposed_of_ranks(at.traffic, at.cluster, at.layout, 0, m, cost, moved)
+            slowest[k] = max(slowest[k], float(own.max()))
+    return sum(slowest)
