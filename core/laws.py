@@ -229,16 +229,17 @@ def _equal_counts(plan: StepPlan) -> None:
         if len(set(counts)) > 1:
             found = f"between {min(counts)} and {max(counts)}"
             raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
-        rows = [plan.of_rank(rank, kind) for rank in range(plan.limits.num_ranks)] if plan.shared else []
-        for index, m in enumerate(plan.passes(kind)) if rows else ():
-            places = {rank: rows[rank].index(index) for rank in m.ranks} if len(m.ranks) > 1 else {}
-            if len(set(places.values())) > 1:
-                found = f"micro-batch {index}: number of its pass by rank {places}"
-                raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", found)
-    patterns = {"".join(op.kind for op in row) for row in orders_of_stage(plan, 0)} if plan.shared else set()
+    rows = orders_of_stage(plan, 0) if plan.shared else []
+    patterns = {"".join(op.kind for op in row) for row in rows}
     if len(patterns) > 1:
         found = " and ".join(sorted(patterns)[:2])
         raise PlanError("ranks that run in step share micro-batches and differ in the order of their passes", found)
+    places = [{op: place for place, op in enumerate(row)} for row in rows]
+    for op in [Op(kind, i) for kind in ("F", "B") for i, m in enumerate(plan.passes(kind)) if len(m.ranks) > 1]:
+        met = {rank: places[rank].get(op) for rank in plan.passes(op.kind)[op.micro_batch].ranks}
+        if len(set(met.values())) > 1:
+            found = f"{op.kind}{op.micro_batch}: number of its pass by rank {met}"
+            raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", found)
 
 
 def _order_is_complete(plan: StepPlan) -> None:

@@ -4,8 +4,9 @@
 
 with share 1 where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages
 (ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan: whole sequences or
-slices, forwards whose activations are kept or that are replayed before their backward, the same groups in both
-directions or others. The loss of a token is counted where it is computed with gradients, once.
+slices, on one rank or shared by several, forwards whose activations are kept or that are replayed before their
+backward, the same groups in both directions or others. The loss of a token is counted where it is computed with
+gradients, once.
 
 Measured against a plain run of the same weights, 2 gloo ranks, float32: see docs/deepspeed.md.
 """
@@ -39,8 +40,9 @@ from ...runtime.world import World
 from ..host import Mark, StepResult, no_mark
 from . import attention, checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
-from .jobs import Pass, num_added, passes_of_rank
+from .jobs import num_added, passes_of_rank
 from .model import build_model, keeping_activations, recompute_layers
+from .passes import Pass
 from .supported import refuse_unequal_replay, refuse_unsupported
 
 log = logging.getLogger("evenload")
@@ -53,7 +55,8 @@ class DeepSpeedHost:
     """Runs plans on DeepSpeed. Making one is collective.
 
     ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
-    inside every pass, so there, by wall time or on a GPU, it holds the waiting for other ranks as well.
+    inside every pass, and ranks that share a micro-batch exchange keys and values there, so then, by wall time or on a
+    GPU, it holds the waiting for other ranks as well.
 
     Args:
         recipe: with ``model.vocab_size`` resolved, or ``model.config``.

@@ -296,3 +296,9 @@ def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
     replace(STUCK, micro_batches=(SHARED[0], dummy, *SHARED[1:]), limits=in_step).check()
     with pytest.raises(PlanError, match="runs all ranks in step"):
         replace(STUCK, micro_batches=(*SHARED, dummy), limits=in_step).check()
+    # Launched in step, yet rank 0 runs the backward of its own one before the shared one's and rank 1 behind it.
+    crossed = (SHARED[1]._replace(ranks=(0,)), MicroBatch((Slice(2, 0, 8),), (1,)), SHARED[0])
+    crossed_order = replace(STUCK, micro_batches=crossed, limits=in_step, order=(ops("F0 F1 F2 B0 B2 B1"),))
+    with pytest.raises(PlanError, match="runs all ranks in step"):
+        crossed_order.check()
+    replace(crossed_order, order=(ops("F0 F1 F2 B2 B0 B1"),)).check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -82,6 +83,12 @@ def even(engine: Any = "ring") -> StepPlan:
     """Three ranks with equally many tokens each, and one alone."""
     whole = [Slice(i, 0, n) for i, n in enumerate((96, 31))]
     return ordered((96, 31), [MicroBatch((whole[0],), (0, 1, 2), engine=engine), MicroBatch((whole[1],), (3,))])
+
+
+def offloaded() -> StepPlan:
+    """Activations of some micro-batches would wait in host memory."""
+    made = mixed("ring")
+    return replace(made, offload=(0.5, 0.0, 1.0, 0.0, 0.0, 0.25)).check()
 
 
 def crossed() -> StepPlan:
