@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.errors import EvenloadError, PlanError
-from ...core.memory import room_bytes
+from ...core.memory import fixed_bytes, room_bytes
 from ...core.partition import Ints
 from ...core.registry import Situation
 from ...core.simulate import simulate
@@ -32,6 +32,7 @@ from .blocks import compute_seconds, fitted, in_blocks
 from .bound import lower_bound_s
 from .chains import chained
 from .config import MeshConfig
+from .offloads import offloaded
 from .prices import Shares, prices_of
 from .steps import lengths_of, limits_for, step
 from .ways import candidates
@@ -54,10 +55,11 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     if not len(lengths):
         return step(given, limits, [], "mesh")
     prices = prices_of(situation, limits, config, int(lengths.max()))
-    shares = prices.of(lengths).under(limits.max_tokens)
+    anywhere = prices.of(lengths)
+    shares = anywhere.under(limits.max_tokens)
     found = [_judge(given, situation)] if given.micro_batches else []
     too_long = not np.isfinite(shares.fastest).all()
-    for made, name in () if too_long else candidates(lengths, limits, prices, shares, config):
+    for made, name in () if too_long else candidates(lengths, limits, prices, anywhere, config):
         found += _judged(step(given, limits, made, f"mesh ({name})"), situation)
     if too_long or limits.num_stages > 1:
         room = room_bytes(situation.cluster, situation.costs.memory, limits)
@@ -72,7 +74,12 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
             other = baseline(given, situation, config)
             if other.limits.max_tokens == limits.max_tokens and _allowed(other, config):
                 found += _judged(replace(other, made_by=f"mesh ({name})"), situation)
-    room = 0.9 * situation.cluster.memory_bytes
+    memory = situation.costs.memory
+    room = room_bytes(situation.cluster, memory, limits) + fixed_bytes(memory, limits)
+    if config.offload == "auto" and found and all(one.held_bytes > room for one in found):
+        fastest = min(found, key=lambda one: one.step_s)
+        for other in offloaded(fastest.plan, situation):
+            found += _judged(other, situation)
     found.sort(key=lambda one: (one.held_bytes > room, one.step_s))
     bound_s = lower_bound_s(lengths, limits, situation, config)
     problem: PlanError | None = None

@@ -3,7 +3,7 @@
 A division is judged by the sequences as they are placed, which agrees with the simulator to a per mille; simulating
 each would take longer than placing it. In the best one, rounds in which ranks are left waiting are tried as disjoint
 groups too (FlexSP's problem, `groups`): groups split all of their sequences alike, which levels a few long ones better;
-overlapping homes level the others.
+overlapping homes level the others. Rounds in which sequences find no room are tried with moved tokens (`evened`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ...core.partition import Ints
 from ...core.traffic import exposed_of_ranks
 from ...core.workload import Limits, MicroBatch
 from .config import MeshConfig
+from .evened import evened
 from .gangs import gangs
 from .groups import Table, groups_of, seconds_of
 from .place import Frame, Ranks, placed, target_of
@@ -34,12 +35,15 @@ class _Round(NamedTuple):
     numbers: Ints
     homes: list[Ranks]
     seconds: float
+    even: MicroBatch | None = None
+    """The round with moved tokens, for want of room."""
 
 
 def candidates(
-    lengths: Ints, limits: Limits, prices: Prices, shares: Shares, config: MeshConfig
+    lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
 ) -> Iterator[tuple[list[MicroBatch], str]]:
-    """Micro-batches in launch order, and a name. lengths int64 [K], ``shares`` theirs under the token cap."""
+    """Micro-batches in launch order, and a name. lengths int64 [K], ``anywhere`` what they cost, whatever the cap."""
+    shares = anywhere.under(limits.max_tokens)
     made = gangs(lengths, prices, shares, limits.max_tokens)
     if made is not None:
         yield made, "gangs"
@@ -47,26 +51,30 @@ def candidates(
     dummies = limits.equal_counts or limits.num_stages > 1
     rounds = [
         _launched(lengths, one, shares, prices, frame, dummies=dummies)
-        for one in _best_rounds(lengths, limits, prices, shares, config.effort)
+        for one in _best_rounds(lengths, limits, prices, anywhere, config)
     ]
     if rounds and None not in rounds:
         yield [m for made in rounds for m in made or []], "rounds"
 
 
-def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, shares: Shares, effort: int) -> list[_Round]:
+def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig) -> list[_Round]:
     """The division that is fastest once its sequences are placed."""
     stages, launch_s = limits.num_stages, prices.launch_s
-    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
+    frame, shares = Frame(limits.num_ranks, prices.node, limits.max_tokens), anywhere.under(limits.max_tokens)
     best_s, best = np.inf, list[_Round]()
     for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
-        if tried > 2 * effort or division.seconds >= best_s:
+        if tried > 2 * config.effort or division.seconds >= best_s:
             break
         found: list[_Round] = []
         for numbers in division.rounds:
             one = placed(shares, numbers, frame)
-            if one is None:
+            if one is not None:
+                found.append(_Round(numbers, one.homes, one.seconds))
+                continue
+            even = evened(lengths, numbers, anywhere, prices) if config.remap == "auto" else None
+            if even is None:
                 break
-            found.append(_Round(numbers, one.homes, one.seconds))
+            found.append(_Round(numbers, [], _seconds([even], prices) - launch_s, even))
         else:
             seconds = step_seconds([one.seconds for one in found], launch_s, stages)
             if seconds < best_s:
@@ -94,13 +102,13 @@ def _launched(
 ) -> list[MicroBatch] | None:
     """Micro-batches of a round, as overlapping homes or in groups; None where no engine suits sequences that meet."""
     pieces = whole(lengths, one.numbers)
-    best_s, best = np.inf, None
-    for way in (one, _in_groups(lengths, one, shares, frame)):
-        made = way and micro_batches(pieces, way.homes, prices, dummies=dummies)
-        seconds = _seconds(made, prices) if made else np.inf
-        if seconds < best_s:
-            best_s, best = seconds, made
-    return best
+    if one.even is not None:
+        return [one.even]
+    found = [micro_batches(pieces, one.homes, prices, dummies=dummies)]
+    if (grouped := _in_groups(lengths, one, shares, frame)) is not None:
+        found.append(micro_batches(pieces, grouped.homes, prices, dummies=dummies))
+    made = [rows for rows in found if rows is not None]
+    return min(made, key=lambda rows: _seconds(rows, prices)) if len(made) > 1 else next(iter(made), None)
 
 
 def _seconds(made: list[MicroBatch], prices: Prices) -> float:

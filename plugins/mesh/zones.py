@@ -31,7 +31,7 @@ def micro_batches(pieces: list[Slice], homes: list[Ranks], prices: Prices, *, du
         members.setdefault(root[home[0]], []).append(k)
     found: list[MicroBatch] = []
     for mine in members.values():
-        made = _micro_batch([(pieces[k], homes[k]) for k in mine], prices)
+        made = joined([(pieces[k], homes[k]) for k in mine], prices)
         if made is None:
             return None
         found.append(made)
@@ -65,7 +65,8 @@ def _span(m: MicroBatch, node: int) -> int:
     return max(len({rank // node for rank in home}) for home in homes)
 
 
-def _micro_batch(mine: list[tuple[Slice, Ranks]], prices: Prices) -> MicroBatch | None:
+def joined(mine: list[tuple[Slice, Ranks]], prices: Prices) -> MicroBatch | None:
+    """One micro-batch of slices, each on its home; None where no engine suits all."""
     ranks = tuple(sorted({rank for _, home in mine for rank in home}))
     mine = sorted(mine, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
     slices = tuple(piece for piece, _ in mine)
