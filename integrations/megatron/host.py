@@ -163,8 +163,9 @@ class MegatronHost:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
             self._links = StageLinks()  # by all ranks: they run one plan
-        if self._plane is None and plan.shared:
-            self._plane = open_plane(plan.limits.node_ranks)
+        if plan.shared:
+            self._plane = self._plane or open_plane()
+            self._plane.node_ranks = plan.limits.node_ranks
         stage = PlannedStage(
             plan,
             self.pipeline_stage,
