@@ -58,7 +58,7 @@ class MegatronHost:
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
-        shares = any(plugin.name == "mesh" for plugin in recipe.enabled())
+        shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
         self._last = parallel_state.is_pipeline_last_stage()
 
