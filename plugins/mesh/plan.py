@@ -59,8 +59,8 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     shares = anywhere.under(limits.max_tokens)
     found = [_judge(given, situation)] if given.micro_batches else []
     too_long = not np.isfinite(shares.fastest).all()
-    for made, name in () if too_long else candidates(lengths, limits, prices, anywhere, config):
-        found += _judged(step(given, limits, made, f"mesh ({name})"), situation)
+    for made in () if too_long else candidates(given, limits, prices, anywhere, config):
+        found += _judged(made, situation)
     if too_long or limits.num_stages > 1:
         room = room_bytes(situation.cluster, situation.costs.memory, limits)
         price = situation.costs.forward.plus(situation.costs.backward)

@@ -23,8 +23,6 @@ from ...core.partition import Floats, Ints
 from .place import Frame, target_of
 from .prices import Shares
 
-_MORE = 1
-"""Rounds that are tried beyond those that the tokens need, without a pipeline."""
 _ONE_BY_ONE, _DEALT = 256, 512
 """The longest sequences are dealt to rounds one by one, the others in so many runs of neighbours in length."""
 _TILTS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8)
@@ -53,11 +51,23 @@ def step_seconds(rounds: list[float], launch_s: float, stages: int) -> float:
 def divisions(lengths: Ints, shares: Shares, frame: Frame, launch_s: float, stages: int) -> list[Division]:
     """Divisions of the batch, those of least estimated time first. lengths int64 [K]."""
     least = fewest_rounds(lengths, frame)
-    more = _MORE if stages == 1 else 2 * stages
+    total_s = float(shares.least_area.sum()) / frame.num_ranks
     found: list[Division] = []
-    for count in range(least, min(len(lengths), least + more) + 1):
+    for count in _counts(least, total_s, launch_s, stages, len(lengths)):
         found += _mixed(lengths, shares, frame, count, launch_s, stages)
     return sorted(found, key=lambda one: one.seconds)
+
+
+def _counts(least: int, total_s: float, launch_s: float, stages: int, most: int) -> list[int]:
+    """Numbers of rounds: the fewest and one more; with stages about what balances their idling with launches."""
+    tried = {least, least + 1}
+    if stages > 1 and launch_s > 0:
+        # The least of  total_s (P - 1) / M + launch_s M.
+        best = np.sqrt(total_s * (stages - 1) / launch_s)
+        tried |= {round(best * factor) for factor in (0.35, 0.5, 0.7, 1.0, 1.4)}
+    elif stages > 1:
+        tried |= {least * factor for factor in (2, 4, 8, 16)}
+    return sorted(count for count in tried if least <= count <= most) or [least]
 
 
 def _mixed(lengths: Ints, shares: Shares, frame: Frame, count: int, launch_s: float, stages: int) -> Iterator[Division]:
@@ -71,7 +81,7 @@ def _mixed(lengths: Ints, shares: Shares, frame: Frame, count: int, launch_s: fl
     in_node = shares.seconds[:, shares.degrees <= frame.node].min(axis=1)
     total_s = float(area.sum()) / frame.num_ranks
     known: set[bytes] = set()
-    for tilt in _TILTS:
+    for tilt in _TILTS if stages == 1 else _TILTS[:1]:
         first_s = total_s * tilt / count
         other_s = (total_s - first_s) / (count - 1)
         if other_s <= 0:

@@ -15,7 +15,8 @@ import numpy as np
 
 from ...core.partition import Ints
 from ...core.traffic import exposed_of_ranks
-from ...core.workload import Limits, MicroBatch
+from ...core.workload import Limits, MicroBatch, StepPlan
+from .blocks import Block, in_blocks
 from .config import MeshConfig
 from .evened import evened
 from .gangs import gangs
@@ -23,6 +24,7 @@ from .groups import Table, groups_of, seconds_of
 from .place import Frame, Ranks, placed, target_of
 from .prices import Prices, Shares
 from .rounds import divisions, step_seconds
+from .steps import lengths_of, step
 from .zones import micro_batches, whole
 
 _LEVEL = 1.004
@@ -40,21 +42,34 @@ class _Round(NamedTuple):
 
 
 def candidates(
-    lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
-) -> Iterator[tuple[list[MicroBatch], str]]:
-    """Micro-batches in launch order, and a name. lengths int64 [K], ``anywhere`` what they cost, whatever the cap."""
-    shares = anywhere.under(limits.max_tokens)
+    given: StepPlan, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
+) -> Iterator[StepPlan]:
+    """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
+    lengths, shares = lengths_of(given), anywhere.under(limits.max_tokens)
     made = gangs(lengths, prices, shares, limits.max_tokens)
     if made is not None:
-        yield made, "gangs"
-    frame = Frame(limits.num_ranks, prices.node, limits.max_tokens)
+        yield step(given, limits, made, "mesh (gangs)")
+    rounds = _rounds(lengths, limits, prices, anywhere, config)
+    if rounds and limits.num_stages > 1:
+        # In an order of the plan's own no stage waits until what it sends has arrived.
+        yield in_blocks(given, limits, [Block([one]) for one in rounds], "mesh (rounds)")
+    if rounds:
+        yield step(given, limits, [m for one in rounds for m in one], "mesh (rounds)")
+
+
+def _rounds(
+    lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each round of the best division; nothing where none was found."""
+    shares, frame = anywhere.under(limits.max_tokens), Frame(limits.num_ranks, prices.node, limits.max_tokens)
     dummies = limits.equal_counts or limits.num_stages > 1
-    rounds = [
-        _launched(lengths, one, shares, prices, frame, dummies=dummies)
-        for one in _best_rounds(lengths, limits, prices, anywhere, config)
-    ]
-    if rounds and None not in rounds:
-        yield [m for made in rounds for m in made or []], "rounds"
+    found: list[list[MicroBatch]] = []
+    for one in _best_rounds(lengths, limits, prices, anywhere, config):
+        made = _launched(lengths, one, shares, prices, frame, dummies=dummies)
+        if made is None:
+            return []
+        found.append(made)
+    return found
 
 
 def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig) -> list[_Round]:
