@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ...core.partition import Ints
 from ...core.workload import MicroBatch
 from .place import Frame, placed
@@ -37,9 +35,8 @@ def evened(lengths: Ints, numbers: Ints, shares: Shares, prices: Prices) -> Micr
     if not limits.num_ranks <= total <= limits.num_ranks * limits.max_tokens:
         return None
     token_s = costs.forward.token_s + costs.backward.token_s
-    linear = np.where(np.isfinite(shares.seconds), token_s * lengths[:, None] / shares.degrees, np.inf)
-    attention = np.where(np.isfinite(linear), shares.seconds - linear, np.inf)
-    by_kind = replace(shares, forward=attention, backward=linear)
+    linear = token_s * lengths[:, None] / shares.degrees
+    by_kind = replace(shares, forward=shares.seconds - linear, backward=linear)  # infinite where it was
     found = placed(by_kind, numbers, Frame(limits.num_ranks, prices.node, _ANY))
     made = found and joined(list(zip(whole(lengths, numbers), found.homes, strict=True)), prices)
     if made is None or len(made.ranks) == 1:

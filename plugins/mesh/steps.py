@@ -55,9 +55,12 @@ def _peak(limits: Limits, tokens: int) -> float:
 
 
 def step(given: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], name: str) -> StepPlan:
-    """A plan of these micro-batches in launch order; dummies for ranks without work, and where all run in step."""
+    """A plan of these micro-batches in launch order; dummies for ranks without work, and where all run in step.
+
+    Pipelines that share micro-batches run in step too: else stages that run ahead might wait in a circle.
+    """
     found = list(micro_batches)
-    if limits.equal_counts:
+    if limits.equal_counts or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in found)):
         found = in_step(found, limits.num_ranks)
     busy = {rank for m in found for rank in m.ranks}
     found += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
