@@ -33,7 +33,7 @@ class MeshConfig(PluginConfig):
     offload: Literal["auto", "off"] = "auto"
     """Whether activations may wait in host memory where the device's is predicted not to hold them."""
     effort: NonNegativeInt = 2
-    """How many further divisions of the batch into rounds are weighed for each one that is taken."""
+    """How hard to look for better divisions of the batch into rounds; each further unit takes a tenth longer."""
 
     @field_validator("remap", "routed", "offload", mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from .prices import Shares
 
 _ONE_BY_ONE, _DEALT = 256, 512
 """The longest sequences are dealt to rounds one by one, the others in so many runs of neighbours in length."""
-_TILTS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8)
+_TILTS = tuple(1.0 + 0.075 * k for k in range(13))
 """Time of the first round over the mean."""
 
 

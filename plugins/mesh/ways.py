@@ -31,6 +31,12 @@ _LEVEL = 1.004
 """Time of a round over its target at which groups are not tried."""
 
 
+_TRIES = 5
+"""Further divisions that are placed for each unit of effort,"""
+_SEQUENCES = 4096
+"""fewer where this many sequences would be placed."""
+
+
 class _Round(NamedTuple):
     """Sequences of one round and where they run."""
 
@@ -77,8 +83,9 @@ def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares
     stages, launch_s = limits.num_stages, prices.launch_s
     frame, shares = Frame(limits.num_ranks, prices.node, limits.max_tokens), anywhere.under(limits.max_tokens)
     best_s, best = np.inf, list[_Round]()
+    tries = config.effort * max(1, min(_TRIES, _SEQUENCES // len(lengths)))
     for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
-        if tried > 2 * config.effort or division.seconds >= best_s:
+        if tried > tries or division.seconds >= best_s:
             break
         found: list[_Round] = []
         for numbers in division.rounds:
