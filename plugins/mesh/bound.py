@@ -219,7 +219,7 @@ def _from_below(lengths: Ints, prices: Prices, column: int) -> tuple[Floats, Flo
     chord and of its neighbours' extensions: that is below a function that bends up, one that bends down, and one with
     an edge where communication begins to hide behind attention.
     """
-    grid, (numbers, first, second) = prices._grid, prices._columns[column]
+    grid, (numbers, first, second) = prices.grid, prices.columns[column]
     if not numbers:
         return np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
     rows = first + second  # [ways, grid]

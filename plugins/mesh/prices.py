@@ -100,7 +100,8 @@ class Prices:
         self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
         self.longest = 1 << max(8, int(longest - 1).bit_length())
         octaves = int(np.log2(self.longest / LEAST_TOKENS))
-        self._grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
+        self.grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
+        """Lengths of the table, ascending."""
         self.ways: list[Way] = [Way("")]
         traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
         self.launch = (
@@ -108,7 +109,8 @@ class Prices:
             situation.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
         )
         """Seconds of a pass without tokens, forward and backward."""
-        self._columns = [self._column(int(d)) for d in self.degrees]
+        self.columns = [self._column(int(d)) for d in self.degrees]
+        """Of each degree: numbers of its ways, and their exposed seconds [ways, grid], forward and backward."""
         self._others: dict[int, tuple[list[int], Floats, Floats]] = {}
 
     @property
@@ -124,13 +126,13 @@ class Prices:
         costs = self.situation.costs
         whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
         mine = np.arange(len(lengths))
-        for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self._columns, strict=True)):
+        for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self.columns, strict=True)):
             tokens[:, j] = most_tokens(lengths, d)
             if not numbers:  # none of the engines allows so many
                 forward[:, j] = backward[:, j] = np.inf
                 continue
-            exposed_f = np.array([np.interp(n, self._grid, row) for row in first])
-            exposed_b = np.array([np.interp(n, self._grid, row) for row in second])
+            exposed_f = np.array([np.interp(n, self.grid, row) for row in first])
+            exposed_b = np.array([np.interp(n, self.grid, row) for row in second])
             best = (exposed_f + exposed_b).argmin(axis=0)
             forward[:, j] = whole_f / d + exposed_f[best, mine]
             backward[:, j] = whole_b / d + exposed_b[best, mine]
@@ -148,13 +150,13 @@ class Prices:
             way = way._replace(routed=False)
         if degree not in self._others:
             known = self.degrees.tolist()
-            self._others[degree] = self._columns[known.index(degree)] if degree in known else self._column(degree)
+            self._others[degree] = self.columns[known.index(degree)] if degree in known else self._column(degree)
         numbers, first, second = self._others[degree]
         names = [self.ways[number] for number in numbers]
         if way not in names:
             return float("inf"), float("inf")
         k = names.index(way)
-        return float(np.interp(length, self._grid, first[k])), float(np.interp(length, self._grid, second[k]))
+        return float(np.interp(length, self.grid, first[k])), float(np.interp(length, self.grid, second[k]))
 
     def ways_of(self, degree: int) -> list[Way]:
         """The ways in which so many ranks, in whole nodes as far as there are, may share attention."""
@@ -193,8 +195,8 @@ class Prices:
     def _attention(self, degree: int, way: Way, passes: int) -> Floats:
         """Of every length of the grid; infinite where there are fewer heads."""
         at, ranks = self.situation, tuple(range(degree))
-        pieces = np.stack([self._grid, np.zeros_like(self._grid)], axis=1)
-        total = np.zeros_like(self._grid)
+        pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
+        total = np.zeros_like(self.grid)
         for cost, moved in self.directions(passes):
             total += attention_s(
                 at.traffic, at.cluster, at.layout, 0, pieces, ranks, way.engine, way.inner, cost, moved, way.routed
@@ -205,8 +207,8 @@ class Prices:
         """What tensor and expert parallelism leave exposed of every length of the grid, beyond that of no tokens."""
         layout = self.situation.layout
         if layout.tp == layout.ep == 1:
-            return np.zeros_like(self._grid)
-        each = np.array([self._one_rank(n / degree, passes) for n in self._grid])
+            return np.zeros_like(self.grid)
+        each = np.array([self._one_rank(n / degree, passes) for n in self.grid])
         return np.maximum(0.0, each - self._one_rank(1, passes))
 
     def _one_rank(self, tokens: float, passes: int) -> float:
