@@ -29,6 +29,7 @@ Result = dict[str, Any]
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-550m": {"num_layers": 16, "hidden_size": 1536, "num_attention_heads": 16, "ffn_hidden_size": 4096},
+    "llama-3b": {"num_layers": 26, "hidden_size": 3200, "num_attention_heads": 32, "ffn_hidden_size": 8640},
     "llama-7b": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008},
     "llama-13b": {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "ffn_hidden_size": 13824},
     "llama-32b": {"num_layers": 60, "hidden_size": 6656, "num_attention_heads": 64, "ffn_hidden_size": 17920},

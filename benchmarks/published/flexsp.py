@@ -14,7 +14,9 @@ gathers is in the coefficient of a launch. Seconds of a step:
     each       the best one degree of each micro-batch: what sorting alone gives, the strongest simple baseline
     evenload   the packing plugin on lanes of parallel.cp ranks, the best one degree of all batches (what a recipe can
                say today), and of each batch. Nothing is cut: beside a full micro-batch these cards have no room for the
-               keys and values of a cut sequence. Degrees that differ inside a micro-batch come with the mesh plugin
+               keys and values of a cut sequence
+    mesh, Ulysses    the mesh plugin with what FlexSP has: all-to-all alone on powers of two of ranks, heads not counted
+    mesh       the mesh plugin with every engine (rings over the links of the cluster file, heads counted), any degree
 
 The first four sort: a batch, longest first, is cut into M runs whose largest holds the fewest tokens, as FlexSP's
 blaster does, for the first five M that all ranks together hold; in each, sequences go longest first to the group that
@@ -35,10 +37,12 @@ from evenload.core.chain import PlanChain
 from evenload.core.costs import load
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import parse
+from evenload.core.registry import get
 from evenload.core.setting import RECIPES
 from evenload.core.simulate import simulate
 from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
 from evenload.face import load_plugins
+from evenload.plugins.mesh.config import MeshConfig
 from lengths import K
 
 RANKS = 64
@@ -47,6 +51,7 @@ PAD = 2 * RANKS
 TRIES = 5
 """Numbers of micro-batches, from the least on."""
 MIB = 1 << 20
+ULYSSES = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off", offload="off")
 ROOM = 30_300 * MIB
 """Bytes of a 40 GB device for states and activations: what the solver's token cap for 7B at 384K (6,407) comes to."""
 
@@ -109,6 +114,18 @@ def chain_of(model: Model, degree: int) -> PlanChain:
     # What ZeRO-3 gathers is in the published coefficient of a launch.
     traffic = replace(chain.situation.traffic, engine="all_to_all", gradient_bytes=0.0, weight_bytes=0.0)
     return replace(chain, situation=replace(chain.situation, traffic=traffic))
+
+
+@cache
+def mesh_of(model: Model, ulysses: bool) -> PlanChain:
+    """The mesh plugin on the same machines: as FlexSP, which knows of no number of heads, or with all it has."""
+    chain, cap = chain_of(model, 1), cap_of(model)
+    config = (ULYSSES if ulysses else MeshConfig()).model_copy(update={"enabled": True, "max_tokens": cap})
+    heads = 0 if ulysses else chain.situation.traffic.heads
+    traffic = replace(chain.situation.traffic, heads=heads)
+    limits = replace(chain.limits, heads=heads)
+    situation = replace(chain.situation, traffic=traffic)
+    return replace(chain, links=((get("mesh"), config),), situation=situation, limits=limits)
 
 
 def step_seconds(model: Model, plan: StepPlan, degree: int = 1) -> float:
@@ -233,6 +250,10 @@ def row_of(
     lanes = {d: [_packed(model, d, batch) for batch in batches] for d in DEGREES}
     seconds["evenload"] = float(min(np.mean(column) for column in lanes.values()))
     seconds["evenload, per batch"] = float(np.mean([min(column) for column in zip(*lanes.values(), strict=True)]))
+    for name, ulysses in (("mesh, Ulysses", True), ("mesh", False)):
+        chain = mesh_of(model, ulysses)
+        steps = [simulate(chain.plan(batch), chain.situation, record=False).step_s for batch in batches]
+        seconds[name] = float(np.mean(steps))
     lengths = [np.array([s.length for s in batch], dtype=np.float64) for batch in batches]
     return {
         "setting": f"{model.name} {context // K}K",

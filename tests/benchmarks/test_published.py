@@ -102,6 +102,9 @@ def test_flexsp_is_ordered_and_sp64_follows_its_formula(result_of: Run) -> None:
     assert seconds["SP64"] >= seconds["BatchAda"] >= seconds["each"] > 0
     assert seconds["evenload"] >= seconds["evenload, per batch"]
     assert seconds["evenload, per batch"] <= seconds["BatchAda"] * 1.05
+    # Degrees inside a micro-batch are what FlexSP adds to one degree for each.
+    assert seconds["mesh, Ulysses"] <= seconds["each"]
+    assert seconds["mesh"] <= seconds["each"]
     # galvatron/flexsp_solver/solver.py: a1 s^2 + a2 s + b1 in ms, all-to-all of 4 * 2 * L * h * s * 2 bytes over GB/s.
     a1, a2, b1, layers, hidden, rate = 5.128e-6, 0.18396, 629.4, 32, 4096, 4.87
     by_hand = []
@@ -110,6 +113,33 @@ def test_flexsp_is_ordered_and_sp64_follows_its_formula(result_of: Run) -> None:
         moved_ms = 4 * 2 * layers * hidden * tokens * 2 / 2**20 / 64 / rate
         by_hand.append((compute_ms + moved_ms) / 1e3)
     assert seconds["SP64"] == pytest.approx(sum(by_hand) / len(by_hand), rel=0.1)
+
+
+def test_bytescale_balances_what_naive_degrees_leave(result_of: Run) -> None:
+    result = result_of("bytescale")
+    (row,) = result["rows"]
+    seconds = {name: column["step_s"] for name, column in row["columns"].items()}
+    assert seconds["static"] >= seconds["simple"]
+    assert seconds["static"] > seconds["naive"] > seconds["mesh"]
+    assert seconds["ring"] >= seconds["mesh"] > 0
+    assert row["gain"]["mesh"] == pytest.approx(seconds["static"] / seconds["mesh"])
+    assert row["over_naive"]["mesh"] == pytest.approx(seconds["naive"] / seconds["mesh"])
+    assert row["columns"]["mesh"]["imbalance"] < row["columns"]["naive"]["imbalance"]
+    # ByteScale, section 6: a 312K sequence on 39 ranks hides its ring.
+    assert result["ring_312K"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_zeppelin_adds_up_its_layers(result_of: Run) -> None:
+    result = result_of("zeppelin")
+    (row,) = result["rows"]
+    gain = row["gain"]
+    assert gain["TE CP"] == 1
+    assert gain["routed"] > 1
+    assert gain["engine"] <= gain["+ routing"] <= gain["+ remap"] <= gain["mesh"] * SLACK
+    assert gain["mesh"] > gain["hybrid"]
+    # Its ring step between nodes: keys and values of 4,096 tokens, two of 3,200 numbers in half precision, on 25 GB/s.
+    assert result["hop_ms"]["plain"] == pytest.approx(1e3 * 4096 * 2 * 3200 * 2 / 2.5e10, rel=0.02)
+    assert result["hop_ms"]["routed"] < result["hop_ms"]["plain"] / 2
 
 
 def test_the_table_says_what_is_predicted_and_where_lengths_are_from(tmp_path: Path) -> None:
