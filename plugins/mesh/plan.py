@@ -16,6 +16,7 @@ ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from .steps import lengths_of, limits_for, step
 from .ways import candidates
 
 _FEW = 4
-"""Sequences to a rank up to which the plans of others are judged too: few do not level, and luck decides."""
+"""Sequences to a rank up to which all plans of others are judged too: few do not level, and luck decides."""
 
 
 class _Judged(NamedTuple):
@@ -69,11 +70,8 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
             found += _judged(fitted(in_blocks(given, limits, blocks, "mesh (chains)"), room), situation)
     if not found:
         _refuse_longer(lengths, shares, limits)
-    if len(lengths) <= _FEW * limits.num_ranks:
-        for name, baseline in BASELINES.items():
-            other = baseline(given, situation, config)
-            if other.limits.max_tokens == limits.max_tokens and _allowed(other, config):
-                found += _judged(replace(other, made_by=f"mesh ({name})"), situation)
+    for other in _of_others(given, limits, situation, config):
+        found += _judged(other, situation)
     memory = situation.costs.memory
     room = room_bytes(situation.cluster, memory, limits) + fixed_bytes(memory, limits)
     if config.offload == "auto" and found and all(one.held_bytes > room for one in found):
@@ -91,6 +89,15 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
             continue
         return replace(best, made_by=_made_by(given, best))
     raise problem or EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+
+
+def _of_others(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> Iterator[StepPlan]:
+    """Baselines that keep the settings. With many sequences degrees by memory alone may level best, others never do."""
+    few, free = len(given.sequences) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
+    for name in BASELINES if few else ("memory_degree",) if free else ():
+        other = BASELINES[name](given, situation, config)
+        if other.limits.max_tokens == limits.max_tokens and _allowed(other, config):
+            yield replace(other, made_by=f"mesh ({name})")
 
 
 def _allowed(made: StepPlan, config: MeshConfig) -> bool:
