@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import random
 import subprocess
 import sys
 import traceback
@@ -141,7 +142,8 @@ def test_a_wrong_recipe_switches_nothing_on(stub, tmp_path):
 
 @pytest.mark.slow
 def test_every_order_on_a_stub_host(host_folder, path):
-    orders = ["".join(verbs) for n in range(1, 6) for verbs in itertools.product("HSED", repeat=n)]
+    orders = ["".join(verbs) for n in range(1, 5) for verbs in itertools.product("HSED", repeat=n)]
+    orders += random.Random(0).sample(["".join(verbs) for verbs in itertools.product("HSED", repeat=5)], 100)
     _survive("stub", [o for o in orders if "EE" not in o.replace("H", "").replace("S", "")], host_folder, path)
 
 
