@@ -6,6 +6,7 @@ G = key/value heads (both of this rank), D = head dimension.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -72,7 +73,7 @@ class Coming:
         return self._tensors
 
 
-class Work:
+class Work(ABC):
     """A job with its tensors in the attention layout; `forward` fills out and lse, `backward` grads.
 
     Both are generators that yield when messages were posted, so that the jobs of a call take turns.
@@ -105,11 +106,11 @@ class Work:
         work.out_NHD, work.lse_HN = out_NHD, lse_HN
         return work
 
-    def forward(self) -> Iterator[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def forward(self) -> Iterator[None]: ...
 
-    def backward(self, dout_NHD: Tensor) -> Iterator[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def backward(self, dout_NHD: Tensor) -> Iterator[None]: ...
 
     def exchange(self, rows: Sequence[Row], sends: Mapping[int, Tensor], hop: int, kind: int) -> Coming:
         """Post messages between groups.

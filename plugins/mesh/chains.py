@@ -126,27 +126,40 @@ def _way(slices: tuple[Slice, ...], degree: int, prices: Prices) -> Way:
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)
 
 
+class _Grid(NamedTuple):
+    """A block while chains are put into it."""
+
+    used: list[int]
+    """Rounds of each rank that are taken, from the first on."""
+    placed: list[tuple[Chain, int, int]]
+    """(chain, first rank, first round)."""
+
+    def takes(self, chain: Chain, step: int, tall: int) -> bool:
+        """Put a chain onto the ranks that are free first, starting at multiples of ``step``; False if it ends above
+        ``tall``."""
+        starts = range(0, len(self.used) - chain.degree + 1, step)
+        first = min(starts, key=lambda r: max(self.used[r : r + chain.degree]))
+        at = max(self.used[first : first + chain.degree])
+        if at + len(chain.slices) > tall:
+            return False
+        self.placed.append((chain, first, at))
+        self.used[first : first + chain.degree] = [at + len(chain.slices)] * chain.degree
+        return True
+
+
 def _blocks(
     chains: list[Chain], rest: list[int], lengths: Ints, round_s: float, price: PassCost, limits: Limits, prices: Prices
 ) -> list[Block]:
     """Chains longest first into the first block with room, then whole sequences into the emptiest cells."""
     num_ranks, node = limits.num_ranks, prices.node
-    grids: list[tuple[list[int], list[tuple[Chain, int, int]]]] = []  # free rounds of every rank, (chain, rank, round)
+    grids: list[_Grid] = []
     tall = max((len(chain.slices) for chain in chains), default=1)
     for chain in sorted(chains, key=lambda c: (-len(c.slices), -c.degree, c.slices[0].sequence)):
         step = chain.degree if chain.degree <= node and node % chain.degree == 0 else 1
-        for used, placed in grids:  # noqa: B007
-            starts = range(0, num_ranks - chain.degree + 1, step)
-            first = min(starts, key=lambda r: max(used[r : r + chain.degree]))
-            at = max(used[first : first + chain.degree])
-            if at + len(chain.slices) <= tall:
-                break
-        else:
-            used, placed, first, at = [0] * num_ranks, [], 0, 0
-            grids.append((used, placed))
-        placed.append((chain, first, at))
-        used[first : first + chain.degree] = [at + len(chain.slices)] * chain.degree
-    blocks = [_laid_out(placed, max(used), num_ranks) for used, placed in grids]
+        if not any(grid.takes(chain, step, tall) for grid in grids):
+            grids.append(_Grid([0] * num_ranks, []))
+            grids[-1].takes(chain, step, tall)
+    blocks = [_laid_out(grid.placed, max(grid.used), num_ranks) for grid in grids]
     cells = [[{rank for rank in range(num_ranks) if not _busy(one, rank)} for one in block.rounds] for block in blocks]
     _fill(blocks, cells, rest, lengths, round_s, price, limits)
     for block in blocks:

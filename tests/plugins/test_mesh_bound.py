@@ -15,6 +15,7 @@ from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.face import load_plugins
+from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bound import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.prices import prices_of
@@ -124,11 +125,12 @@ def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list
     made = chain(slow=slow, zero=zero)
     batch = sequences(lengths)
     try:
-        plan = made.plan(batch)
+        plans = [made.plan(batch), *(made.baseline(name, batch) for name in BASELINES)]
     except EvenloadError:
         assume(False)
-    bound = lower_bound_s(np.array(lengths), plan.limits, made.situation, MeshConfig(), cuts=False)
-    assert 0 < bound <= simulate(plan, made.situation, record=False).step_s * (1 + 1e-9)
+    for plan in plans:
+        bound = lower_bound_s(np.array(lengths), plan.limits, made.situation, MeshConfig(), cuts=False)
+        assert 0 < bound <= simulate(plan, made.situation, record=False).step_s * (1 + 1e-9), plan.made_by
 
 
 def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> float:
