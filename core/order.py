@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 
-from .workload import Op, StepPlan
+from .workload import Op, PassKind, StepPlan
+
+KINDS: tuple[PassKind, ...] = ("F", "B", "W")
 
 
 def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
@@ -19,7 +21,7 @@ def _orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
         ahead = plan.limits.num_stages - 1 - stage
         return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]
     lists: list[list[Op]] = [[] for _ in range(plan.limits.num_ranks)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in ("F", "B")}
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
     for op in plan.order[stage]:
         for rank in ranks[op.kind][op.micro_batch]:
             lists[rank].append(op)

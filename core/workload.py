@@ -79,10 +79,15 @@ class MicroBatch(NamedTuple):
         return max(1, len(self.slices) * self.pad_to if self.pad_to else self.num_tokens)
 
 
-class Op(NamedTuple):
-    """One entry of a stage's order: run forward or backward of a micro-batch."""
+PassKind = Literal["F", "B", "W"]
+"""Forward, backward, and the weight gradients of a backward that computed its input's alone (zero-bubble pipelines, Qi
+et al., arXiv 2401.10241, section 2)."""
 
-    kind: Literal["F", "B"]
+
+class Op(NamedTuple):
+    """One entry of a stage's order: run a pass of a micro-batch. W has the number of its backward."""
+
+    kind: PassKind
     micro_batch: int
 
 
@@ -137,6 +142,10 @@ class Limits:
     """Query heads of one tensor-parallel rank, which ranks that share heads divide; 0: not known."""
     node_ranks: int = 0
     """Neighbouring plane ranks that share a node; 0: all do."""
+    splits_backward: bool = False
+    """The host can run weight gradients as passes of their own (W)."""
+    deferred_bytes_per_token: float = 0.0
+    """Per token and layer, kept from a split backward to its W: inputs of linear layers, gradients of their outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +154,9 @@ class StepPlan:
 
     ``micro_batches`` are in launch order: every rank walks the list and skips what it is not in, so members of a group
     meet in one order. ``order`` holds one list of `Op` per pipeline stage; empty means the host's own schedule over the
-    launch order. ``recompute`` holds, per stage, the number of recomputed layers of each micro-batch; empty means none.
+    launch order. A backward whose W is in a stage's list leaves the weight gradients to it there; any other computes
+    them itself. ``recompute`` holds, per stage, the number of recomputed layers of each micro-batch; empty means what
+    the recipe says.
 
     ``backward`` groups the same tokens anew for the backward pass (asymmetric partitioning; SlimPack, arXiv
     2509.26246), in backward launch order: an op ``B j`` is then its j-th micro-batch. Empty: the groups of the forward.
@@ -170,9 +181,14 @@ class StepPlan:
     """For each micro-batch of the forward the share of its inner layers' activations that waits in host memory for the
     backward; empty: none (ByteScale, arXiv 2502.21231, section 4)."""
 
-    def passes(self, kind: Literal["F", "B"]) -> tuple[MicroBatch, ...]:
+    def passes(self, kind: PassKind) -> tuple[MicroBatch, ...]:
         """The micro-batches of a direction, by the numbers that `Op.micro_batch` has there."""
-        return self.backward if kind == "B" and self.backward else self.micro_batches
+        return self.backward if kind != "F" and self.backward else self.micro_batches
+
+    @cached_property
+    def split(self) -> tuple[frozenset[int], ...]:
+        """For each stage the backwards whose weight gradients are a pass of their own there; empty without an order."""
+        return tuple(frozenset(op.micro_batch for op in ops if op.kind == "W") for ops in self.order)
 
     @cached_property
     def cut(self) -> frozenset[int]:
@@ -194,7 +210,7 @@ class StepPlan:
     def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
         """The same with other replays; what groups and order alone decide is not worked out again."""
         other = replace(self, replayed=replayed)
-        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared")
+        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared", "split")
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
