@@ -17,12 +17,12 @@ from ...core.workload import Slice, StepPlan
 from ...runtime.busy import Busy, BusyClock, counts_waiting
 from ...runtime.kernels import choose_kernel
 from ...runtime.plane import Plane
+from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
 from ..host import Mark, StepResult, TokensOf, no_mark
 from . import checkpoint
 from .batch import PlannedBatches, is_stock
 from .forward import Forward
-from .links import StageLinks
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .plane import open_plane
 from .reduction import Reduction, gradient_norm
@@ -162,7 +162,8 @@ class MegatronHost:
     ) -> list[Slice]:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
-            self._links = StageLinks()  # by all ranks: they run one plan
+            pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+            self._links = StageLinks(rows_of_all(pipeline))  # by all ranks: they run one plan
         if plan.shared:
             self._plane = self._plane or open_plane()
             self._plane.node_ranks = plan.limits.node_ranks

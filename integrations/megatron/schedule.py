@@ -32,11 +32,11 @@ from ...runtime.offload import layers_of, offloading
 from ...runtime.pack import Pack, TokensOf, build_pack
 from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
+from ...runtime.stage_links import StageLinks, taken_before
 from ..host import Mark
 from .attention import seq_params
 from .batch import Batch
 from .forward import Forward, headless, recomputing
-from .links import StageLinks, taken_before
 from .plane import meet
 from .tape import Tape
 

@@ -1,7 +1,7 @@
 """Activations up and gradients down between the pipeline stages of one plane rank, in the order of a plan.
 
-Megatron's own communicator waits for every send and, for packs of unequal length, exchanges shapes first. A plan with
-an order of its own may let two neighbours both send before either receives, which would hang there. Here the plan gives
+Trainers' own communicators wait for every send and, for packs of unequal length, exchange shapes first. A plan with an
+order of its own may let two neighbours both send before either receives, which would hang there. Here the plan gives
 the shapes, a send never waits, and each direction has a process group (on NCCL: a communicator and stream) to itself.
 
 A sent tensor stays alive until the neighbour has it. gloo tells that only to who waits, so nobody asks: what the
@@ -11,31 +11,35 @@ neighbour sends back shows, by the plan, how much it had taken before, and waiti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from ...core.workload import Op
-from ...runtime.groups import GroupPool
+from ..core.workload import Op
+from .groups import GroupPool
 
-Kind = Literal["F", "B"]
+Row = tuple[int, ...]
 
 
 class StageLinks:
-    """The links of this rank to the stages before and after it; lives as long as its host. Collective."""
+    """The links of this rank to the stages before and after it; lives as long as its host. Made by all ranks together.
 
-    def __init__(self) -> None:
-        mine: Any = parallel_state.get_pipeline_model_parallel_group()
-        rows: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(rows, tuple(dist.get_process_group_ranks(mine)))
+    Args:
+        rows: every pipeline of the world: its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
+
+    Raises:
+        EvenloadError: a row names a rank that is not in the world.
+        RankError: the ranks gave different rows.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
         self._pools = {"F": GroupPool(rows), "B": GroupPool(rows)}
-        ranks = rows[dist.get_rank()]
+        (ranks,) = {row for row in rows if dist.get_rank() in row}
         self._groups = {kind: pool.get(ranks) for kind, pool in self._pools.items()}
         stage = ranks.index(dist.get_rank())
-        before, after = ranks[stage - 1 : stage], ranks[stage + 1 : stage + 2]
+        before, after = ranks[max(0, stage - 1) : stage], ranks[stage + 1 : stage + 2]
         self._source = {"F": before, "B": after}
         self._target = {"F": after, "B": before}
         self._sent: dict[str, deque[tuple[Any, Tensor]]] = {"F": deque(), "B": deque()}
@@ -79,11 +83,20 @@ class StageLinks:
             self._taken[kind] += 1
 
 
+def rows_of_all(mine: Sequence[int]) -> list[Row]:
+    """The pipelines of the world, from each rank's own: world ranks, first stage first. Collective."""
+    rows: list[Row] = [()] * dist.get_world_size()
+    dist.all_gather_object(rows, tuple(mine))
+    return sorted(set(rows))
+
+
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:
-    """For each pass in a neighbour's order, how many passes of the other kind it ran before."""
+    """For each F and B in a neighbour's order, how many passes of the other direction it ran before."""
     done = {"F": 0, "B": 0}
     found = {}
     for op in neighbour:
+        if op.kind == "W":
+            continue  # sends nothing, takes nothing
         found[op] = done["B" if op.kind == "F" else "F"]
         done[op.kind] += 1
     return found
