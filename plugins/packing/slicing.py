@@ -20,6 +20,7 @@ import math
 
 from ...core.costs import PassCost
 from ...core.partition import Ints, into_bins
+from ...core.slicing import Line
 from ...core.workload import Slice
 
 Packs = list[list[Slice]]
@@ -79,7 +80,7 @@ def _pour(
     bins = sorted(([rest[k] for k in b] for b in spread), key=lambda b: sum(tokens[i] for i in b))
     rooms = [cap - sum(tokens[i] for i in b) for b in bins]
     own_s = [sum(cost[i] for i in b) for b in bins]
-    source = _Line(line, tokens, price, block)
+    source = Line(line, tokens, price, block)
     left = source.left_s + sum(own_s)
     packs: Packs = []
     worst = 0.0
@@ -105,51 +106,3 @@ def _pour(
         if pack:
             packs.append(pack)
     return None if source.left else (packs, worst)
-
-
-class _Line:
-    """Sequences end to end, consumed from the front."""
-
-    def __init__(self, items: list[int], tokens: dict[int, int], price: PassCost, block: int) -> None:
-        self._items, self._tokens, self._price, self._block = items, tokens, price, block
-        self._at, self._start = 0, 0
-        self.left_s = sum(float(price.seconds(tokens[i])) for i in items)
-
-    @property
-    def left(self) -> bool:
-        return self._at < len(self._items)
-
-    def take(self, budget_s: float, room: int) -> tuple[list[Slice], float]:
-        """The next slices that cost about ``budget_s`` and hold at most ``room`` tokens, and what they do cost."""
-        pieces: list[Slice] = []
-        spent_s = 0.0
-        while self.left:
-            item, start = self._items[self._at], self._start
-            rest = self._tokens[item] - start
-            take = self._cut(start, rest, min(self._price.tokens_within(start, budget_s - spent_s), room), room)
-            if take:
-                pieces.append(Slice(item, start, start + take))
-                spent_s += float(self._price.seconds(take, start))
-                room -= take
-            if take < rest:
-                self._start = start + take
-                break
-            self._at, self._start = self._at + 1, 0
-        self.left_s -= spent_s
-        return pieces, spent_s
-
-    def give_back(self, pieces: list[Slice], spent_s: float) -> None:
-        """Undo the `take` that gave these."""
-        self.left_s += spent_s
-        for piece in reversed(pieces):
-            ended = piece.stop == self._tokens[piece.sequence]
-            self._at, self._start = self._at - ended, piece.start
-
-    def _cut(self, start: int, rest: int, wanted: float, room: int) -> int:
-        """Tokens to take of ``rest``: about ``wanted``, so that no slice is shorter than a block."""
-        if wanted >= rest - self._block / 2 and rest <= room:
-            return rest
-        end = round((start + wanted) / self._block) * self._block
-        while end - start > room or start + rest - end < min(self._block, rest):
-            end -= self._block
-        return max(0, end - start)
