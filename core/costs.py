@@ -210,6 +210,24 @@ class Costs(_Frozen):
         works = np.array(list(rank_works(micro_batch).values()))
         return self.forward.of_each(works), self.backward.of_each(works)
 
+    def layers_s(self, micro_batch: MicroBatch, head_frac: float = 0.0) -> float:
+        """Forward seconds of a micro-batch without launch and without the output layer, on its busiest rank.
+
+        ``head_frac``: share of the linear work that is the output layer's.
+        """
+        works = [work_of([micro_batch])] if is_even(micro_batch) else rank_works(micro_batch).values()
+        return max(self.layers_of(work, head_frac) for work in works)
+
+    def layers_of(self, work: Work, head_frac: float) -> float:
+        return self.forward.token_s * (1.0 - head_frac) * work.tokens + self.forward.pair_s * work.pairs
+
+    def weights_s(self, tokens: Any, head_frac: float = 0.0) -> Any:
+        """Seconds of the weight gradients of ``tokens`` in all layers: a product of matrices for each of the forward's.
+
+        Linear work of a backward is two such products and what is no product; of that nothing is counted here.
+        """
+        return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
+
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
         again = self.forward.plus(self.backward)
@@ -218,6 +236,15 @@ class Costs(_Frozen):
             update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
         )
         return self.model_copy(update={"backward": again, "memory": memory, "recompute": True})
+
+    def kept(self) -> Costs:
+        """What `recomputed` started from."""
+        names = PassCost.model_fields
+        less = {name: max(0.0, getattr(self.backward, name) - getattr(self.forward, name)) for name in names}
+        memory = self.memory.model_copy(
+            update={"activation_bytes_per_token": self.memory.replay_bytes_per_token, "replay_bytes_per_token": 0.0}
+        )
+        return self.model_copy(update={"backward": PassCost(**less), "memory": memory, "recompute": False})
 
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""

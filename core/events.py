@@ -2,20 +2,23 @@
 
 A rank of a stage runs one pass at a time, in its order. A pass on several ranks starts when all are free. Forward
 waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
-tensor of a direction at a time. Where the trainer synchronises ranks in every pass, the k-th forwards (backwards) of
-all ranks start together and take as long as the slowest. O(passes x stages).
+tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. Where the
+trainer synchronises ranks in every pass, the k-th forwards (backwards) of all ranks start together and take as long as
+the slowest. O(passes x stages).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from .errors import PlanError
-from .order import orders_of_stage
-from .workload import Op, StepPlan
+from .order import KINDS, orders_of_stage
+from .workload import Op, PassKind, StepPlan
 
-_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
+_KINDS: tuple[PassKind, ...] = ("F", "B")
+_AHEAD = {"F": 1, "B": -1, "W": 0}
+"""To which stage the result of a pass goes, from its own."""
 
 
 class Event(NamedTuple):
@@ -51,10 +54,10 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         return
     num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in _KINDS}
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
     at = [[0] * num_ranks for _ in orders]
     free = [[0.0] * num_ranks for _ in orders]
-    arrives: list[dict[str, list[float | None]]] = [{k: [None] * len(ranks[k]) for k in _KINDS} for _ in orders]
+    arrives: list[dict[PassKind, list[float | None]]] = [{k: [None] * len(ranks[k]) for k in _KINDS} for _ in orders]
     link_free = [{kind: [0.0] * num_ranks for kind in _KINDS} for _ in orders]
     ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
@@ -64,10 +67,11 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         if place == len(row):
             continue
         op = row[place]
-        members = ranks[op.kind][op.micro_batch]
-        source, target = (stage - 1, stage + 1) if op.kind == "F" else (stage + 1, stage - 1)
+        ahead = _AHEAD[op.kind]
+        members = ranks[op.kind][op.micro_batch] if ahead else (rank,)
+        source, target = stage - ahead, stage + ahead
         start = free[stage][rank]
-        if 0 <= source < num_stages:
+        if ahead and 0 <= source < num_stages:
             arrived = arrives[stage][op.kind][op.micro_batch]
             if arrived is None:
                 continue
@@ -79,7 +83,7 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
             start = max(start, *(free[stage][r] for r in members))
         end = start + seconds(stage, op)
         goes_on = end
-        if 0 <= target < num_stages:
+        if ahead and 0 <= target < num_stages:
             links = link_free[stage][op.kind]
             arrival = max(end, links[members[0]]) + hand_over(min(stage, target), op)
             links[members[0]] = arrives[target][op.kind][op.micro_batch] = arrival
@@ -108,7 +112,7 @@ def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
     """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
     orders = orders_of_stage(plan, 0)
     of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in _KINDS}
-    done = {"F": 0, "B": 0}
+    done = dict.fromkeys(_KINDS, 0)
     now = 0.0
     for kind, _ in orders[0]:
         passes = [row[done[kind]] for row in of_kind[kind]]

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Literal
 
 from .costs import Costs
 from .layout import Layout
+from .order import KINDS
 from .registry import Situation
 from .workload import Limits, MicroBatch, Op, StepPlan
-
-_KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
 
 
 def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
@@ -41,7 +39,7 @@ def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
         max_tokens=-(-plan.limits.max_tokens // cp),
         max_activation_bytes=plan.limits.max_activation_bytes,
     )
-    places = {kind: _places(plan.passes(kind), cp) for kind in _KINDS}
+    places = {kind: _places(plan.passes(kind), cp) for kind in KINDS}
     order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
     return replace(
         plan,

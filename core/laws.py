@@ -254,16 +254,33 @@ def _order_is_complete(plan: StepPlan) -> None:
         raise PlanError("the order has the wrong number of stages", f"{len(plan.order)}, not {plan.limits.num_stages}")
     wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))
     for stage, ops in enumerate(plan.order):
-        if sorted(ops) != wanted:
+        if sorted(op for op in ops if op.kind != "W") != wanted:
             found = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"
             raise PlanError("a stage does not run every pass exactly once", found)
         place = {op: at for at, op in enumerate(ops)}
+        _weight_gradients(plan, stage, place)
         for index, twin in enumerate(plan.forward_of):
             if twin is not None and place[Op("B", index)] < place[Op("F", twin)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
         for index in plan.replayed if not plan.backward else ():
             if place[Op("B", index)] < place[Op("F", index)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
+
+
+def _weight_gradients(plan: StepPlan, stage: int, place: dict[Op, int]) -> None:
+    """A W follows the backward that left it its work."""
+    split = plan.split[stage]
+    if not split:
+        return
+    if not plan.limits.splits_backward:
+        raise PlanError("this host computes weight gradients in the backward only", f"{len(split)} W at stage {stage}")
+    if plan.limits.equal_counts:
+        raise PlanError("ranks that run in step have weight gradients as passes of their own", f"stage {stage}")
+    if sum(op.kind == "W" for op in plan.order[stage]) != len(split):
+        raise PlanError("weight gradients of a micro-batch are computed twice", f"stage {stage}")
+    for index in split:
+        if place[Op("W", index)] < place.get(Op("B", index), len(place)):
+            raise PlanError("weight gradients come before their backward", f"stage {stage}, micro-batch {index}")
 
 
 def _slices_keep_their_prefix(plan: StepPlan) -> None:
@@ -339,7 +356,7 @@ def _stages_make_progress(plan: StepPlan) -> None:
         for stage, ops in enumerate(plan.order):
             while at[stage] < len(ops):
                 op = ops[at[stage]]
-                neighbour = stage - 1 if op.kind == "F" else stage + 1
+                neighbour = {"F": stage - 1, "B": stage + 1, "W": -1}[op.kind]
                 if 0 <= neighbour <= last and op not in done[neighbour]:
                     break
                 done[stage].add(op)

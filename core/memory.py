@@ -5,6 +5,7 @@
     forward, cut       + K and V of the whole sequence with its first slice (they are stored in one piece)
     backward           - what its forward kept; with a sequence's first one + dK and dV of all tokens before the last
                        slice, with its last one - K, V, dK and dV; with a step's first one + gradients that come late
+    backward, split    + inputs of linear layers and gradients of their outputs, until its weight gradients are computed
 
 A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
@@ -153,7 +154,15 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -
     stored: dict[int, float] = {}
     gradients = beside.gradient_bytes
     held, peak, where = 0.0, 0.0, Op("F", 0)
+    split = plan.split[stage] if plan.split else frozenset()
     for op, (slots, cut, all_cut) in zip(ops, mine, strict=True):
+        deferred = slots * limits.deferred_bytes_per_token * layers if op.micro_batch in split else 0.0
+        if op.kind == "W":
+            now = held + beside.pass_bytes
+            held -= deferred
+            if now > peak:
+                peak, where = now, op
+            continue
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
         layer = slots * whole_per_token
         if all_cut:
@@ -191,6 +200,7 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -
             if replayed:
                 begin = held + (layer * layers + slots * head if recomputing else kept)
                 after = held - inputs
+            after += deferred
             late, gradients = gradients, 0.0
             booked = 0.0
             for s, share in cut:

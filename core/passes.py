@@ -12,18 +12,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .costs import Costs, PassCost, is_even
+from .costs import Costs, PassCost, is_even, rank_works
 from .memory import offloaded_bytes
 from .offload import KEPT_LAYERS
 from .parts import tokens_of_ranks
-from .predict import KINDS, busy_seconds, pass_seconds, rank_seconds
+from .predict import KINDS, busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 from .registry import Situation
 from .traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
-from .workload import MicroBatch, Op, StepPlan
+from .workload import MicroBatch, Op, PassKind, StepPlan
 
 Floats = npt.NDArray[np.float64]
-Part = Literal["R", "F", "B", "C"]
-_Seconds = dict[Literal["F", "B"], list[float]]
+Part = Literal["R", "F", "B", "W", "C"]
+_Seconds = dict[PassKind, list[float]]
 
 
 class _Unlike(NamedTuple):
@@ -46,7 +46,10 @@ class PassTimes:
         self._of_ranks = _of_ranks(plan, situation)
         self.compute = _compute(plan, situation, self._of_ranks)
         """By stage, direction and micro-batch, on its busiest ranks."""
-        self._again = _forward_again(plan, situation.costs)
+        self._costs = own_costs(plan, situation.costs)
+        self._whole_again = _forward_again(plan, self._costs)
+        self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
+        self._weights_s = _weights_seconds(plan, self._costs, situation.head_frac)
         layout, traffic = situation.layout, situation.traffic
         experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
         self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
@@ -61,26 +64,47 @@ class PassTimes:
         """Compute and exposed communication of a pass, on the rank for which they are most."""
         if op in self._of_ranks:
             found = self._unlike_of(stage, op)
-            return float((found.compute + found.exposed).max())
-        compute_s = self.compute[stage][op.kind][op.micro_batch]
-        return compute_s + self._even_s(stage, op) if self.talks else compute_s
+            return float((found.compute + found.exposed).max()) - self._later_s(stage, op)
+        compute_s = self._computing_s(stage, op)
+        return compute_s + self._even_s(stage, op) if self.talks and op.kind != "W" else compute_s
+
+    def _computing_s(self, stage: int, op: Op) -> float:
+        """Compute of a pass whose ranks have equal work; a W takes from its backward what it does later."""
+        if op.kind == "W":
+            return self._weights_s[op.micro_batch]
+        return self.compute[stage][op.kind][op.micro_batch] - self._later_s(stage, op)
+
+    def _later_s(self, stage: int, op: Op) -> float:
+        """What a backward leaves to a pass of its own."""
+        split = op.kind == "B" and self._plan.split and op.micro_batch in self._plan.split[stage]
+        return self._weights_s[op.micro_batch] if split else 0.0
+
+    def _again_s(self, stage: int, op: Op) -> float:
+        """Forward that runs again inside a pass whose ranks have equal work."""
+        if op.kind != "B":
+            return 0.0
+        share = self._layers_again[stage].get(op.micro_batch, 0.0)
+        layers_s = self._layers_s(op.micro_batch) if share else 0.0
+        return self._whole_again.get(op.micro_batch, 0.0) + share * layers_s
+
+    def _layers_s(self, number: int) -> float:
+        return self._costs.layers_s(self._plan.passes("B")[number], self._at.head_frac)
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
         if op in self._of_ranks:
             found = self._unlike_of(stage, op)
             return float(found.exposed[found.places[rank]])
-        return self._even_s(stage, op)
+        return self._even_s(stage, op) if op.kind != "W" else 0.0
 
     def parts(self, stage: int, op: Op, rank: int) -> list[tuple[Part, float]]:
         """What a pass consists of on a rank, in order; nothing that takes no time."""
         if op in self._of_ranks:
             found = self._unlike_of(stage, op)
             place = found.places[rank]
-            again, compute_s = float(found.again[place]), float(found.compute[place])
+            again, compute_s = float(found.again[place]), float(found.compute[place]) - self._later_s(stage, op)
         else:
-            again = self._again.get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
-            compute_s = self.compute[stage][op.kind][op.micro_batch]
+            again, compute_s = self._again_s(stage, op), self._computing_s(stage, op)
         exposed = self.exposed_s(stage, op, rank)
         parts: list[tuple[Part, float]] = [("R", again), (op.kind, compute_s - again), ("C", exposed)]
         return [part for part in parts if part[1] > 0]
@@ -108,8 +132,8 @@ class PassTimes:
         if (stage, op) not in self._known:
             at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
             total = self._gathers[op.kind]
-            for cost, passes in self._directions(op):
-                total += exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            for cost, passes, share in self._directions(stage, op):
+                total += share * exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
             if self._plan.offload:
                 total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
             self._known[stage, op] = total
@@ -120,22 +144,30 @@ class PassTimes:
             at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
             compute_s = self._of_ranks[op][stage]
             exposed = np.full_like(compute_s, self._gathers[op.kind])
-            for cost, passes in self._directions(op):
-                exposed += exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            for cost, passes, share in self._directions(stage, op):
+                each = exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+                exposed += share * np.asarray(each)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
-            runs_again = op.kind == "B" and op.micro_batch in self._again
-            again = at.costs.rank_s(micro_batch)[0] if runs_again else np.zeros_like(compute_s)
+            again = np.zeros_like(compute_s)
+            if op.kind == "B" and op.micro_batch in self._whole_again:
+                again += self._costs.rank_s(micro_batch)[0]
+            if op.kind == "B" and op.micro_batch in self._layers_again[stage]:
+                again += self._layers_again[stage][op.micro_batch] * _layers_of_ranks(micro_batch, at, self._costs)
             places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
             self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
         return self._unlike[stage, op]
 
-    def _directions(self, op: Op) -> list[tuple[PassCost, int]]:
-        """The costs of a pass and 1 where values move, 2 where their gradients move as well."""
-        costs = self._at.costs
+    def _directions(self, stage: int, op: Op) -> list[tuple[PassCost, int, float]]:
+        """The costs of a pass, 1 where values move, 2 where their gradients move as well, and in which share of layers.
+
+        A backward that runs a forward again moves values a second time.
+        """
+        costs = self._costs
         if op.kind == "F":
-            return [(costs.forward, 1)]
-        return [(costs.backward, 2)] + [(costs.forward, 1)] * (op.micro_batch in self._again)
+            return [(costs.forward, 1, 1.0)]
+        share = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
+        return [(costs.backward, 2, 1.0)] + ([(costs.forward, 1, share)] if share else [])
 
     def _offload_s(self, stage: int, op: Op, compute_s: Any) -> Any:
         """What leaves for the host in a forward, or comes back in a backward, beyond the compute of as many layers."""
@@ -161,17 +193,29 @@ def _head_of_stages(situation: Situation, stages: int) -> list[float]:
 
 def _of_ranks(plan: StepPlan, situation: Situation) -> dict[Op, list[Floats]]:
     """`rank_seconds` at every stage."""
-    costs = situation.costs
+    costs = own_costs(plan, situation.costs)
     found: dict[Op, list[Floats]] = {}
-    for (kind, number), mean in rank_seconds(plan, costs).items():
-        linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(plan.passes(kind)[number])
-        more = _head_of_stages(situation, plan.limits.num_stages)
-        found[Op(kind, number)] = [mean + share * linear_s if share else mean for share in more]
+    stages = plan.limits.num_stages
+    again = [layers_again(plan, stage) for stage in range(stages)]
+    for op, mean in rank_seconds(plan, costs).items():
+        kind, number = op
+        micro_batch = plan.passes(kind)[number]
+        linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(micro_batch)
+        rows = [mean + share * linear_s if share else mean for share in _head_of_stages(situation, stages)]
+        for stage in range(stages) if kind == "B" else ():
+            if number in again[stage]:
+                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, situation, costs)
+        found[op] = rows
     return found
 
 
+def _layers_of_ranks(micro_batch: MicroBatch, situation: Situation, costs: Costs) -> Floats:
+    """Forward seconds of the layers on each rank of a micro-batch."""
+    return np.array([costs.layers_of(work, situation.head_frac) for work in rank_works(micro_batch).values()])
+
+
 def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
-    costs = situation.costs
+    costs = own_costs(plan, situation.costs)
     mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
     linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
 
@@ -183,16 +227,32 @@ def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Float
 
     shares = _head_of_stages(situation, plan.limits.num_stages)
     made = {more: stage_of(more) for more in set(shares)}
-    if not of_ranks:
+    if not of_ranks and not plan.recompute:
         return [made[more] for more in shares]
     found = [{kind: list(row) for kind, row in made[more].items()} for more in shares]
+    layers_s: dict[int, float] = {}
+    for stage, seconds in enumerate(found):
+        for j, share in layers_again(plan, stage).items():
+            if j not in layers_s:
+                layers_s[j] = costs.layers_s(plan.passes("B")[j], situation.head_frac)
+            seconds["B"][j] += share * layers_s[j]
     for (kind, number), rows in of_ranks.items():
         for seconds, row in zip(found, rows, strict=True):
             seconds[kind][number] = float(row.max())
     return found
 
 
+def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:
+    """Of the weight gradients of every backward on its busiest rank; empty where none is a pass of its own."""
+    if not any(plan.split):
+        return []
+    most = [
+        max(tokens_of_ranks(m).values()) if not is_even(m) else m.num_slots / len(m.ranks) for m in plan.passes("B")
+    ]
+    return [float(costs.weights_s(tokens, head_frac)) for tokens in most]
+
+
 def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
-    """Seconds of the forward inside each backward that runs one: replays, and all where layers are recomputed."""
+    """Seconds of the forward inside each backward that runs all of it: replays, and all where the recipe recomputes."""
     wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
     return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}

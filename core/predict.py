@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Literal
 
 from .costs import Costs, Seconds, is_even
 from .events import play
-from .workload import MicroBatch, Op, StepPlan
+from .workload import MicroBatch, Op, PassKind, StepPlan
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Prediction:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
-KINDS: tuple[Literal["F", "B"], ...] = ("F", "B")
+KINDS: tuple[PassKind, ...] = ("F", "B")
 Passes = tuple[list[float], list[float]]
 """Seconds of each micro-batch of the forward and of the backward."""
 OfRanks = Mapping[Op, Seconds]
@@ -44,20 +43,32 @@ OfRanks = Mapping[Op, Seconds]
 
 
 def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
-    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`."""
+    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`.
+
+    Stages are alike here: where they recompute different layers, each is taken to recompute the mean of them.
+    """
     forward, backward = passes or pass_seconds(plan, costs)
+    stages = plan.limits.num_stages
+    for stage in range(stages) if plan.recompute else ():
+        for j, share in layers_again(plan, stage).items():
+            backward[j] += share / stages * costs.layers_s(plan.micro_batches[j])
     busy = busy_seconds(plan, (forward, backward), rank_seconds(plan, costs))
     limits = plan.limits
     if limits.num_stages == 1 and not limits.equal_counts and all(len(m.ranks) == 1 for m in plan.micro_batches):
         return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
-    seconds = {"F": forward, "B": backward}
+    # A backward and its weight gradients are one pass here, whenever the latter run.
+    seconds = {"F": forward, "B": backward, "W": [0.0] * len(backward)}
     events = play(plan, lambda stage, op: seconds[op.kind][op.micro_batch])
     step_s = max(event.free_s for event in events)
     return Prediction(step_s, tuple(busy))
 
 
 def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
-    """Seconds of each micro-batch of the forward and of the backward on its busiest ranks, replays included."""
+    """Seconds of each micro-batch of the forward and of the backward on its busiest ranks, replays included.
+
+    What a plan recomputes by stage (`StepPlan.recompute`) is left out: `layers_again` says what that is.
+    """
+    costs = own_costs(plan, costs)
     both = [costs.micro_batch_s(m) for m in plan.micro_batches]
     back = [costs.micro_batch_s(m) for m in plan.backward] if plan.backward else both
     backward = [seconds for _, seconds in back]
@@ -66,9 +77,21 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     return [seconds for seconds, _ in both], backward
 
 
+def own_costs(plan: StepPlan, costs: Costs) -> Costs:
+    """Costs without the recipe's recomputation where a plan says itself what is recomputed."""
+    return costs.kept() if plan.recompute and costs.recompute else costs
+
+
+def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
+    """The backwards that recompute layers at a stage because the plan says so, and the share of its layers."""
+    layers = plan.limits.layers_per_stage
+    return {j: count / layers for j, count in enumerate(plan.recompute[stage]) if count} if plan.recompute else {}
+
+
 def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
     """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
     found: dict[Op, Seconds] = {}
+    costs = own_costs(plan, costs)
     again = () if costs.recompute else frozenset(plan.replayed)
     for kind in KINDS if plan.shared else ():
         for number, m in enumerate(plan.passes(kind)):

@@ -31,6 +31,13 @@ class Shape(NamedTuple):
         return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
 
     @property
+    def linear_values(self) -> int:
+        """Values per token and layer that go into the products with weights (QKV, output, MLP) and come out of them."""
+        into = 2 * self.hidden_size + self.query_size + self.ffn_hidden_size
+        out = self.query_size + 2 * self.kv_size + 2 * self.hidden_size + (1 + self.gated) * self.ffn_hidden_size
+        return into + out
+
+    @property
     def weights(self) -> int:
         """Weights that every token multiplies: all layers and the output layer, not the embedding."""
         return self.num_layers * self.layer_weights + self.hidden_size * self.vocab_size

@@ -25,11 +25,12 @@ from .traffic import gradient_sum_s
 from .workload import StepPlan
 
 Floats = npt.NDArray[np.float64]
-Kind = Literal["F", "R", "B", "C", "G", "U"]
+Kind = Literal["F", "R", "B", "W", "C", "G", "U"]
 KINDS: dict[Kind, str] = {
     "F": "forward",
     "R": "forward again",
     "B": "backward",
+    "W": "weight gradients",
     "C": "exposed communication",
     "G": "gradient sum",
     "U": "update",

@@ -241,10 +241,11 @@ class StepPlan:
         return sum(self.slots["F"])
 
     @cached_property
-    def slots(self) -> dict[Literal["F", "B"], tuple[int, ...]]:
+    def slots(self) -> dict[PassKind, tuple[int, ...]]:
         """`MicroBatch.num_slots` of every micro-batch of a direction."""
         forward = tuple(m.num_slots for m in self.micro_batches)
-        return {"F": forward, "B": tuple(m.num_slots for m in self.backward) if self.backward else forward}
+        backward = tuple(m.num_slots for m in self.backward) if self.backward else forward
+        return {"F": forward, "B": backward, "W": backward}
 
     @property
     def padding_frac(self) -> float:
