@@ -69,7 +69,8 @@ def rows_of(plan: StepPlan, recompute: bool) -> Floats:
     """Columns of the equation above for every rank and direction: float64 [ranks, 2, 6].
 
     ``recompute``: backward coefficients hold a forward already (`Costs.recompute`). The forward row of a rank is zero
-    where forwards of it keep nothing: such a pass has no graph and no head, or is left out, and would mislead.
+    where forwards of it keep nothing: such a pass has no graph and no head, or is left out, and would mislead. So is
+    the backward row where the plan recomputes other layers than the coefficients hold.
     """
     limits = plan.limits
     work = np.zeros((limits.num_ranks, 2, 6))
@@ -79,12 +80,17 @@ def rows_of(plan: StepPlan, recompute: bool) -> Floats:
             work[rank, 0, :3] += amounts
             odd[rank] |= i not in plan.kept
     replayed = frozenset() if recompute else frozenset(plan.replayed)
+    again = np.mean(plan.recompute, axis=0) / limits.layers_per_stage if plan.recompute else None
     for j, micro_batch in enumerate(plan.passes("B")):
         for rank, amounts in rank_works(micro_batch).items():
             work[rank, 1, 3:] += amounts
             if j in replayed:
                 work[rank, 1, :3] += amounts
+            if again is not None:
+                work[rank, 1, 1:3] += again[j] * np.array(amounts[1:])
     work[odd, 0] = 0.0
+    if recompute and plan.recompute:
+        work[:, 1] = 0.0
     return work
 
 

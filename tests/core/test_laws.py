@@ -28,6 +28,11 @@ LAWFUL = StepPlan(
     order=(ops("F0 F1 F2 B1 B0 B2"), ops("F0 F1 B1 F2 B0 B2")),
     recompute=((0, 4, 2), (1, 0, 0)),
 )
+SPLIT = replace(
+    LAWFUL,
+    limits=replace(LIMITS, splits_backward=True),
+    order=(ops("F0 F1 F2 B1 B0 W1 B2 W0"), LAWFUL.order[1]),
+)
 WHOLE = StepPlan(
     sequences([4, 4]),
     (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(1, 0, 4),), (1,))),
@@ -41,6 +46,7 @@ def with_batches(*batches: MicroBatch) -> StepPlan:
 
 def test_lawful_plans_pass() -> None:
     assert LAWFUL.check() is LAWFUL
+    assert SPLIT.check().split == ({0, 1}, set())
     assert WHOLE.check() is WHOLE
 
 
@@ -133,6 +139,19 @@ BROKEN = {
     ),
     "recompute of one stage": (replace(LAWFUL, recompute=((0, 0, 0),)), "every"),
     "recompute of too many layers": (replace(LAWFUL, recompute=((0, 5, 0), (0, 0, 0))), "do not exist"),
+    "weight gradients where the host has none": (replace(SPLIT, limits=LIMITS), "in the backward only"),
+    "weight gradients first": (
+        replace(SPLIT, order=(ops("F0 F1 F2 B1 W0 B0 B2"), LAWFUL.order[1])),
+        "before their backward",
+    ),
+    "weight gradients of nothing": (
+        replace(SPLIT, order=(ops("F0 F1 F2 B1 B0 B2 W3"), LAWFUL.order[1])),
+        "before their backward",
+    ),
+    "weight gradients twice": (
+        replace(SPLIT, order=(ops("F0 F1 F2 B1 W1 B0 B2 W1"), LAWFUL.order[1])),
+        "computed twice",
+    ),
     "memory": (
         replace(LAWFUL, limits=replace(LIMITS, max_activation_bytes=40.0, activation_bytes_per_token=1.0)),
         "memory cap",

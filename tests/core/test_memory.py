@@ -126,6 +126,15 @@ def test_recomputed_layers_keep_their_inputs_and_one_of_them_works() -> None:
     assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (2 * 8 + 20 + 500) + 7
 
 
+def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
+    limits = replace(LIMITS, splits_backward=True, deferred_bytes_per_token=60.0)
+    alone = peak_activation_bytes(whole(10, order="F0 B0"), 0, 0)[0]
+    later = peak_activation_bytes(whole(10, 10, order="F0 B0 F1 B1 W0 W1", limits=limits), 0, 0)
+    sooner = peak_activation_bytes(whole(10, 10, order="F0 B0 W0 F1 B1 W1", limits=limits), 0, 0)
+    assert later == (alone + 10 * 60 * LAYERS, Op("B", 1))
+    assert sooner == (alone, Op("B", 0))
+
+
 def test_late_gradients_are_there_from_the_first_backward_on() -> None:
     limits = replace(LIMITS, beside=BESIDE._replace(gradient_bytes=10_000.0))
     # One micro-batch: before its last layer runs backward the other layer's gradients are made.

@@ -71,6 +71,37 @@ def test_a_stage_starts_when_the_state_has_arrived() -> None:
     assert (result.step_s, result.exposed_frac) == (10, 0)
 
 
+def test_weight_gradients_that_run_later_let_the_stage_before_begin_sooner() -> None:
+    """A backward of 2 s a token is 1 s of its input's gradient and 1 s of its weights'."""
+    made = plan([1], [(0,)], Limits(1, 10, num_stages=2, splits_backward=True))
+    split = replace(made, order=((Op("F", 0), Op("B", 0), Op("W", 0)),) * 2).check()
+    found = by_rank(simulate(split, situation(Layout(pp=2))))
+    assert found[1, 0] == [("F", 1, 2), ("B", 2, 3), ("W", 3, 4)]
+    assert found[0, 0] == [("F", 0, 1), ("B", 3, 4), ("W", 4, 5)]
+    whole, apart = (simulate(one, situation(Layout(pp=2))) for one in (made, split))
+    assert (whole.step_s, apart.step_s) == (6, 5)
+    assert whole.busy_s.tolist() == apart.busy_s.tolist()
+    # A quarter of the linear work is the output layer's, whose weight gradients stay where they are.
+    last = by_rank(simulate(split, replace(situation(Layout(pp=2)), head_frac=0.25)))[1, 0]
+    assert [end - start for _, start, end in last] == [1.25, 1.75, 0.75]
+
+
+def test_a_plan_says_itself_what_is_recomputed() -> None:
+    """Two of four layers at the second stage: half of their forward, whatever the recipe recomputes."""
+    made = plan([3], [(0,)], Limits(1, 10, num_stages=2, layers_per_stage=4))
+    made = replace(made, recompute=((0,), (2,))).check()
+    launching = Costs(source="", forward=PassCost(launch_s=1, token_s=1), backward=PassCost(launch_s=2, token_s=2))
+    for costs in (launching, launching.recomputed(1.0)):
+        found = simulate(made, situation(Layout(pp=2), costs))
+        assert [(kind, end - start) for kind, start, end in by_rank(found)[1, 0]] == [("F", 4), ("R", 1.5), ("B", 8)]
+        assert [(kind, end - start) for kind, start, end in by_rank(found)[0, 0]] == [("F", 4), ("B", 8)]
+        assert predict(made, costs).busy_s == (4 + 8 + 0.75,)
+    # The output layer does not run again.
+    headed = simulate(made, replace(situation(Layout(pp=2), launching), head_frac=0.5))
+    assert by_rank(headed)[1, 0][1][0] == "R"
+    assert np.diff(by_rank(headed)[1, 0][1][1:]) == 0.75
+
+
 def test_the_last_stage_has_the_output_layer() -> None:
     made = plan([3], [(0,)], Limits(1, 10, num_stages=3))
     result = simulate(made, replace(situation(Layout(pp=3)), head_frac=0.25))
