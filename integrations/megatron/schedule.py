@@ -33,12 +33,12 @@ from ...runtime.pack import Pack, TokensOf, build_pack
 from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
 from ...runtime.stage_links import StageLinks, taken_before
+from ...runtime.tape import Tape
 from ..host import Mark
 from .attention import seq_params
 from .batch import Batch
 from .forward import Forward, headless, recomputing
 from .plane import meet
-from .tape import Tape
 
 WORDS: dict[Literal["F", "B"], str] = {"F": "forward", "B": "backward"}
 

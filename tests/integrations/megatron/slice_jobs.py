@@ -15,12 +15,12 @@ from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequence
 from evenload.integrations.megatron.attention import PackedCoreAttention
 from evenload.integrations.megatron.forward import Forward
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.tape import Tape
 from evenload.integrations.megatron.verify import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients, global_parameters
 from evenload.runtime import prefix
 from evenload.runtime.busy import BusyClock
 from evenload.runtime.stage_links import StageLinks
+from evenload.runtime.tape import Tape
 from megatron_jobs import LENGTHS, hosted, plan, tokens
 from megatron_random_plans import random_plan
 

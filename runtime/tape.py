@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ...core.errors import EvenloadError
-from ...core.workload import Slice
+from ..core.errors import EvenloadError
+from ..core.workload import Slice
 
 
 class Tape:
