@@ -2,7 +2,8 @@
 
 This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
 planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
-share. Which traffic the sharing costs is `traffic`'s to say. One degree for all; `mesh` chooses one for each.
+share. Which traffic the sharing costs is `traffic`'s to say; an all-to-all, which nothing hides and which grows with
+the tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from .costs import Costs
+from .costs import Costs, PassCost
 from .layout import Layout
 from .order import KINDS
 from .registry import Situation
+from .traffic import world_ranks
 from .workload import Limits, MicroBatch, Op, StepPlan
 
 
@@ -29,7 +31,7 @@ def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
     )
     lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
-    return lanes, replace(situation, costs=_shared(situation.costs, layout.cp), layout=ranks)
+    return lanes, replace(situation, costs=_shared(situation), layout=ranks)
 
 
 def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
@@ -71,14 +73,32 @@ def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _shared(costs: Costs, cp: int) -> Costs:
-    memory = costs.memory
+def _shared(situation: Situation) -> Costs:
+    costs, layout = situation.costs, situation.layout
+    memory, cp = costs.memory, layout.cp
     names = [name for name in type(memory).model_fields if name.endswith("_per_token")]
-    shares = {name: getattr(memory, name) / cp for name in names}
+    held = {name: getattr(memory, name) / cp for name in names}
+    # What ranks of a lane divide between them is not there cp times.
+    held["sharded_bytes"] = memory.sharded_bytes / cp
+    held["fixed_bytes"] = memory.fixed_bytes - memory.sharded_bytes + held["sharded_bytes"]
+    if layout.dp == 1:
+        held["fixed_bytes"] += memory.gathered_bytes
+    moves = _all_to_all(situation)
     return costs.model_copy(
         update={
-            "forward": costs.forward.scaled(1.0 / cp, 1.0),
-            "backward": costs.backward.scaled(1.0 / cp, 1.0),
-            "memory": memory.model_copy(update=shares),
+            "forward": costs.forward.scaled(1.0 / cp, 1.0).plus(moves),
+            "backward": costs.backward.scaled(1.0 / cp, 1.0).plus(moves),
+            "memory": memory.model_copy(update=held),
         }
     )
+
+
+def _all_to_all(situation: Situation) -> PassCost:
+    """What the ranks of a lane exchange in a pass of either direction, where they share heads."""
+    traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
+    if traffic.engine != "all_to_all":
+        return PassCost(token_s=0.0)
+    peers = world_ranks(layout, 0, tuple(range(layout.cp)))
+    token_bytes = (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token) / layout.cp
+    launch_s = cluster.all_to_all_s(0.0, peers)
+    return PassCost(launch_s=launch_s, token_s=cluster.all_to_all_s(token_bytes, peers) - launch_s)

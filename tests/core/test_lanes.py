@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.lanes import narrow, widen
-from evenload.core.memory import peaks_of_stage
+from evenload.core.memory import peaks_of_stage, room_bytes
 from evenload.core.predict import predict
 from evenload.core.recipe import load
 from evenload.core.setting import RECIPES
@@ -64,6 +64,27 @@ def test_a_lane_computes_as_fast_as_its_ranks_together() -> None:
     launches = one.situation.costs.launch_s
     assert seconds[1] == pytest.approx(seconds[0] / 4, abs=4 * launches)
     assert four.plan(batch).bound_s == pytest.approx(one.plan(batch).bound_s / 4, abs=launches)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_lane_has_room_for_what_each_of_its_ranks_has(dp: int) -> None:
+    made = chain(4, dp, "costs=auto", "cluster=a100", "train.dtype=bf16")
+    limits, situation = narrow(made.limits, made.situation)
+    memory = made.situation.costs.memory
+    assert 0 < memory.sharded_bytes < memory.fixed_bytes
+    own = room_bytes(made.situation.cluster, memory, made.limits)
+    assert room_bytes(situation.cluster, situation.costs.memory, limits) == pytest.approx(own)
+
+
+def test_a_lane_takes_as_long_as_its_ranks_with_their_all_to_all() -> None:
+    made = chain(4, 1, "cluster=a100")
+    situation = replace(made.situation, traffic=replace(made.situation.traffic, engine="all_to_all"))
+    limits, of_lane = narrow(made.limits, situation)
+    lanes = stock_plan(sequences([800, 1200, 400]), limits)
+    on_ranks = simulate(widen(lanes, made.limits, 4).check(), situation)
+    assert on_ranks.exposed_s.max() > 0
+    ends = [max(s.end_s for s in found.spans if s.kind in "FBC") for found in (simulate(lanes, of_lane), on_ranks)]
+    assert ends[0] == pytest.approx(ends[1])
 
 
 def test_the_stock_plan_runs_one_sequence_a_lane() -> None:
