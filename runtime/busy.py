@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.simulate import Kind, Span
+from ..core.simulate import KINDS, Kind, Span
 
 
 class Busy(NamedTuple):
@@ -78,7 +78,7 @@ class BusyClock:
 
     @contextmanager
     def running(self, kind: Kind, micro_batch: int = -1) -> Iterator[None]:
-        """Count the block as forward (F) or backward (B, and R: a forward that is run again)."""
+        """Count the block as forward (F) or backward (B; R: a forward that is run again; W: weight gradients)."""
         start = self._now()
         yield
         self._blocks.append(_Block(kind, micro_batch, start, self._now()))
@@ -99,10 +99,10 @@ class BusyClock:
     def read(self) -> Busy:
         """Seconds so far. Waits for the device."""
         self._wait()
-        sums = dict.fromkeys("FRBCGU", 0.0)
+        sums = dict.fromkeys(KINDS, 0.0)
         for block in self._blocks:
             sums[block.kind] += self._between(block.start.busy, block.end.busy)
-        return Busy(sums["F"], sums["R"] + sums["B"])
+        return Busy(sums["F"], sums["R"] + sums["B"] + sums["W"])
 
     def spans(self, stage: int, rank: int) -> tuple[Span, ...]:
         """What ran when, in seconds since this clock was made; empty unless it records. Waits for the device."""

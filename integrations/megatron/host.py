@@ -154,11 +154,11 @@ class MegatronHost:
             batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
             executed = run_stock(self.ddp, batches, forward, reduction, mark)
         else:
-            executed = self._run_order(plan, tokens_of, forward, reduction, mark)
+            executed = self._run_order(plan, tokens_of, forward, reduction, mark, clock)
         return reduction.totals, clock.read(), tuple(executed)
 
     def _run_order(
-        self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark
+        self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
     ) -> list[Slice]:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
@@ -176,6 +176,7 @@ class MegatronHost:
             links=self._links,
             plane=self._plane,
             forward=forward,
+            clock=clock,
             tokens_of=tokens_of,
             device=self._device,
             mark=mark,

@@ -28,4 +28,5 @@ def meet(plane: Plane | None, plan: StepPlan, op: Op) -> None:
     micro_batch = plan.passes(op.kind)[op.micro_batch]
     if len(micro_batch.ranks) > 1:
         assert plane is not None
+        assert op.kind != "W", "weight gradients concern nobody else"
         plane.meet(op.micro_batch, plan.digest, micro_batch.ranks, op.kind)

@@ -6,6 +6,7 @@
     B, kept      Megatron's backward step
     B, replayed  the input is gathered from the tape as a leaf, the forward runs again with grad, then backward step;
                  this is its recomputation, whatever the recipe recomputes elsewhere
+    W            the weight gradients of the decoder's linear layers that a backward left to it (`linears`)
 
 Every token's loss is booked in the one forward of it that has a graph. Every stage output has a backward, also without
 a label: the gradients of its keys and values are wanted. The laws of a plan (`core.laws`) rule out deadlocks and lost
@@ -16,8 +17,9 @@ what the laws have checked.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
@@ -27,7 +29,9 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.order import orders_of_stage
-from ...core.workload import MicroBatch, Op, Slice, StepPlan
+from ...core.workload import MicroBatch, Op, PassKind, Slice, StepPlan
+from ...runtime.busy import BusyClock
+from ...runtime.deferred import WeightGradients
 from ...runtime.offload import layers_of, offloading
 from ...runtime.pack import Pack, TokensOf, build_pack
 from ...runtime.plane import Plane
@@ -38,9 +42,10 @@ from ..host import Mark
 from .attention import seq_params
 from .batch import Batch
 from .forward import Forward, headless, recomputing
+from .linears import leaving_weights
 from .plane import meet
 
-WORDS: dict[Literal["F", "B"], str] = {"F": "forward", "B": "backward"}
+WORDS: dict[PassKind, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 class _Graph(NamedTuple):
@@ -72,6 +77,7 @@ class PlannedStage:
         links: StageLinks | None,
         plane: Plane | None,
         forward: Forward,
+        clock: BusyClock,
         tokens_of: TokensOf,
         device: torch.device,
         mark: Mark,
@@ -81,23 +87,26 @@ class PlannedStage:
         self._ops = orders_of_stage(plan, stage)[plane_rank]
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
         self._taken = {s: taken_before(orders_of_stage(plan, s)[plane_rank]) for s in neighbours}
-        self._model, self._gpt, self._links, self._plane, self._forward = model, gpt, links, plane, forward
+        self._model, self._gpt, self._links, self._plane = model, gpt, links, plane
+        self._forward, self._clock = forward, clock
         self._config, self._blocks = get_model_config(model), layers_of(gpt)
         self._tokens_of, self._device, self._mark = tokens_of, device, mark
         self._prefix, self._tape = PrefixStore.of_plan(plan, plane_rank), Tape()
         self._graphs: dict[int, _Graph] = {}
+        self._split = plan.split[stage] if plan.split else frozenset()
+        self._later = WeightGradients()
         self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
         self.executed: list[Slice] = []
         """Slices whose backward has run; of a shared micro-batch the pieces that this rank has."""
 
     def run(self) -> None:
         """All passes of the step; the gradients are summed over this rank's micro-batches then."""
-        for op in self._ops:
-            self._mark(f"{WORDS[op.kind]} of micro-batch {op.micro_batch}")
-            if op.kind == "F":
-                self._run_forward(op)
-            else:
-                self._run_backward(op)
+        passes = {"F": self._run_forward, "B": self._run_backward, "W": self._run_weights}
+        with leaving_weights(self._gpt, self._later) if self._split else nullcontext():
+            for op in self._ops:
+                self._mark(f"{WORDS[op.kind]} of micro-batch {op.micro_batch}")
+                passes[op.kind](op)
+        self._later.check_empty()
         if self._links:
             self._mark("hand-over to other pipeline stages")
             self._links.finish()
@@ -130,10 +139,19 @@ class PlannedStage:
         received, output, pack = self._replay(op) if twin is None else self._graphs.pop(twin)
         gradient = None if self._last else self._receive(op, pack.num_slots)
         meet(self._plane, self._plan, op)
-        handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
+        with self._leaving(op):
+            handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
         if not self._first:
             self._send(op, handed_down)
         self.executed += pack.slices
+
+    def _run_weights(self, op: Op) -> None:
+        with self._clock.running("W", op.micro_batch):
+            self._later.run(op.micro_batch)
+
+    def _leaving(self, op: Op) -> AbstractContextManager[None]:
+        """Around a backward: whether it leaves its weight gradients to a W."""
+        return self._later.of_backward(op.micro_batch) if op.micro_batch in self._split else nullcontext()
 
     def _replay(self, op: Op) -> _Graph:
         """What a forward would have kept for a backward micro-batch that kept nothing."""
