@@ -22,7 +22,7 @@ Coefficients: `costs.MemoryCost`; docs/costs.md has the measured errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .cluster import Cluster
@@ -62,10 +62,23 @@ def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float,
 
 def peaks_of_stage(plan: StepPlan, stage: int, ranks: Iterable[int] | None = None) -> list[tuple[float, Op]]:
     """The same for these plane ranks; None: for all."""
+    found = []
+    for ops, levels in _walks(plan, stage, ranks):
+        peak = max(levels, default=0.0)
+        found.append((peak, ops[levels.index(peak)]) if peak > 0 else (0.0, Op("F", 0)))
+    return found
+
+
+def levels_of_stage(plan: StepPlan, stage: int) -> list[list[float]]:
+    """The most that every plane rank of a stage holds in each pass of its order (`order.orders_of_stage`) [bytes]."""
+    return [levels for _, levels in _walks(plan, stage, None)]
+
+
+def _walks(plan: StepPlan, stage: int, ranks: Iterable[int] | None) -> Iterator[tuple[list[Op], list[float]]]:
     orders = orders_of_stage(plan, stage)
     parts = _Parts(plan)
-    wanted = range(len(orders)) if ranks is None else ranks
-    return [_peak(plan, stage, orders[rank], rank, parts) for rank in wanted]
+    for rank in range(len(orders)) if ranks is None else ranks:
+        yield orders[rank], _levels(plan, stage, orders[rank], rank, parts)
 
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
@@ -134,7 +147,8 @@ def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
     return {rank: _Part(n, tuple(cut[rank]), bool(cut[rank]) and rank not in whole) for rank, n in tokens.items()}
 
 
-def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -> tuple[float, Op]:
+def _levels(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -> list[float]:
+    """The most that is held in each pass."""
     limits, beside = plan.limits, plan.limits.beside
     # A plan that says what is recomputed overrules the recipe.
     layers, recomputing = limits.layers_per_stage, limits.replay_bytes_per_token > 0 and not plan.recompute
@@ -153,15 +167,14 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -
     tokens_left: dict[int, int] = {}
     stored: dict[int, float] = {}
     gradients = beside.gradient_bytes
-    held, peak, where = 0.0, 0.0, Op("F", 0)
+    held = 0.0
+    levels: list[float] = []
     split = plan.split[stage] if plan.split else frozenset()
     for op, (slots, cut, all_cut) in zip(ops, mine, strict=True):
         deferred = slots * limits.deferred_bytes_per_token * layers if op.micro_batch in split else 0.0
         if op.kind == "W":
-            now = held + beside.pass_bytes
+            levels.append(held + beside.pass_bytes)
             held -= deferred
-            if now > peak:
-                peak, where = now, op
             continue
         recomputed = plan.recompute[stage][op.micro_batch] if plan.recompute else 0
         layer = slots * whole_per_token
@@ -220,6 +233,5 @@ def _peak(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -
             at_last = after + layer - late / layers + max(mlp, attention)
             now = max(at_head, at_first, at_last) + beside.pass_bytes
             held = after - sum(stored.pop(i) for i in {s.sequence for s, _ in cut} if not tokens_left[i])
-        if now > peak:
-            peak, where = now, op
-    return peak, where
+        levels.append(now)
+    return levels

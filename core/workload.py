@@ -209,8 +209,14 @@ class StepPlan:
 
     def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
         """The same with other replays; what groups and order alone decide is not worked out again."""
-        other = replace(self, replayed=replayed)
-        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared", "split")
+        return self._knowing(replace(self, replayed=replayed), ())
+
+    def recomputing(self, recompute: tuple[tuple[int, ...], ...]) -> StepPlan:
+        """The same with other layers recomputed, likewise."""
+        return self._knowing(replace(self, recompute=recompute), ("forward_of", "kept"))
+
+    def _knowing(self, other: StepPlan, more: tuple[str, ...]) -> StepPlan:
+        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared", "split", *more)
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
