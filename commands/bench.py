@@ -9,6 +9,11 @@ Beside each measured step stands what `core.simulate` predicts for its plan with
 ``measured_s``, without the time a step waited for its plan. Where other programs use the cores, ``busiest_error`` still
 says how good the costs are: compute of the busiest rank, predicted against measured.
 
+``bubble_frac`` is what ranks and stages wait (`bubbles`), from the spans of the timed steps themselves: recording them
+costs 2 us a pass. ``peak_activation_bytes`` is what the passes of a step hold at once above the level before it, on the
+rank of the most, and by stage: of one more step each, with the batch of which most is predicted, not timed, as counting
+slows it. Gradients that the trainer makes anew in every step are part of it, the update's own needs are not.
+
 ``repeats`` trains every batch so many times with each variant, in turn; of every number the median of the runs counts.
 """
 
@@ -21,10 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..core.memory import peaks_of_stage
 from ..core.planner import Planned, Planner, alone
 from ..core.recipe import Recipe
 from ..core.simulate import simulate
+from ..integrations.host import UPDATE
+from ..runtime.memory import Levels
+from .bubbles import bubbles_of
 from .job import Job, run_rank
+from .recording import gather_spans
 from .show import progress
 from .train import learning_rate
 
@@ -41,6 +51,8 @@ class Run(NamedTuple):
     """Of each rank of the plane."""
     wait_s: float
     loss: float
+    bubble_frac: float
+    """Known to the rank that reports."""
 
 
 @dataclass
@@ -54,6 +66,11 @@ class Measured:
     plan_wait_s: list[float] = field(default_factory=list)
     predicted_s: list[float] = field(default_factory=list)
     predicted_busiest_s: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    predicted_bubbles: list[float] = field(default_factory=list)
+    peak_bytes: list[float] = field(default_factory=list)
+    """Of each stage's rank of the most; of one step."""
+    predicted_peak_bytes: list[float] = field(default_factory=list)
     loss: float = 0.0
 
     @property
@@ -70,6 +87,15 @@ class Measured:
     def prediction_error(self) -> float:
         """Mean absolute relative error of the predicted steps."""
         return float(np.mean(np.abs(np.array(self.predicted_s) / np.array(self.measured_s) - 1.0)))
+
+    @property
+    def bubble_frac(self) -> float:
+        """Waiting of all ranks over their time, steps summed."""
+        return float(np.average(self.bubbles, weights=self.measured_s))
+
+    @property
+    def predicted_bubble_frac(self) -> float:
+        return float(np.average(self.predicted_bubbles, weights=self.predicted_s))
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,12 +118,14 @@ def bench(recipe: Recipe, against: tuple[str, ...], repeats: int = 1) -> dict[st
 
 
 def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
+    job.say_unused("bench")
     recipe = job.recipe
     names = [*against, OURS]
+    hardest: tuple[float, dict[str, Planned]] | None = None
     planner = job.planner(job.drawing())
     measured = {name: Measured() for name in names}
     steps = recipe.train.steps + WARMUP_STEPS
-    with progress(job.leads) as bar, bar.task("bench", steps * len(names) * repeats) as tick:
+    with progress(job.leads) as bar, bar.task("bench", (steps * repeats + 1) * len(names)) as tick:
         for step in range(steps):
             job.watchdog.at("waiting for the plan", step)
             ours = planner.next()
@@ -109,6 +137,13 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
                     tick(name)
             for name in names if step >= WARMUP_STEPS else ():
                 _count(job, plans[name], runs[name], measured[name])
+            most = max(max(_predicted_peaks(planned)) for planned in plans.values())
+            if hardest is None or most > hardest[0]:
+                hardest = most, plans
+        for name, planned in hardest[1].items() if hardest else ():
+            measured[name].peak_bytes = _peaks(job, planned, steps)
+            measured[name].predicted_peak_bytes = _predicted_peaks(planned)
+            tick(f"memory of {name}")
     return _result(job, measured, repeats)
 
 
@@ -127,11 +162,38 @@ def _measure(job: Job, planned: Planned, step: int) -> Run:
         job.tokens_of(planned.draw),
         lr=learning_rate(step, job.recipe.train),
         mark=lambda where: job.watchdog.at(where, step),
+        record=True,
     )
     step_s = time.perf_counter() - start
     job.watchdog.at("comparing times", step, waits=True)
     rows = job.gather(step_s, result.busy_s, planned.waited_s)
-    return Run(float(rows[:, 0].max()), job.of_plane(rows[:, 1]), float(rows[:, 2].max()), result.loss)
+    spans = gather_spans(result.spans)
+    bubble_frac = bubbles_of([spans]).frac if job.leads else 0.0
+    return Run(float(rows[:, 0].max()), job.of_plane(rows[:, 1]), float(rows[:, 2].max()), result.loss, bubble_frac)
+
+
+def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
+    """Bytes that the passes of a step hold at once, by stage. Collective."""
+    highest: list[int] = []
+
+    def mark(where: str) -> None:
+        job.watchdog.at(where, step)
+        if where == UPDATE:
+            highest.append(levels.read()[1])
+
+    with Levels(job.world.device) as levels:
+        lr = learning_rate(step, job.recipe.train)
+        job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=lr, mark=mark)
+        highest.append(levels.read()[1])
+    job.watchdog.at("comparing peaks", step, waits=True)
+    of_stages: list[float] = job.most_of_stages(job.gather(highest[0])[:, 0]).tolist()
+    return of_stages
+
+
+def _predicted_peaks(planned: Planned) -> list[float]:
+    """The same, predicted with the recipe's costs."""
+    plan = planned.plan
+    return [max(peak for peak, _ in peaks_of_stage(plan, stage)) for stage in range(plan.limits.num_stages)]
 
 
 def _count(job: Job, planned: Planned, runs: list[Run], into: Measured) -> None:
@@ -144,6 +206,8 @@ def _count(job: Job, planned: Planned, runs: list[Run], into: Measured) -> None:
     into.plan_wait_s.append(wait_s)
     simulated = simulate(planned.plan, job.chain.situation, record=False)
     into.predicted_s.append(simulated.step_s)
+    into.bubbles.append(float(np.median([run.bubble_frac for run in runs])))
+    into.predicted_bubbles.append(simulated.bubble_frac)
     # Like `Job.of_plane`: all stages and tensor-parallel peers together.
     into.predicted_busiest_s.append(job.host.layout.tp * float(simulated.busy_s.sum(axis=0).max()))
     into.loss = runs[-1].loss
@@ -171,6 +235,11 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
         "tokens_per_s": {name: m.tokens_per_s for name, m in measured.items()},
         "imbalance": {name: m.imbalance for name, m in measured.items()},
         "padding_frac": {name: float(np.mean(m.padding_frac)) for name, m in measured.items()},
+        "bubble_frac": {name: m.bubble_frac for name, m in measured.items()},
+        "predicted_bubble_frac": {name: m.predicted_bubble_frac for name, m in measured.items()},
+        "peak_activation_bytes": {name: max(m.peak_bytes) for name, m in measured.items()},
+        "peak_activation_bytes_of_stages": {name: m.peak_bytes for name, m in measured.items()},
+        "predicted_peak_activation_bytes_of_stages": {name: m.predicted_peak_bytes for name, m in measured.items()},
         "loss": {name: m.loss for name, m in measured.items()},
         "predicted_s": {name: m.predicted_s for name, m in measured.items()},
         "measured_s": {name: m.measured_s for name, m in measured.items()},

@@ -74,6 +74,12 @@ class Job:
         np.add.at(out, tuple(self._places.T), per_rank)
         return out / layout.tp
 
+    def most_of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The largest value of each pipeline stage. [world] -> [stages]."""
+        out = np.zeros(self.host.layout.pp)
+        np.maximum.at(out, self._places[:, 0], per_rank)
+        return out
+
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
         lengths, size = self.source.lengths, self.recipe.train.global_batch_size
@@ -92,6 +98,13 @@ class Job:
             exchange=gather_bytes,
             first=first,
         )
+
+    def say_unused(self, verb: str) -> None:
+        """Warn, on the rank that reports, of settings that train alone heeds."""
+        log = self.recipe.log
+        for name in ("trace", "jsonl", "tensorboard"):
+            if getattr(log, name) is not None:
+                logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
 
     def tokens_of(self, draw: Draw) -> TokensOf:
         """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""

@@ -1,20 +1,23 @@
-"""What ``train --trace`` writes: measured steps of every variant, each beside the simulator's prediction of its plan.
+"""What ``train --trace`` tells: measured steps of every variant, each beside the simulator's prediction of its plan.
 
-Steps follow each other on one time axis; everything that belongs to one step begins together: measured and predicted,
-evenload and baselines. A gap is waiting, in the measured tracks as in the predicted ones: a gradient sum is shown from
-when its last rank has come, and so is the update.
+In the trace steps follow each other on one time axis; everything that belongs to one step begins together: measured and
+predicted, evenload and baselines. A gap is waiting, in the measured tracks as in the predicted ones: a gradient sum is
+shown from when its last rank has come, and so is the update. How much each rank waits is summed up as its `bubbles`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 
 from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.simulate import Span, simulate
+from .bubbles import Place, bubbles_of
 from .job import Job, logger
 from .pictures.trace import Track, write_trace
 
@@ -22,11 +25,16 @@ _GAP = 0.05
 """Between two steps, as a share of the longer one's length."""
 
 
-class _Recorded(NamedTuple):
+@dataclass(frozen=True)
+class _Recorded:
     name: str
     step: int
     planned: Planned
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
+
+    @cached_property
+    def predicted(self) -> tuple[Span, ...]:
+        return simulate(self.planned.plan, self.planned.chain.situation, record=True).spans
 
 
 class Recording:
@@ -46,10 +54,17 @@ class Recording:
 
     def add(self, name: str, step: int, planned: Planned, mine: tuple[Span, ...]) -> None:
         """Keep what all ranks did in a step. Collective."""
-        everyone: list[Any] = [None] * self._job.world.size
-        dist.all_gather_object(everyone, mine)
+        spans = gather_spans(mine)
         if self._job.leads:
-            self._steps.append(_Recorded(name, step, planned, tuple(_shown(everyone))))
+            self._steps.append(_Recorded(name, step, planned, spans))
+
+    def bubbles(self) -> dict[str, list[dict[str, Any]]]:
+        """By variant what each rank of each stage waits, measured and predicted (`Bubbles.rows`); rank 0 knows."""
+        found = {}
+        for name in _ours_first({one.name for one in self._steps}):
+            steps = [one for one in self._steps if one.name == name]
+            found[name] = bubbles_of(one.spans for one in steps).rows(bubbles_of(one.predicted for one in steps))
+        return found
 
     def write(self) -> None:
         """Write what is recorded, on rank 0. A disk that fails now is no reason to end a training run."""
@@ -60,6 +75,7 @@ class Recording:
             "host": self._job.host.describe(),
             "steps": sorted({one.step for one in self._steps}),
             "predicted with": self._steps[-1].planned.chain.situation.costs.source,
+            "bubbles": self.bubbles(),
         }
         try:
             write_trace(self._path, list(tracks_of(self._steps)), about)
@@ -76,13 +92,21 @@ def tracks_of(steps: Sequence[_Recorded]) -> Iterator[Track]:
         tracks = []
         for one in sorted((one for one in steps if one.step == step), key=lambda one: one.name != "evenload"):
             plan = one.planned.plan
-            predicted = simulate(plan, one.planned.chain.situation, record=True).spans
             tracks += [
                 Track(f"{one.name}, measured", plan, one.spans, begin_s),
-                Track(f"{one.name}, predicted", plan, predicted, begin_s),
+                Track(f"{one.name}, predicted", plan, one.predicted, begin_s),
             ]
         yield from tracks
         begin_s += (1 + _GAP) * max((span.end_s for track in tracks for span in track.spans), default=0.0)
+
+
+def gather_spans(mine: tuple[Span, ...]) -> list[Span]:
+    """What all ranks recorded of a step, of tensor-parallel peers the first, without what is waiting. Collective."""
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return list(_shown(everyone))
 
 
 def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
@@ -90,7 +114,7 @@ def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
 
     A collective begins when its last rank has come: the gradient sum of a stage, the update of all stages.
     """
-    places: dict[tuple[int, int], tuple[Span, ...]] = {}
+    places: dict[Place, tuple[Span, ...]] = {}
     for spans in ranks:
         if spans:
             places.setdefault(spans[0][:2], spans)
@@ -105,3 +129,7 @@ def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
 
 def _meeting(span: Span) -> tuple[str, int]:
     return span.kind, span.stage if span.kind == "G" else -1
+
+
+def _ours_first(names: set[str]) -> list[str]:
+    return sorted(names, key=lambda name: (name != "evenload", name))

@@ -9,13 +9,23 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from .pictures.words import gib
 from .show import grid, percent, seconds
 from .sweep import said, written
 
 Result = dict[str, Any]
 
 
-def train(result: Result) -> Table:
+_MOST_ROWS = 32
+"""Of a table with a row a rank."""
+
+
+def train(result: Result) -> Group:
+    """A row a variant, then a row a rank of every recorded one."""
+    return Group(_variants(result), *(_bubbles(name, rows) for name, rows in result["bubbles"].items()))
+
+
+def _variants(result: Result) -> Table:
     rows = [
         (
             name,
@@ -56,6 +66,26 @@ def train(result: Result) -> Table:
     return grid(f"training on {_machine(result)}", head, rows, caption)
 
 
+def _bubbles(name: str, rows: list[Result]) -> Table:
+    """What each rank of each stage waits, in the order of ranks; of many the ones that wait most."""
+    shown = sorted(rows, key=lambda row: -row["bubble_frac"])[:_MOST_ROWS]
+    shown.sort(key=lambda row: (row["stage"], row["rank"]))
+    cells = [
+        (
+            f"stage {row['stage']}, rank {row['rank']}",
+            percent(row["bubble_frac"]),
+            percent(row["predicted_bubble_frac"]),
+            *(percent(row[f"{part}_frac"]) for part in ("before", "between", "after")),
+        )
+        for row in shown
+    ]
+    head = ("", "bubble", "predicted", "before its first pass", "between passes", "after its last pass")
+    caption = "shares of the traced steps in which a rank waits for other ranks and stages, measured"
+    if len(rows) > len(shown):
+        caption += f"\n{len(shown)} of {len(rows)} that wait most; all are in --json and in the trace's otherData"
+    return grid(f"bubbles of {name}", head, cells, caption)
+
+
 def bench(result: Result) -> Table:
     rows = []
     for name, rate in result["tokens_per_s"].items():
@@ -66,6 +96,8 @@ def bench(result: Result) -> Table:
                 rate,
                 result["imbalance"][name],
                 percent(result["padding_frac"][name]),
+                percent(result["bubble_frac"][name]),
+                gib(result["peak_activation_bytes"][name]),
                 f"{ratio['of_totals']:.3f}x" if ratio else "",
                 "{:.3f} .. {:.3f}".format(*ratio["quartiles"]) if ratio else "",
                 f"{ratio['of_busiest']:.3f}x" if ratio else "",
@@ -77,6 +109,8 @@ def bench(result: Result) -> Table:
         "tokens/s",
         "imbalance",
         "padding",
+        "bubble",
+        "holds",
         "evenload is faster by",
         "quartiles of steps",
         "its busiest rank",
@@ -85,7 +119,10 @@ def bench(result: Result) -> Table:
     caption = (
         f"{result['steps']} steps, alternating; ceiling: the baseline's own imbalance, measured; "
         f"planning took {percent(result['plan_share'])} of a step\n"
-        f"predicted step times are off by {_errors(result['prediction_error'])} in the mean"
+        f"predicted step times are off by {_errors(result['prediction_error'])} in the mean\n"
+        "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
+        f"{_errors(result['predicted_bubble_frac'])})\n"
+        "holds: the most that passes of one step hold on any rank, above the level before it, measured"
     )
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 

@@ -45,6 +45,7 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
         "variants": {**variants, "evenload": own},
         "ratio": {name: own["tokens_per_s"] / v["tokens_per_s"] for name, v in variants.items() if v["tokens_per_s"]},
         "trace": recording.written,
+        "bubbles": recording.bubbles(),
     }
 
 

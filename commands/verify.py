@@ -32,6 +32,7 @@ def verify(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _verify(job: Job) -> dict[str, Any]:
+    job.say_unused("verify")
     planned = job.planner(job.drawing()).next()
     plan, tokens_of = planned.plan, job.tokens_of(planned.draw)
     job.watchdog.at("planned gradients")

@@ -26,6 +26,10 @@ Mark = Callable[[str], None]
 """Tells the watchdog where this rank is."""
 
 
+UPDATE = "update"
+"""What every host marks when all passes and the gradient sum have run and the optimizer begins."""
+
+
 def no_mark(_: str) -> None:
     """A `Mark` that tells nobody."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan
 from evenload.face import load_plugins
+from evenload.integrations.host import UPDATE
 from evenload.runtime.world import World
 
 DISTURBED = 3.0
@@ -32,12 +33,17 @@ class Machine:
     plane_rank: int = 0
     pipeline_stage: int = 0
     ran: list[str] = field(default_factory=list)
+    weighed: list[str] = field(default_factory=list)
 
-    def train_step(self, plan: StepPlan, tokens_of: Any, *, lr: float, mark: Any) -> Any:
-        expected = simulate(plan, self.chain.situation, record=False)
-        self.ran.append(plan.made_by)
+    def train_step(self, plan: StepPlan, tokens_of: Any, *, lr: float, mark: Any, record: bool = False) -> Any:
+        expected = simulate(plan, self.chain.situation, record=record)
+        (self.ran if record else self.weighed).append(plan.made_by)
         self.now += expected.step_s * (DISTURBED if len(self.ran) % 6 == 3 else 1.0)
-        return SimpleNamespace(busy_s=float(expected.busy_s.sum()), loss=1.0)
+        activations = [torch.empty(m.num_tokens, dtype=torch.uint8) for m in plan.micro_batches]
+        mark(UPDATE)
+        del activations
+        torch.empty(2 * plan.num_tokens, dtype=torch.uint8)
+        return SimpleNamespace(busy_s=float(expected.busy_s.sum()), loss=1.0, spans=expected.spans)
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -85,3 +91,23 @@ def test_repeats_alternate_and_one_run_shows_what_disturbs_it(job: Job) -> None:
     for first in (0, 4, 8):
         assert ran[first] == ran[first + 3] != ran[first + 1] == ran[first + 2]
     assert ran[0] == ran[8] != ran[4]
+
+
+def test_each_variant_has_the_bubble_of_its_spans_and_the_peak_of_its_passes(job: Job) -> None:
+    """On this machine spans are the simulator's, and the passes of a step hold a byte a token; its update holds two."""
+    result = bench._bench(job, ("in_order",), 1)
+    assert result["bubble_frac"] == pytest.approx(result["predicted_bubble_frac"], abs=1e-12)
+    draws = job.drawing()
+    tokens = {sum(draws().lengths.tolist()) for _ in range(3)}
+    peaks = result["peak_activation_bytes"]
+    assert peaks["in_order"] == peaks["evenload"] in tokens
+    assert result["peak_activation_bytes_of_stages"] == {name: [peak] for name, peak in peaks.items()}
+    assert all(len(rows) == 1 for rows in result["predicted_peak_activation_bytes_of_stages"].values())
+    assert len(job.host.weighed) == 2  # type: ignore[attr-defined]
+
+
+def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    bench._bench(job, (), 1)
+    assert "no effect" not in caplog.text
+    bench._bench(replace(job, recipe=job.recipe.changed({"log.trace": "t.json"})), (), 1)
+    assert [r.message for r in caplog.records] == ["log.trace has no effect in bench: train alone writes it"]

@@ -88,6 +88,9 @@ def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:
     assert begins[0][1] > max(e["ts"] + e["dur"] for e in events if e["cat"] == "step" and e["name"] == "step 0")
     assert trace["otherData"]["steps"] == [1, 2]
     assert result["trace"] == "t.json"
+    assert trace["otherData"]["bubbles"] == result["bubbles"]
+    assert [(row["stage"], row["rank"]) for row in result["bubbles"]["evenload"]] == [(0, 0), (0, 1)]
+    assert all(0 <= row[name] < 1 for row in result["bubbles"]["evenload"] for name in row if name.endswith("frac"))
     assert len(result["idle"][0]) == 2
     assert 0 <= result["bubble_frac"] <= result["bubble_worst"] < 1
     assert all(row["predicted_s"] > 0 and 0 <= row["bubble_frac"] <= row["bubble_worst"] for row in result["steps"])
