@@ -7,8 +7,8 @@ last rank of its stage has come, the update from when all have. The step lasts f
 the last span of any rank. Waiting falls into three parts: before a rank's first pass (the fill of a pipeline), between
 its passes, and after its last one (the drain, slower ranks), so that a reader sees which of them to fight.
 
-Several steps are summed, seconds over seconds. `core.simulate.Simulation.bubble_frac` is the same of one step, but for a
-host that waits until its sends have arrived: there that counts as communication.
+Several steps are summed, seconds over seconds. `core.simulate.Simulation.bubble_frac` is the same of one step, but for
+a host that waits until its sends have arrived: there that counts as communication.
 """
 
 from __future__ import annotations
