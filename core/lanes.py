@@ -31,7 +31,9 @@ def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
     )
     lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
-    return lanes, replace(situation, costs=_shared(situation), layout=ranks)
+    # Each rank of a lane hands over its own share.
+    traffic = replace(situation.traffic, state_bytes_per_token=situation.traffic.state_bytes_per_token * share)
+    return lanes, replace(situation, costs=_shared(situation), layout=ranks, traffic=traffic)
 
 
 def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
