@@ -72,6 +72,7 @@ def stages() -> list[Stage]:
         Stage("tests", ("-P", "-m", "pytest", "-m", "gpu", "-q", *gpu_tests()), 110, in_root=True),
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
         script("slices", 65536, 100),
+        script("chunks", 32768, 60),
         script("ring", 65536, 50),
         script("offload", 65536, 90),
         Stage("verify megatron fp32", verify("megatron", "fp32"), 45),

@@ -64,7 +64,7 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
         ("bench", "megatron"),
         ("bench", "deepspeed"),
         ("profile", "megatron"),
-        *((name, "") for name in ("attention.py", "slices.py", "ring.py", "offload.py")),
+        *((name, "") for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py")),
     }
     with pytest.raises(EvenloadError):
         load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
@@ -190,7 +190,23 @@ def test_offload_is_measured_share_by_share() -> None:
     assert result["layer_bytes"] == rows[0]["seen_bytes"] / 3
 
 
-@pytest.mark.parametrize("name", ["ring.py", "offload.py"])
+def test_chunks_are_measured_with_no_some_and_all_layers_recomputed() -> None:
+    done = script("chunks.py", "--tiny", "--tokens", "512", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["recomputed"] for row in rows] == ["0 of 2", "1 of 2", "2 of 2", "graded"]
+    assert all(row["grad_norm_rel_diff"] < 1e-6 and row["measured_s"] > 0 for row in rows)
+    assert max(abs(row["bytes_error"]) for row in rows) < 0.15
+    for name in ("predicted_bytes", "measured_bytes"):
+        none, some, all_, graded = (row[name] for row in rows)
+        assert none > some > all_
+        assert none > graded > all_
+    none, some, all_, graded = (row["predicted_s"] for row in rows)
+    assert none < some < all_
+    assert none < graded < all_
+
+
+@pytest.mark.parametrize("name", ["chunks.py", "ring.py", "offload.py"])
 def test_what_needs_a_card_says_so(name: str) -> None:
     done = script(name)
     assert done.returncode == 1

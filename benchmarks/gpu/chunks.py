@@ -1,0 +1,256 @@
+"""Chunks of one pipeline stage on one GPU, none, some or all layers recomputed: predicted against measured.
+
+    python benchmarks/gpu/chunks.py [--json] [--tokens 32768] [--chunks 8] [--limit seconds] [--tiny]
+
+Eight layers of a llama of hidden size 3,072 with their embedding and output layer, in bf16 through Megatron-Core: one
+long sequence in chunks of equally many tokens, packs of short ones beside, in the order of the first of four stages
+(three slots of forwards ahead). Rows: layers that every chunk recomputes (none, half, all), and "graded": the more, the
+longer a chunk waits for its backward.
+
+    predicted    `core.simulate` and `core.memory` with costs that the parts of `evenload profile` find here before, on
+                 shapes that are not among the rows, nothing recomputed
+    measured     seconds of a step, update included: median of the runs by the wall; peak beyond weights and optimizer
+                 states by the allocator's books (`runtime.memory`)
+    grad norm    relative difference to the first row's; recomputation changes nothing but rounding
+
+``--limit`` starts nothing new after so many seconds. ``--tiny`` tries all of it out without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from evenload.commands.job import Job
+from evenload.commands.profile import fit_samples, machine, measure
+from evenload.commands.profile_cases import Case
+from evenload.commands.profile_memory import measure_memory, random_tokens
+from evenload.commands.show import emit, grid
+from evenload.core.chain import PlanChain
+from evenload.core.costs import Costs
+from evenload.core.memory import peak_activation_bytes
+from evenload.core.order import in_slots
+from evenload.core.recipe import Recipe, parse
+from evenload.core.registry import Situation
+from evenload.core.setting import limits_of
+from evenload.core.simulate import simulate
+from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.patches import bridge_cpu
+from evenload.runtime.memory import peak_bytes
+from evenload.runtime.watchdog import Watchdog
+from evenload.runtime.world import World, close_world, init_world
+
+AHEAD = 3
+"""Slots of forwards that the first of four stages runs ahead."""
+PACKS, SHORT = 4, 4
+"""Packs of short sequences, and sequences in each."""
+RUNS = 3
+
+
+class Shape(NamedTuple):
+    """The model and its batch."""
+
+    tokens: int
+    chunks: int
+    layers: int = 8
+    hidden: int = 3072
+    heads: int = 24
+    groups: int = 8
+    vocabulary: int = 32768
+    dtype: str = "bf16"
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one."""
+        return self.tokens // self.chunks
+
+    @property
+    def recipe(self) -> Recipe:
+        return parse(
+            {
+                "model": {
+                    "num_layers": self.layers,
+                    "hidden_size": self.hidden,
+                    "num_attention_heads": self.heads,
+                    "num_query_groups": self.groups,
+                    "vocab_size": self.vocabulary,
+                },
+                "data": {"max_length": self.tokens},
+                "parallel": {"dp": 1},
+                "train": {"dtype": self.dtype, "global_batch_size": 1 + PACKS * SHORT},
+            }
+        )
+
+    def plan(self, limits: Limits) -> StepPlan:
+        """The chunks, longest sequence first, in the order of a stage that runs ahead."""
+        borders = [self.tokens * i // self.chunks for i in range(self.chunks + 1)]
+        made = [MicroBatch((Slice(0, a, b),), (0,)) for a, b in pairwise(borders)]
+        short = self.chunk // SHORT
+        for pack in range(PACKS):
+            pieces = (Slice(1 + pack * SHORT + i, 0, short) for i in range(SHORT))
+            made.append(MicroBatch(tuple(pieces), (0,)))
+        last = self.chunks - 1
+        backward = [*reversed(range(self.chunks)), *range(self.chunks, len(made))]
+        order = in_slots(range(len(made)), backward, [max(last, place) + 1 for place in range(len(made))], AHEAD)
+        batch = sequences([self.tokens, *[short] * (PACKS * SHORT)])
+        return StepPlan(batch, tuple(made), replace(limits, max_tokens=self.chunk + 1), (tuple(order),)).check()
+
+    def recomputed(self, plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
+        """The plan with every choice of layers to recompute."""
+        count = len(plan.micro_batches)
+        for layers in (0, self.layers // 2, self.layers):
+            yield f"{layers} of {self.layers}", replace(plan, recompute=((layers,) * count,)).check()
+        waits = [self.layers * (self.chunks - i) // self.chunks for i in range(self.chunks)]
+        yield "graded", replace(plan, recompute=((*waits, *[0] * PACKS),)).check()
+
+    def cases(self) -> list[Case]:
+        """Shapes to fit costs on, little work first."""
+        n = self.chunk
+        return [
+            Case(1, n // 4),
+            Case(4, n // 4),
+            Case(1, n, count=2),
+            Case(1, 2 * n),
+            Case(1, 4 * n, cuts=4),
+            Case(2, 2 * n, cuts=2),
+        ]
+
+
+def costs_here(job: Job, shape: Shape) -> Costs:
+    """Costs of the model on this device, nothing recomputed."""
+    memory = measure_memory(job, shape.chunk)
+    waiting = job.world.device.type == "cuda" or torch.get_num_threads() > 1
+    # The first of each shape pays for kernels that are chosen then.
+    measure(job, shape.cases())
+    found = fit_samples(measure(job, shape.cases()), job.chain.situation, waiting_counts=waiting)
+    return Costs(
+        source="measured here",
+        forward=found.forward,
+        backward=found.backward,
+        memory=memory,
+        num_layers=shape.layers,
+        update_s=found.update_s,
+    )
+
+
+def row_of(name: str, plan: StepPlan, job: Job, situation: Situation) -> dict[str, Any]:
+    """One plan, predicted and measured."""
+    predicted = {
+        "predicted_s": simulate(plan, situation, record=False).step_s,
+        "predicted_bytes": max(peak_activation_bytes(plan, 0, 0)[0], situation.costs.memory.update_bytes),
+    }
+    tokens_of, device = random_tokens(job.recipe), job.world.device
+    job.host.train_step(plan, tokens_of, lr=0.0)
+    gc.collect()
+    with peak_bytes(device) as peak:
+        result = job.host.train_step(plan, tokens_of, lr=0.0)
+    times = []
+    for _ in range(RUNS):
+        wait(device)
+        began = time.perf_counter()
+        job.host.train_step(plan, tokens_of, lr=0.0)
+        wait(device)
+        times.append(time.perf_counter() - began)
+    measured = {"measured_s": statistics.median(times), "measured_bytes": peak.num_bytes}
+    return {"recomputed": name, **predicted, **measured, "loss": result.loss, "grad_norm": result.grad_norm}
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
+    """A row for each choice of layers; one that memory or time does not allow has ``failed``."""
+    from evenload.integrations.megatron import open_host
+
+    until = time.monotonic() + limit_s
+    recipe, source = shape.recipe, None
+    host = open_host(recipe, world)
+    rows: list[dict[str, Any]] = []
+    with Watchdog() as watchdog:
+        chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
+        job = Job(recipe, world, host, chain, source, watchdog)  # type: ignore[arg-type]  # tokens are random
+        costs = costs_here(job, shape)
+        situation = replace(chain.situation, costs=costs.of_stage(chain.situation.layout))
+        for name, plan in shape.recomputed(shape.plan(limits_of(recipe, situation))):
+            watchdog.at(f"recomputing {name}")
+            if time.monotonic() > until:
+                rows.append({"recomputed": name, "failed": "no time left"})
+                continue
+            try:
+                rows.append(row_of(name, plan, job, situation))
+            except torch.OutOfMemoryError as error:
+                rows.append({"recomputed": name, "failed": str(error).partition(".")[0]})
+                torch.cuda.empty_cache()
+    host.close()
+    ran = [row for row in rows if "failed" not in row]
+    for row in ran:
+        row["time_error"] = row["predicted_s"] / row["measured_s"] - 1
+        row["bytes_error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
+        row["grad_norm_rel_diff"] = abs(row["grad_norm"] / ran[0]["grad_norm"] - 1)
+    return {
+        "device": machine(world.device),
+        "torch": torch.__version__,
+        "shape": shape._asdict(),
+        "costs": costs.model_dump(exclude_none=True),
+        "rows": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> Any:
+    rows = [
+        (row["recomputed"], row["failed"], *[""] * 6)
+        if "failed" in row
+        else (
+            row["recomputed"],
+            f"{row['predicted_s']:.3f}",
+            f"{row['measured_s']:.3f}",
+            f"{row['time_error']:+.1%}",
+            f"{row['predicted_bytes'] / 2**20:.1f}",
+            f"{row['measured_bytes'] / 2**20:.1f}",
+            f"{row['bytes_error']:+.1%}",
+            f"{row['grad_norm_rel_diff']:.1e}",
+        )
+        for row in result["rows"]
+    ]
+    shape = Shape(**result["shape"])
+    title = (
+        f"a stage of {shape.layers} layers on {result['device']}, torch {result['torch']}: "
+        f"{shape.tokens} tokens in {shape.chunks} chunks, {PACKS} packs of short ones"
+    )
+    head = ("recomputed", "step s, predicted", "measured", "error", "MiB, predicted", "measured", "error", "grad norm")
+    return grid(title, head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tokens", type=int, default=32768, help="Of the long sequence.")
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
+    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
+    bridge_cpu()
+    shape = Shape(arguments.tokens, arguments.chunks)
+    if arguments.tiny:
+        shape = shape._replace(layers=2, hidden=64, heads=4, groups=2, vocabulary=256, dtype="fp32")
+    world = init_world()
+    result = benchmark(shape, world, arguments.limit)
+    close_world(world)
+    emit(result, arguments.json, table)
+
+
+if __name__ == "__main__":
+    main()
