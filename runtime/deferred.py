@@ -11,9 +11,11 @@ dW = dy^T x, which nobody waits for (zero-bubble pipelines, Qi et al., arXiv 240
         later.run(7)                       # dW
 
 Whether dW is left is decided where the backward runs, not where the forward ran: so layers that are recomputed in the
-backward need nothing else, and without `of_backward` both products are computed at once. `run` brings dW in as the
-gradient of a view of the weight, so whatever hangs at the weight's AccumulateGrad (Megatron's and DeepSpeed's hooks)
-fires as ever. What it computes is what the backward would have computed, product by product; nothing is computed twice.
+backward need nothing else, and without `of_backward` both products are computed at once. `run` is a backward pass of
+its own, from one node per weight that gives dW: whatever hangs at the weight's AccumulateGrad (Megatron's and
+DeepSpeed's hooks) fires as ever, and dW is taken over, not copied as it would be if it were handed in with a root.
+Nothing is computed twice. Two layers of Megatron, hidden 256, on one core of a CPU, backward of 1024 tokens: 145 ms as
+it is, 108 + 37 ms in two.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class WeightGradients:
         self._open.append(_Left(weight, x, dy))
 
     def run(self, number: int) -> None:
-        """Add up what backward ``number`` left, last layer first, and free it layer by layer.
+        """Add up what backward ``number`` left, last layer first, and free each when it is done.
 
         Raises:
             EvenloadError: that backward left nothing to do, or it was done before.
@@ -81,12 +83,11 @@ class WeightGradients:
                 f"backward {number}; waiting: {sorted(self._left) or 'none'}",
                 "run each once, after its backward",
             )
-        left.reverse()
-        while left:
-            weight, x, dy = left.pop()
-            with torch.enable_grad():
-                view = weight.view_as(weight)
-            torch.autograd.backward(view, weight_gradient(x, dy))
+        with torch.enable_grad():  # the last node that is made runs first
+            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]  # type: ignore[no-untyped-call]
+        left.clear()
+        if roots:
+            torch.autograd.backward(roots)
 
     def held_bytes(self) -> int:
         """Of all inputs and output gradients that wait; shared memory counts once."""
@@ -183,3 +184,17 @@ class _Linear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return dx, dw, db, None, None
+
+
+class _Weight(torch.autograd.Function):
+    """A number that does not matter, made from a weight whose gradient is what a layer has left."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, item: list[_Left]) -> Tensor:
+        ctx.item = item
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        left = ctx.item.pop()
+        return weight_gradient(left.x, left.dy), None
