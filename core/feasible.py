@@ -54,10 +54,16 @@ def refuse_impossible(recipe: Recipe) -> None:
             "choose a pp that divides the number of layers",
         ),
         (
-            recipe.trainer == "deepspeed" and (p.tp > 1 or p.pp > 1),
-            "trainer deepspeed runs data-parallel here",
-            f"tp {p.tp}, pp {p.pp}",
-            "use trainer: megatron for tensor or pipeline parallelism",
+            recipe.trainer == "deepspeed" and p.tp > 1,
+            "trainer deepspeed runs without tensor parallelism here",
+            f"parallel.tp {p.tp}",
+            "set parallel.tp=1, or use trainer: megatron",
+        ),
+        (
+            recipe.trainer == "deepspeed" and p.pp > 1 and recipe.deepspeed.zero_stage > 1,
+            "DeepSpeed's pipelines run under ZeRO 0 and 1",
+            f"deepspeed.zero_stage {recipe.deepspeed.zero_stage}, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1 (gradients and weights of a stage then stay whole), or parallel.pp=1",
         ),
         (
             recipe.trainer == "deepspeed" and train.dtype == "fp64",

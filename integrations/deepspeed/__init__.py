@@ -29,6 +29,10 @@ def open_host(recipe: Recipe, world: World) -> Host:
         EvenloadError: DeepSpeed or Transformers is missing, or the recipe asks for what they cannot honour.
     """
     _require_packages()
+    if recipe.parallel.pp > 1:
+        from .pipeline_host import PipelineHost
+
+        return PipelineHost(recipe, world)
     from .host import DeepSpeedHost
 
     return DeepSpeedHost(recipe, world)

@@ -33,7 +33,7 @@ OWNED: dict[str, str] = {
     "data_efficiency": "leave it out: the plan decides which samples run when",
     "curriculum_learning": "leave it out: the plan decides which samples run when",
     "tensor_parallel": "use trainer: megatron for tensor parallelism",
-    "pipeline": "use trainer: megatron for pipeline parallelism",
+    "pipeline": "set parallel.pp; plugins.pipeline decides what is recomputed",
     "expert_parallel": "leave it out: dense models only",
     "sequence_parallel_size": "leave it out: a whole sequence runs on one rank",
     "data_parallel_size": "leave it out: every rank is data-parallel",

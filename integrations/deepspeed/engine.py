@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,11 +100,15 @@ def one_reduction(engine: Any, num_backwards: int) -> Iterator[Reduction]:
     assert reduction.started == num_backwards, f"{reduction.started} of {num_backwards} backwards ran"
 
 
-def full_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Reduced gradients of all parameters by name, float32 on the CPU; after `one_reduction`, before `step`.
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def full_gradients(engine: Any, parameters: Parameters | None = None) -> dict[str, torch.Tensor]:
+    """Reduced gradients by name, float32 on the CPU, of all parameters or these; once reduced, before the update.
     Collective."""
     get = deepspeed.utils.safe_get_full_grad
-    return {name: get(p).detach().float().cpu().clone() for name, p in engine.module.named_parameters()}
+    parameters = parameters or dict(engine.module.named_parameters())
+    return {name: get(p).detach().float().cpu().clone() for name, p in parameters.items()}
 
 
 def discard_gradients(engine: Any) -> None:
@@ -126,9 +130,9 @@ def discard_gradients(engine: Any) -> None:
         optimizer._pre_step()
 
 
-def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """The weights that the forward uses, by name, float32 on the CPU. Collective."""
-    parameters = dict(engine.module.named_parameters())
+def full_weights(engine: Any, parameters: Parameters | None = None) -> dict[str, torch.Tensor]:
+    """The weights that the forward uses, by name, float32 on the CPU, of all parameters or these. Collective."""
+    parameters = parameters or dict(engine.module.named_parameters())
     sharded = int(engine.zero_optimization_stage()) == 3
     with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=sharded):
         return {name: p.detach().float().cpu().clone() for name, p in parameters.items()}

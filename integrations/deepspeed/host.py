@@ -69,7 +69,7 @@ class DeepSpeedHost:
     pipeline_stage = 0
 
     def __init__(self, recipe: Recipe, world: World) -> None:
-        _refuse_impossible(recipe)
+        refuse_impossible(recipe)
         self.layout = recipe.layout(world.size)
         self.plane_rank = world.rank
         self.world = world
@@ -97,7 +97,7 @@ class DeepSpeedHost:
             group["lr"] = lr
         with clock.noting("U"):
             # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-            norm = _norm(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
+            norm = norm_of(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
             self.engine.step()
             if norm is None:
                 norm = float(self.engine.get_global_grad_norm())
@@ -108,7 +108,7 @@ class DeepSpeedHost:
         result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.world.device))
         gradients = full_gradients(self.engine)
         discard_gradients(self.engine)
-        return StepResult(grad_norm=_norm(gradients.values()), **result), gradients
+        return StepResult(grad_norm=norm_of(gradients.values()), **result), gradients
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights that the forward uses, by name, float32 on the CPU. Collective."""
@@ -262,19 +262,21 @@ def _parameters(model: Any) -> Mapping[str, Any]:
     return inspect.signature(model.forward).parameters
 
 
-def _norm(tensors: Any) -> float:
+def norm_of(tensors: Any) -> float:
+    """Of all values of some tensors, in float64; None among them count as zeros."""
     norms = [t.detach().double().norm() for t in tensors if t is not None]
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
-def _refuse_impossible(recipe: Recipe) -> None:
-    degrees = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+def refuse_impossible(recipe: Recipe) -> None:
+    """Raise EvenloadError for what no engine of DeepSpeed does here."""
+    degrees = {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep")}
     wanted = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     if wanted:
         raise EvenloadError(
-            "trainer deepspeed runs data-parallel here",
+            "trainer deepspeed divides a model over pipeline stages alone",
             ", ".join(wanted),
-            "set parallel.* to 1, or use trainer: megatron",
+            "set these parallel.* to 1, or use trainer: megatron",
         )
     if recipe.train.dtype == "fp64":
         raise EvenloadError("DeepSpeed's engine cannot train in float64", "train.dtype fp64", "use fp32")

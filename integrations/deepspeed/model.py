@@ -97,7 +97,11 @@ def recompute_layers(model: Any) -> None:
             "set train.recompute to false, or use a model with gradient checkpointing",
         )
     # A reentrant checkpoint gives no gradients to a layer whose input needs none (a frozen embedding).
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from ...core.workload import Sequence
 from ...runtime.pack import TokensOf
 from .host import DeepSpeedHost
 from .model import build_model
+from .pipeline_host import PipelineHost
 
 
 def reference(
-    recipe: Recipe, host: DeepSpeedHost, tokens_of: TokensOf, sequences: Iterable[Sequence]
+    recipe: Recipe, host: DeepSpeedHost | PipelineHost, tokens_of: TokensOf, sequences: Iterable[Sequence]
 ) -> tuple[float, Mapping[str, torch.Tensor]]:
     """Loss and gradients, by parameter name, of the mean token loss of a global batch.
 

@@ -1,0 +1,187 @@
+"""A stage of a Hugging Face model as DeepSpeed's `PipelineModule`: its decoder layers, the ends at the ends.
+
+    layer 0            embedding, of the first stage
+    layers 1 .. L      decoder layers, equally many on every stage
+    layers L+1, L+2    final norm and output layer, of the last stage
+
+The model is built whole on the CPU from the seed, as without a pipeline, and each rank keeps its stage: a run starts
+from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary tables are
+computed once a stage, and the number of recomputed layers is the call's.
+
+Shape legend: T = slots of a pack, C = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+
+from ...core.errors import EvenloadError
+from ...core.layout import Layout
+from ...core.recipe import Recipe
+from ...runtime.pack import Pack
+from . import attention
+from .engine import prepare_deepspeed
+from .model import build_model, recompute_layers
+from .supported import refuse_unsupported
+
+_FINAL_NORM = {
+    "gpt_neox": "final_layer_norm",
+    "llama": "norm",
+    "mistral": "norm",
+    "qwen2": "norm",
+    "qwen3": "norm",
+}
+"""Models that are an embedding, layers, a norm and an output layer, with nothing between, and their norm's name."""
+
+
+class _Parts(NamedTuple):
+    """A model taken apart."""
+
+    config: Any
+    rotary: nn.Module
+    layers: list[nn.Module]
+    """All that hold weights, in order."""
+    names: dict[int, str]
+    """Of every parameter in the whole model, by its id."""
+
+
+class StageModule(PipelineModule):  # type: ignore[misc]
+    """The layers of one stage.
+
+    Args:
+        layers: of the whole model; of those of other stages only the number counts.
+    """
+
+    def __init__(self, parts: _Parts, layers: Sequence[Any], layout: Layout, device: torch.device) -> None:
+        topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
+        super().__init__(layers, topology=topology)
+        self.config = parts.config
+        self._first, self._last = self.stage_id == 0, self.stage_id == layout.pp - 1
+        # Not a submodule: an engine in bfloat16 would round its frequencies.
+        self._rotary = (parts.rotary.to(device),)
+        self._names = {parts.names[id(p)]: p for p in self.parameters()}
+        for parameter in self.parameters():
+            # DeepSpeed's clipping in float32 counts parameters behind the first stage only where they say so.
+            parameter.model_parallel = True
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers of this stage."""
+        funcs: list[nn.Module] = self.forward_funcs
+        return funcs[int(self._first) : len(funcs) - 2 * int(self._last)]
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by the names that they have in the whole model."""
+        return self._names
+
+    def forward(self, received_TC: Tensor | None, pack: Pack, *, recomputed: int = 0, head: bool = True) -> Tensor:
+        """Hidden states [T, C] for the next stage; of the last one logits [T, V], unless ``head`` is off.
+
+        Args:
+            received_TC: of the stage before; None at the first one.
+            recomputed: so many of the stage's decoder layers, the first ones, keep their inputs alone.
+        """
+        hidden_1TC = self.forward_funcs[0](pack.tokens_T[None]) if received_TC is None else received_TC[None]
+        positions_1T = pack.positions_T[None]
+        tables = self._rotary[0](hidden_1TC, positions_1T)
+        with _recomputing(self.blocks[:recomputed]):
+            for block in self.blocks:
+                hidden_1TC = block(
+                    hidden_1TC,
+                    attention_mask=None,
+                    position_ids=positions_1T,
+                    position_embeddings=tables,
+                    use_cache=False,
+                    **{attention.PACK: pack},
+                )
+        for layer in self.forward_funcs[-2:] if self._last and head else ():
+            hidden_1TC = layer(hidden_1TC)
+        return hidden_1TC[0]
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Equally many decoder layers for every stage, whatever DeepSpeed would count."""
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = _borders(self._num_layers, self.num_stages)
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+
+def build_stage(recipe: Recipe, layout: Layout, rank: int, device: torch.device) -> StageModule:
+    """This rank's stage, in float32 on the device. Collective.
+
+    Raises:
+        EvenloadError: the model cannot be cut into these stages.
+    """
+    parts = _take_apart(recipe, layout)
+    borders = _borders(len(parts.layers), layout.pp)
+    stage = PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp).get_coord(rank).pipe
+    first, end = borders[stage : stage + 2]
+    # DeepSpeed keeps the list for good: it must not hold the weights of other stages.
+    layers = [layer if first <= i < end else LayerSpec(nn.Identity) for i, layer in enumerate(parts.layers)]
+    parts = parts._replace(layers=[])
+    prepare_deepspeed()
+    deepspeed.init_distributed()
+    with contextlib.redirect_stdout(io.StringIO()):  # stdout belongs to --json; DeepSpeed prints its partition there
+        return StageModule(parts, layers, layout, device)
+
+
+def _borders(num_layers: int, num_stages: int) -> list[int]:
+    """Of the stages among embedding, decoder layers, norm and output layer."""
+    each = (num_layers - 3) // num_stages
+    return [0, *(1 + each * stage for stage in range(1, num_stages)), num_layers]
+
+
+def _take_apart(recipe: Recipe, layout: Layout) -> _Parts:
+    model = build_model(recipe)
+    config = model.config
+    refuse_unsupported(config, recipe.data.max_length)
+    rules = [
+        (config.model_type not in _FINAL_NORM, f"model_type {config.model_type}", f"use {', '.join(_FINAL_NORM)}"),
+        (
+            getattr(config, "tie_word_embeddings", False),
+            "tie_word_embeddings: first and last stage would share a weight",
+            "set tie_word_embeddings to false in the model's config",
+        ),
+        (
+            bool(getattr(config, "hidden_dropout", 0.0)),
+            f"hidden_dropout = {getattr(config, 'hidden_dropout', 0.0)}",
+            "set it to 0 in the model's config",
+        ),
+        (
+            config.num_hidden_layers % layout.pp != 0,
+            f"{config.num_hidden_layers} layers, parallel.pp {layout.pp}",
+            "choose a pp that divides the number of layers",
+        ),
+    ]
+    for broken, found, do in rules:
+        if broken:
+            raise EvenloadError("the model cannot be cut into pipeline stages", found, do)
+    recompute_layers(model)  # brings the means; `_recomputing` says when
+    base = model.base_model
+    norm, blocks = getattr(base, _FINAL_NORM[config.model_type]), list(base.layers)
+    for block in blocks:
+        block.gradient_checkpointing = False
+    layers = [model.get_input_embeddings(), *blocks, norm, model.get_output_embeddings()]
+    names = {id(p): name for name, p in model.named_parameters()}
+    return _Parts(config, base.rotary_emb, layers, names)
+
+
+@contextmanager
+def _recomputing(blocks: Sequence[Any]) -> Iterator[None]:
+    """Forwards of these layers inside keep their inputs alone; Hugging Face's own means, which ask in the forward."""
+    for block in blocks:
+        block.gradient_checkpointing = True
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.gradient_checkpointing = False
