@@ -1,0 +1,153 @@
+"""How many layers of every chunk run again at every stage, so that each fits (InfiniPipe's adaptive checkpointing).
+
+InfiniPipe, arXiv 2509.21275, section IV, Alg. 2. Recomputation of the k-th backward of a rank at stage p delays the
+(k+1)-th at stage p+1, and so on to the last stage; what one pass of such a diagonal spends, the others would wait for.
+So they share one number of layers,
+
+    c(p, k) = C[k + P - 1 - p]            P stages, k in the order of the backwards
+
+and the program (`program`) has n + P - 1 variables instead of n P. Its rows are exact (`rows`). Then each stage by
+itself gives up the layers that it does not need: first stages hold most, the last one hardly anything. Fewer layers at
+a stage never make a step longer, as the order stays.
+
+Ranks that share no micro-batch have a program each. A shared one stands on the diagonal of its first rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.errors import EvenloadError
+from ...core.memory import room_bytes
+from ...core.order import orders_of_stage
+from ...core.partition import Floats, Ints
+from ...core.predict import own_costs
+from ...core.registry import Situation
+from ...core.workload import StepPlan
+from .config import GIB, PipelineConfig
+from .program import lowered, solved
+from .rows import Most, Probes, fullest, joined, levels_of
+
+_ROUNDS = 3
+"""Times that the room is tightened should the exact walk disagree with the rows."""
+
+
+class DoesNotFitError(EvenloadError):
+    """A stage holds too much with every layer recomputed."""
+
+    def __init__(self, most: Most, missing_bytes: float, found: str, do: str) -> None:
+        self.stage, self.rank, self.missing_bytes = most.stage, most.rank, missing_bytes
+        super().__init__(f"stage {most.stage} of the pipeline does not fit into memory", found, do)
+
+
+def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
+    """The plan with as little recomputation as brings every rank of every stage into its memory.
+
+    Args:
+        plan: a lawful one, but for its memory. What it recomputes now does not matter.
+        solver: False leaves out the integer program, as ``solver_ms=0`` does.
+
+    Raises DoesNotFitError, about the stage that lacks most.
+    """
+    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
+    bare = plan.recomputing(())
+    if plan.backward:  # groups of its own: no law says which layers of which forward a backward would run again
+        most = fullest(bare, levels_of(bare))
+        if most.held_bytes > room:
+            raise _refusal(most, bare, situation, room)
+        return bare
+    probes, layers = Probes(plan), plan.limits.layers_per_stage
+    if fullest(plan, probes.levels(0)).held_bytes <= room:
+        return probes.plan_of(0) if plan.limits.replay_bytes_per_token else bare
+    most = fullest(plan, probes.levels(layers))
+    if most.held_bytes > room:
+        raise _refusal(most, probes.plan_of(layers), situation, room)
+    tightened = room
+    for _ in range(_ROUNDS):
+        found = plan.recomputing(_chosen(probes, plan, tightened, situation, config.solver_ms if solver else 0))
+        over = fullest(found, levels_of(found)).held_bytes - room
+        if over <= 0:
+            return found
+        tightened -= 2 * over
+    return probes.plan_of(layers)
+
+
+def _chosen(
+    probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int
+) -> tuple[tuple[int, ...], ...]:
+    """Layers by stage and micro-batch."""
+    stages, layers = range(plan.limits.num_stages), plan.limits.layers_per_stage
+    chosen = [[0] * len(plan.micro_batches) for _ in stages]
+    seconds = _layer_seconds(plan, situation)
+    backwards = _backwards(plan)
+    for ranks in _teams(plan):
+        numbers = sorted({i for rank in ranks for i in backwards[rank]})
+        columns = {number: column for column, number in enumerate(numbers)}
+        rows = [probes.rows(stage, ranks, columns, room) for stage in stages]
+        diagonals = _diagonals(plan, backwards, numbers)
+        cost, size = seconds[numbers], int(diagonals.max(initial=-1)) + 1
+        weights = np.zeros(size)
+        for of_stage in diagonals:
+            np.maximum.at(weights, of_stage, cost)
+        tied = joined([of.on(places, size) for of, places in zip(rows, diagonals, strict=True)])
+        shared = solved(tied, weights, layers, solver_ms=solver_ms)
+        for stage in stages:
+            own = lowered(rows[stage], cost, shared[diagonals[stage]])
+            for number, count in zip(numbers, own.tolist(), strict=True):
+                chosen[stage][number] = count
+    return tuple(map(tuple, chosen))
+
+
+def _layer_seconds(plan: StepPlan, situation: Situation) -> Floats:
+    """What a recomputed layer of each micro-batch costs, float64 [micro-batches]."""
+    costs = own_costs(plan, situation.costs)
+    each = [costs.layers_s(m, situation.head_frac) for m in plan.micro_batches]
+    return np.array(each) / plan.limits.layers_per_stage
+
+
+def _backwards(plan: StepPlan) -> list[list[int]]:
+    """For each rank the micro-batches whose activations wait for their backwards, in the order of these."""
+    kept = plan.kept
+    return [[i for kind, i in ops if kind == "B" and i in kept] for ops in orders_of_stage(plan, 0)]
+
+
+def _teams(plan: StepPlan) -> list[list[int]]:
+    """Ranks that share micro-batches, directly or through others."""
+    team = list(range(plan.limits.num_ranks))
+    for micro_batch in plan.micro_batches if plan.shared else ():
+        joining = {team[rank] for rank in micro_batch.ranks}
+        team = [min(joining) if one in joining else one for one in team]
+    return [[rank for rank, one in enumerate(team) if one == first] for first in sorted(set(team))]
+
+
+def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -> Ints:
+    """The diagonal on which each micro-batch stands at each stage, int64 [stages, numbers], in the order of time."""
+    stages = plan.limits.num_stages
+    place = {(rank, i): at for rank, row in enumerate(backwards) for at, i in enumerate(row)}
+    first = [min(plan.micro_batches[i].ranks) for i in numbers]
+    keys = [
+        [(place[rank, i] + stages - 1 - stage, rank) for rank, i in zip(first, numbers, strict=True)]
+        for stage in range(stages)
+    ]
+    known = {key: at for at, key in enumerate(sorted({key for row in keys for key in row}))}
+    return np.array([[known[key] for key in row] for row in keys], dtype=np.int64).reshape(stages, len(numbers))
+
+
+def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> DoesNotFitError:
+    """With the numbers. What is said to fit does: it is what the walk found to be held, and the cluster has it."""
+    missing = most.held_bytes - room
+    how = "with all its layers recomputed" if plan.recompute else "whose backward has groups of its own"
+    found = (
+        f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.2f} GiB at "
+        f"{most.op.kind}{most.op.micro_batch}: {missing / GIB:.2f} GiB more than the {room / GIB:.2f} GiB there are "
+        "for activations and prefix KV"
+    )
+    uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
+    least = math.ceil(100 * most.held_bytes / GIB) / 100
+    if least * GIB <= room_bytes(situation.cluster, situation.costs.memory, uncapped):
+        return DoesNotFitError(most, missing, found, f"raise plugins.pipeline.activation_gib to {least:.2f} or more")
+    do = "lower plugins.pipeline.max_tokens or data.max_length, or use more tensor or pipeline parallelism"
+    return DoesNotFitError(most, missing, found, do)
