@@ -1,0 +1,106 @@
+"""Seconds of every pass at every stage, in tables that loops can read fast, and how long orders take by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from ...core.passes import PassTimes
+from ...core.registry import Situation
+from ...core.workload import Op, PassKind, StepPlan
+
+Table = tuple[tuple[float, ...], ...]
+"""``table[stage][number]`` [s]: of a pass, by the number of its micro-batch."""
+
+
+class Clock(NamedTuple):
+    """What passes take, communication inside them included, and how long their results travel [s]."""
+
+    forward: Table
+    backward: Table
+    """With its weight gradients."""
+    weights: tuple[float, ...]
+    """The part of a backward that may be a pass of its own, at any stage; all zero where the host cannot split it."""
+    up: Table
+    """From the end of a forward at a stage to its arrival at the next; the last stage has none."""
+    down: Table
+    """From the end of a backward at a stage to its arrival at the stage before; row s is that of stage s + 1."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+
+_known: WeakKeyDictionary[StepPlan, tuple[Situation, Clock]] = WeakKeyDictionary()
+
+
+def clock_of(plan: StepPlan, situation: Situation) -> Clock:
+    """The clock of a plan, whose order is not looked at. Worked out once for a plan."""
+    known = _known.get(plan)
+    if known is None or known[0] is not situation:
+        known = _known[plan] = situation, _clock_of(plan, situation)
+    return known[1]
+
+
+def _clock_of(plan: StepPlan, situation: Situation) -> Clock:
+    stages = range(plan.limits.num_stages)
+    counts = {"F": len(plan.micro_batches), "B": len(plan.passes("B"))}
+    splits = plan.limits.splits_backward
+    # Only a plan that has W passes is told what they take.
+    listed = tuple(Op("W", j) for j in range(counts["B"])) if splits else ()
+    times = PassTimes(replace(plan, order=(listed,) * len(stages)), situation)
+    weights = tuple(times.seconds(0, op) for op in listed) or (0.0,) * counts["B"]
+
+    def moving(kind: PassKind) -> Table:
+        return tuple(tuple(times.hand_over(s, Op(kind, j)) for j in range(counts[kind])) for s in stages[:-1])
+
+    forward = tuple(tuple(times.seconds(s, Op("F", j)) for j in range(counts["F"])) for s in stages)
+    backward = tuple(tuple(times.seconds(s, Op("B", j)) + weights[j] for j in range(counts["B"])) for s in stages)
+    up = moving("F")
+    return Clock(forward, backward, weights, up, moving("B") if plan.backward else up)
+
+
+def end_of(orders: Sequence[Sequence[Op]], clock: Clock) -> float:
+    """When the last stage has finished [s], by the rules of `core.events`.
+
+    ``orders[stage]``: the passes of one plane rank, which shares none and does not deadlock.
+    """
+    last = clock.num_stages - 1
+    at, free = [0] * (last + 1), [0.0] * (last + 1)
+    split = [{j for kind, j in ops if kind == "W"} for ops in orders]
+    came_up: list[dict[int, float]] = [{} for _ in orders]
+    came_down: list[dict[int, float]] = [{} for _ in orders]
+    up_free, down_free = [0.0] * (last + 1), [0.0] * (last + 1)
+    ready = list(range(last, -1, -1))
+    while ready:
+        stage = ready.pop()
+        ops, place, now = orders[stage], at[stage], free[stage]
+        while place < len(ops):
+            kind, j = ops[place]
+            if kind == "F":
+                if stage:
+                    arrival = came_up[stage].get(j)
+                    if arrival is None:
+                        break
+                    now = max(now, arrival)
+                now += clock.forward[stage][j]
+                if stage < last:
+                    up_free[stage] = came_up[stage + 1][j] = max(now, up_free[stage]) + clock.up[stage][j]
+            elif kind == "B":
+                if stage < last:
+                    arrival = came_down[stage].get(j)
+                    if arrival is None:
+                        break
+                    now = max(now, arrival)
+                now += clock.backward[stage][j] - (clock.weights[j] if j in split[stage] else 0.0)
+                if stage:
+                    down_free[stage] = came_down[stage - 1][j] = max(now, down_free[stage]) + clock.down[stage - 1][j]
+            else:
+                now += clock.weights[j]
+            place += 1
+        if place > at[stage]:
+            ready += [s for s in (stage - 1, stage + 1) if 0 <= s <= last and s not in ready]
+        at[stage], free[stage] = place, now
+    return max(free)

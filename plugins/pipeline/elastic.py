@@ -1,0 +1,211 @@
+"""In which order the chunks of sequences run forward and backward at every pipeline stage.
+
+After InfiniPipe (arXiv 2509.21275, section III-C): one order for chunks of long sequences and packs of short ones, in
+which the chunks of a sequence run forward ascending and backward descending, and a stage alternates between forwards of
+the next chunks and backwards of a finished sequence.
+
+All stages run one order of forwards (launch order) and one of backwards: by the forwards that must precede them, and
+among equal ones descending, so that a sequence starts backward as soon as its last chunk has run forward. With
+
+    need_j   = forwards that must precede backward j
+    owed_j   = max(need_j, owed_{j+1} - 1)
+
+a stage that is ``a`` stages before the last runs forward i before backward j if i < owed_{j + (1 + extra) a}. What
+backwards to come will need is thus spread, one forward a backward: at the last stage as many chunks are in flight as
+the longest sequence to come has, ever fewer where the longest run first. 1F1B is the case of need_j = j + 1 and
+``extra`` 0; ``extra`` 1 hides hand-overs and unlike passes (13B, 4 stages: bubble 11 -> 3 %, 3 more chunks in flight).
+
+Which pass starts when is found by running all stages against each other: a forward that is due, else a backward that
+has arrived; or, where that is predicted to end sooner, a stage waits for the forward that is due. A forward beyond
+need_j waits while it does not fit under ``cap_bytes``.
+
+It cannot deadlock, whatever the cap: a backward that has arrived runs unless a forward has that is due before it, so if
+nothing can start all stages stand at one backward j, and the last stage lacks a forward i < need_j. No stage may refuse
+that one, so the first stage that has not run it can. O(passes x stages x log stages).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ...core.order import in_slots
+from ...core.registry import Situation
+from ...core.workload import Op, StepPlan
+from .clock import Clock, clock_of, end_of
+from .weights import placed
+
+Groups = Sequence[Sequence[int]]
+
+
+class Lines(NamedTuple):
+    """The two orders of a plane rank, by numbers of micro-batches, and what ties them."""
+
+    forward: list[int]
+    backward: list[int]
+    need: list[int]
+    """For each backward the forwards that must precede it; never falls."""
+    owed: list[int]
+    """For each backward the forwards that are due before it at the last stage; never falls."""
+
+
+def ordered(
+    plan: StepPlan,
+    situation: Situation,
+    *,
+    extra: int = 0,
+    split: bool = False,
+    groups: Groups | None = None,
+    cap_bytes: float = math.inf,
+) -> StepPlan:
+    """The plan with an order for every stage, whatever order it had.
+
+    Plans that group the backward anew, replay, share micro-batches or run in step keep theirs. With one stage, where
+    nothing waits, a sequence runs backward before the next one's forward.
+
+    Args:
+        extra: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
+        split: weight gradients as passes of their own where that is predicted to be faster (`weights.placed`).
+        groups: numbers of micro-batches that form one pipeline each, in the order in which they run: a stage does not
+            run forwards ahead for the next one while it has any of its own. None: all in launch order, as one.
+        cap_bytes: activations and prefix KV, estimated, above which a stage does not run ahead of what its next
+            backward needs.
+    """
+    limits = plan.limits
+    if not (plan.backward or plan.replayed or plan.shared or limits.equal_counts):
+        clock = clock_of(plan, situation)
+        kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
+        orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
+        for rank in range(limits.num_ranks):
+            for ops, mine in zip(
+                orders, _best(lines_of(plan, rank, groups), clock, extra, kept, cap_bytes), strict=True
+            ):
+                ops += mine
+        plan = replace(plan, order=tuple(map(tuple, orders)))
+    return placed(plan, situation) if split else plan
+
+
+def lines_of(plan: StepPlan, rank: int, groups: Groups | None = None) -> Lines:
+    """Forwards, backwards and what ties them, of a plane rank."""
+    mine = plan.of_rank(rank)
+    own = set(mine)
+    rows = [list(mine)] if groups is None else [[j for j in group if j in own] for group in groups]
+    forward = [j for row in rows for j in row]
+    reach = _reach(plan, forward)
+    back = sorted(range(len(forward)), key=lambda place: (reach[place], -place))
+    need = [reach[place] + 1 for place in back]
+    owed = _spread(need, list(accumulate(map(len, rows)))) if plan.limits.num_stages > 1 else need
+    return Lines(forward, [forward[place] for place in back], need, owed)
+
+
+def _reach(plan: StepPlan, forward: list[int]) -> list[int]:
+    """For each place in the forward order the last one whose backward must come before its own, or itself."""
+    reach = list(range(len(forward)))
+    chains: dict[int, list[int]] = {}
+    for place, number in enumerate(forward) if plan.cut else ():
+        for s in plan.micro_batches[number].slices:
+            if s.sequence in plan.cut:
+                chains.setdefault(s.sequence, []).append(place)
+    behind: dict[int, list[int]] = {}
+    for chain in chains.values():
+        for earlier, later in pairwise(chain):
+            behind.setdefault(earlier, []).append(later)
+    for place in sorted(behind, reverse=True):
+        reach[place] = max(reach[later] for later in behind[place])
+    return reach
+
+
+def _spread(need: list[int], ends: list[int]) -> list[int]:
+    """What is owed before each backward; ``ends``: forwards up to the end of each pipeline, ascending."""
+    owed = list(need)
+    inside = beyond = 0  # of the backward behind: for its own pipeline, and for those that follow as well
+    end = math.inf
+    for j in reversed(range(len(need))):
+        own_end = next(e for e in ends if e >= need[j])
+        inside = max(need[j], inside - 1) if own_end == end else need[j]
+        end = own_end
+        beyond = max(inside, beyond - 1) if inside == end else inside
+        owed[j] = beyond
+    return owed
+
+
+def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:
+    """About what each micro-batch holds at a stage from its forward to its backward, prefix KV included."""
+    limits = plan.limits
+    head = limits.beside.head_bytes_per_token if stage == limits.num_stages - 1 else 0.0
+    whole = limits.replay_bytes_per_token if plan.recompute else 0.0
+    layer = whole or limits.activation_bytes_per_token
+    recomputed = plan.recompute[stage] if plan.recompute else (0,) * len(plan.micro_batches)
+    kept = []
+    for m, slots, again in zip(plan.micro_batches, plan.slots["F"], recomputed, strict=True):
+        stored = sum(s.stop - s.start for s in m.slices if s.sequence in plan.cut) * limits.kv_bytes_per_token
+        layers = layer * (limits.layers_per_stage - again) + limits.input_bytes_per_token * again
+        kept.append(slots * (layers + head) + stored * limits.layers_per_stage)
+    return kept
+
+
+def _best(lines: Lines, clock: Clock, extra: int, kept: list[list[float]], cap_bytes: float) -> list[list[Op]]:
+    """The passes of every stage: as they start when backwards may overtake, or in slots, whichever end first."""
+    aheads = [(1 + extra) * (clock.num_stages - 1 - stage) for stage in range(clock.num_stages)]
+    orders = _run(clock, lines, aheads, kept, cap_bytes)
+    if kept or clock.num_stages == 1:
+        return orders
+    slots = [in_slots(lines.forward, lines.backward, lines.owed, ahead) for ahead in aheads]
+    return min(orders, slots, key=lambda found: end_of(found, clock))
+
+
+def _run(clock: Clock, lines: Lines, aheads: list[int], kept: list[list[float]], cap_bytes: float) -> list[list[Op]]:
+    """The passes of every stage in the order in which they start when all stages run against each other."""
+    forward, backward, need, owed = lines
+    count, last = len(forward), clock.num_stages - 1
+    orders: list[list[Op]] = [[] for _ in range(last + 1)]
+    next_f, next_b = [0] * (last + 1), [0] * (last + 1)
+    free, held = [0.0] * (last + 1), [0.0] * (last + 1)
+    # By place in the two orders, of what has been sent so far: when it arrives.
+    came_up: list[list[float]] = [[0.0] * count, *([] for _ in range(last))]
+    came_down: list[list[float]] = [[] for _ in range(last + 1)]
+    events = [(0.0, 0)] if count else []
+    while events:
+        now, stage = heapq.heappop(events)
+        f, b = next_f[stage], next_b[stage]
+        if now < free[stage] or b == count:
+            continue
+        due = f < owed[min(b + aheads[stage], count - 1)]
+        if due and kept and f >= need[b]:
+            due = held[stage] + kept[stage][forward[f]] <= cap_bytes
+        if due and f < len(came_up[stage]) and came_up[stage][f] <= now:
+            number = forward[f]
+            orders[stage].append(Op("F", number))
+            next_f[stage] = f + 1
+            free[stage] = now + clock.forward[stage][number]
+            if kept:
+                held[stage] += kept[stage][number]
+            if stage < last:
+                _send(events, free, came_up, clock.up[stage][number], stage, stage + 1)
+        elif f >= need[b] if stage == last else b < len(came_down[stage]) and came_down[stage][b] <= now:
+            number = backward[b]
+            orders[stage].append(Op("B", number))
+            next_b[stage] = b + 1
+            free[stage] = now + clock.backward[stage][number]
+            if kept:
+                held[stage] -= kept[stage][number]
+            if stage:
+                _send(events, free, came_down, clock.down[stage - 1][number], stage, stage - 1)
+        else:
+            continue
+        heapq.heappush(events, (free[stage], stage))
+    return orders
+
+
+def _send(
+    events: list[tuple[float, int]], free: list[float], came: list[list[float]], moving: float, stage: int, to: int
+) -> None:
+    """Book when what ``stage`` sends after its pass arrives: a link carries one tensor of a direction at a time."""
+    arrival = max(free[stage], came[to][-1] if came[to] else 0.0) + moving
+    came[to].append(arrival)
+    if arrival > free[to]:
+        heapq.heappush(events, (arrival, to))

@@ -1,0 +1,131 @@
+"""Weight gradients as passes of their own, run where a pipeline stage would wait (W of Qi et al., arXiv 2401.10241).
+
+A backward that leaves its weight gradients for later sends the gradient of its input sooner, and what it left fills
+waits: those of the drain above all, when a stage has no forwards any more. Forwards and backwards keep the order that
+the plan gives them; stages run against each other in simulated time, and a stage with something left to do
+
+    runs the next pass        as soon as that has arrived and what waits leaves it memory,
+    runs the oldest W         while the next pass has not arrived, or to make room for it,
+    runs all W that are left  after its last pass.
+
+Memory is what the plan holds in each pass (`core.memory`) plus ``deferred`` bytes from every split backward to its W.
+No stage may hold more than the fullest one does without W passes, so a pipeline that fits still fits (ZB-H1, section
+2.2, has the same bound). A backward that finds no room for what it would leave is not split. O(passes x stages x log).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...core.memory import levels_of_stage
+from ...core.order import orders_of_stage
+from ...core.registry import Situation
+from ...core.workload import Op, StepPlan
+from .clock import Clock, clock_of, end_of
+
+PATIENCE = (0.0, 0.5, 1.0)
+"""A W starts while a stage waits if the wait is known to last this share of it; a late W makes its next pass late."""
+
+
+def placed(plan: StepPlan, situation: Situation) -> StepPlan:
+    """The plan with W passes on those ranks of the plane where they are predicted to end the step sooner.
+
+    Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or run in
+    step.
+    """
+    limits = plan.limits
+    hindered = plan.shared or limits.equal_counts or not limits.splits_backward
+    if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
+        return plan
+    clock = clock_of(plan, situation)
+    rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
+    levels = [levels_of_stage(plan, stage) for stage in range(limits.num_stages)]
+    deferred_bytes = limits.deferred_bytes_per_token * limits.layers_per_stage
+    deferred = [slots * deferred_bytes for slots in plan.slots["B"]]
+    found: list[list[Op]] = [[] for _ in rows]
+    for rank in range(limits.num_ranks):
+        line = _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, limits.beside.pass_bytes)
+        for ops, mine in zip(found, _best(line, clock), strict=True):
+            ops += mine
+    return replace(plan, order=tuple(map(tuple, found))) if any(op.kind == "W" for ops in found for op in ops) else plan
+
+
+class _Line(NamedTuple):
+    """The passes of one plane rank at every stage."""
+
+    orders: list[list[Op]]
+    levels: list[list[float]]
+    """The most that is held in each of them [bytes]."""
+    deferred: list[float]
+    """What each backward leaves for its W [bytes]."""
+    pass_bytes: float
+    """What a W takes while it runs."""
+
+
+def _best(line: _Line, clock: Clock) -> list[list[Op]]:
+    """The orders as they are or with W passes, whichever end first."""
+    best, least_s = line.orders, end_of(line.orders, clock)
+    for patience in PATIENCE:
+        orders = _filled(line, clock, patience)
+        end_s = end_of(orders, clock)
+        if end_s < least_s * (1 - 1e-9):
+            best, least_s = orders, end_s
+    return best
+
+
+def _filled(line: _Line, clock: Clock, patience: float) -> list[list[Op]]:
+    """The orders with W passes."""
+    last = clock.num_stages - 1
+    cap = max((max(levels) for levels in line.levels if levels), default=0.0)
+    out: list[list[Op]] = [[] for _ in line.orders]
+    at, free, held = [0] * (last + 1), [0.0] * (last + 1), [0.0] * (last + 1)
+    left: list[deque[int]] = [deque() for _ in line.orders]
+    arrivals: list[dict[Op, float]] = [{} for _ in line.orders]
+    link_free = {kind: [0.0] * (last + 1) for kind in "FB"}
+    events = [(0.0, stage) for stage in range(last + 1)]
+    while events:
+        now, stage = heapq.heappop(events)
+        if now < free[stage]:
+            continue
+        waiting = left[stage]
+        if at[stage] == len(line.orders[stage]):
+            out[stage] += [Op("W", j) for j in waiting]
+            waiting.clear()
+            continue
+        op = line.orders[stage][at[stage]]
+        kind, j = op
+        forward = kind == "F"
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        table, moving = (clock.forward, clock.up) if forward else (clock.backward, clock.down)
+        arrival = arrivals[stage].get(op) if 0 <= source <= last else 0.0
+        here = arrival is not None and arrival <= now
+        if arrival is None:  # its neighbour has it still to run
+            arrival = max(now, free[source]) + table[source][j] + moving[min(stage, source)][j]
+            arrival -= 0.0 if forward else clock.weights[j]
+        needs = line.pass_bytes if forward else line.deferred[j]
+        lacks = line.levels[stage][at[stage]] + held[stage] + needs > cap
+        if waiting and (lacks if here else arrival - now >= patience * clock.weights[waiting[0]]):
+            done = waiting.popleft()
+            out[stage].append(Op("W", done))
+            held[stage] -= line.deferred[done]
+            free[stage] = now + clock.weights[done]
+        elif here:
+            splits = not forward and not lacks
+            out[stage].append(op)
+            at[stage] += 1
+            free[stage] = now + table[stage][j] - (clock.weights[j] if splits else 0.0)
+            if splits:
+                waiting.append(j)
+                held[stage] += line.deferred[j]
+            if 0 <= target <= last:
+                sent = max(free[stage], link_free[kind][stage]) + moving[min(stage, target)][j]
+                link_free[kind][stage] = arrivals[target][op] = sent
+                if sent > free[target]:
+                    heapq.heappush(events, (sent, target))
+        else:
+            continue
+        heapq.heappush(events, (free[stage], stage))
+    return out
