@@ -10,7 +10,7 @@ Every token's loss is booked in the one forward of it that has a graph. Shape le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,8 @@ class PlannedStage:
         neighbours = [s for s in (self._stage - 1, self._stage + 1) if 0 <= s < plan.limits.num_stages]
         self._taken = {s: taken_before(orders_of_stage(plan, s)[rank]) for s in neighbours}
         self._prefix, self._tape, self._later = PrefixStore.of_plan(plan, rank), Tape(), WeightGradients()
+        self._split = plan.split[self._stage] if plan.split else frozenset()
+        self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
         self._graphs: dict[int, _Graph] = {}
         self._open: dict[Op, _Begun] = {}
         """Packs of passes that have begun, and what was received for them."""
@@ -131,7 +133,7 @@ class PlannedStage:
     def _splitting(self) -> Iterator[None]:
         """Linear layers of the decoder can leave their weight gradients, where the plan wants that at this stage."""
         with ExitStack() as stack:
-            if self._plan.split and self._plan.split[self._stage]:
+            if self._split:
                 modules = (module for block in self._engine.module.blocks for module in block.modules())
                 stack.enter_context(leaving([m for m in modules if isinstance(m, nn.Linear)], self._later))
             yield
@@ -186,7 +188,8 @@ class PlannedStage:
         if received_TC is not None:
             received_TC.requires_grad_()
         self._meet(op)
-        with self._clock.running(kind, op.micro_batch):
+        backward = self._backward_of[op.micro_batch] if kind == "F" else op.micro_batch
+        with self._clock.running(kind, op.micro_batch), self._leaving(backward):
             output = DeepSpeedEngine.forward(self._engine, received_TC, pack, recomputed=layers)
             if self._last:
                 output = _loss_sum(output, pack) * self._weight
@@ -207,11 +210,7 @@ class PlannedStage:
             engine.pipe_buffers["outputs"][buffer] = output
         del output
         self._meet(op)
-        split = self._plan.split[self._stage] if self._plan.split else frozenset()
-        with ExitStack() as stack:
-            stack.enter_context(self._clock.running("B", op.micro_batch))
-            if op.micro_batch in split:
-                stack.enter_context(self._later.of_backward(op.micro_batch))
+        with self._clock.running("B", op.micro_batch), self._leaving(op.micro_batch):
             engine._exec_backward_pass(buffer)
         engine.loss = engine.grad_layer = None
         if received_TC is not None:
@@ -249,6 +248,10 @@ class PlannedStage:
     def _layers(self, op: Op, instead: int) -> int:
         """How many layers the plan recomputes in a pass; ``instead`` where it does not say."""
         return self._plan.recompute[self._stage][op.micro_batch] if self._plan.recompute else instead
+
+    def _leaving(self, backward: int) -> AbstractContextManager[None]:
+        """Around the passes of a backward: it leaves its weight gradients to a W, where the plan has one here."""
+        return self._later.splitting(backward) if backward in self._split else nullcontext()
 
     def _load(self, op: Op) -> Pack:
         micro_batch = self._plan.passes(op.kind)[op.micro_batch]
