@@ -22,6 +22,7 @@ from ..data.cut import cut
 from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
 from .drawing import Drawing
+from .pipelines import describe
 
 _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
@@ -148,6 +149,7 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
         "bound_s": plan.bound_s or float(outcome.busy_s.mean()),
         "padding_frac": plan.padding_frac,
         "micro_batches": len(plan.micro_batches),
+        "pipeline": describe(plan, outcome),
         "tokens": plan.num_tokens,
         "notes": [*plan.notes, *_bound_note(plan, chain)],
         "delay_steps": step.delay_steps,

@@ -176,7 +176,36 @@ def plan(result: Result) -> Group:
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
     )
-    return Group(grid("plan", head, rows, "\n".join([*about, *notes[:3]])), _planners(result["steps"]))
+    table = grid("plan", head, rows, "\n".join([*about, *notes[:3]]))
+    pipelines = [s["pipeline"] for s in result["steps"] if s["pipeline"]]
+    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]))
+
+
+def _pipeline(steps: list[Result]) -> Table:
+    """A row a stage, over all steps."""
+    stages = zip(*(step["stages"] for step in steps), strict=True)
+    rows = []
+    for number, each in enumerate(stages):
+        again, layers = (sum(one[key] for one in each) for key in ("recomputed_layers", "layers"))
+        rows.append(
+            (
+                f"stage {number}",
+                f"{again:,} of {layers:,}" + (f": {percent(again / layers)}" if again else ""),
+                sum(one["weight_passes"] for one in each),
+                max(one["in_flight"] for one in each),
+                percent(sum(one["bubble_frac"] for one in each) / len(each)),
+                gib(max(one["peak_bytes"] for one in each)),
+            )
+        )
+    micro_batches, cut, chunks = (sum(s[key] for s in steps) for key in ("micro_batches", "cut_sequences", "chunks"))
+    caption = (
+        f"{micro_batches:,} micro-batches; {cut:,} sequences are cut into {chunks:,} chunks, at most "
+        f"{max(s['most_chunks'] for s in steps)} each\n"
+        "weight gradients apart: backwards that leave them to a pass of their own; in flight: micro-batches between "
+        "forward and backward, the most of a rank"
+    )
+    head = ("", "layers recomputed", "weight gradients apart", "in flight", "bubble", "holds")
+    return grid("pipeline", head, rows, caption)
 
 
 def sweep(result: Result) -> Table:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .facts import PARTS, Part, Piece
+from .facts import FOOT, PARTS, Part, Piece
 from .markup import Markup, join, tag
 
 WIDTH = 1000.0
@@ -102,18 +102,16 @@ def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, 
 
 def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
     wide = len(row.pieces) <= 40
-    return [
-        tag(
-            "rect",
-            tag("title", f"{row.name}: {piece.title}"),
-            class_=f"{piece.part} edged" if wide else piece.part,
-            x=piece.start_s / most_s * WIDTH,
-            y=top,
-            width=(piece.end_s - piece.start_s) / most_s * WIDTH,
-            height=size,
-        )
-        for piece in row.pieces
-    ]
+    found = []
+    for piece in row.pieces:
+        title = tag("title", f"{row.name}: {piece.title}")
+        box = {"x": piece.start_s / most_s * WIDTH, "width": (piece.end_s - piece.start_s) / most_s * WIDTH}
+        part = f"{piece.part} edged" if wide else piece.part
+        found.append(tag("rect", title, class_=part, y=top, height=size, **box))
+        if piece.again > 0:
+            low = size * FOOT * piece.again
+            found.append(tag("rect", title, class_="again", y=top + size - low, height=low, **box))
+    return found
 
 
 def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:

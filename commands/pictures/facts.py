@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -11,17 +11,20 @@ import numpy.typing as npt
 
 from ...core.costs import Costs
 from ...core.memory import fixed_bytes
+from ...core.predict import own_costs
 from ...core.registry import Situation
-from ...core.simulate import KINDS, Span, simulate
+from ...core.simulate import KINDS, Kind, Span, simulate
 from ...core.workload import MicroBatch, StepPlan
+from ..pipelines import recomputed
 from ..plan import Outlook, Simulated
 from .outlook import OURS, label, names, planners
 
-Part = Literal["forward", "backward", "again", "padding", "exposed", "sum", "waiting"]
+Part = Literal["forward", "backward", "weights", "again", "padding", "exposed", "sum", "waiting"]
 
 PARTS: dict[Part, str] = {
     "forward": "forward",
     "backward": "backward",
+    "weights": "weight gradients",
     "again": "forward again",
     "padding": "padding",
     "exposed": "exposed communication",
@@ -30,7 +33,21 @@ PARTS: dict[Part, str] = {
 }
 """What a rank's time is spent on, and how it is called."""
 
-_PART_OF: dict[str, Part] = {"F": "forward", "B": "backward", "R": "again", "C": "exposed", "G": "sum", "U": "sum"}
+_PART_OF: dict[Kind, Part] = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weights",
+    "R": "again",
+    "C": "exposed",
+    "G": "sum",
+    "U": "sum",
+}
+
+AGAIN_KEY = "at a forward's foot: its layers that run again"
+"""What green there says."""
+
+FOOT = 0.5
+"""Height of the foot of a forward all of whose layers run again, of the forward's."""
 
 _TIE = 1e-3
 """Step times that differ by less are the same to a reader."""
@@ -43,6 +60,14 @@ class Piece(NamedTuple):
     start_s: float
     end_s: float
     title: str
+    number: int = -1
+    """Of the pass that it is, or begins; -1 for what is none."""
+    again: float = 0.0
+    """Of a forward the share of its layers that its backward runs again, because the plan says so."""
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -190,7 +215,7 @@ def parts_of(one: Simulated, situation: Situation) -> dict[Part, float]:
 
 def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[tuple[int, int], list[Piece]]:
     """What the asked-for (stage, rank) do in one step; the padding of a pass is drawn at its end."""
-    useful = _Useful(one.plan, costs)
+    useful, layers = _Useful(one.plan, costs), one.plan.limits.layers_per_stage
     found: dict[tuple[int, int], list[Piece]] = {row: [] for row in sorted(rows)}
     for span in one.outcome.spans:
         row = found.get((span.stage, span.rank))
@@ -199,10 +224,13 @@ def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[
         share = useful.share(span)
         middle = span.start_s + share * (span.end_s - span.start_s)
         title = KINDS[span.kind] + useful.describe(span)
+        number = span.micro_batch if span.kind in "FBW" else -1
         if share > 0:
-            row.append(Piece(_PART_OF[span.kind], span.start_s, middle, title))
+            again = recomputed(one.plan, span.stage, number) / layers if span.kind == "F" else 0.0
+            row.append(Piece(_PART_OF[span.kind], span.start_s, middle, title, number, again))
         if share < 1:
-            row.append(Piece("padding", middle, span.end_s, f"padding of {title}"))
+            number = -1 if share > 0 else number
+            row.append(Piece("padding", middle, span.end_s, f"padding of {title}", number))
     return found
 
 
@@ -210,8 +238,8 @@ class _Useful:
     """Which share of a pass computes tokens, and not padding."""
 
     def __init__(self, plan: StepPlan, costs: Costs) -> None:
-        self._plan, self._costs = plan, costs
-        self._known: dict[tuple[str, int], tuple[float, float, float]] = {}
+        self._plan, self._costs = plan, own_costs(plan, costs)
+        self._known: dict[tuple[str, int], tuple[float, ...]] = {}
 
     def share(self, span: Span) -> float:
         if span.micro_batch < 0 or span.kind == "C":
@@ -220,28 +248,33 @@ class _Useful:
         key = (kind, span.micro_batch)
         if key not in self._known:
             self._known[key] = self._shares(self._plan.passes(kind)[span.micro_batch])
-        return self._known[key]["FBR".index(span.kind)]
+        return self._known[key]["FBRW".index(span.kind)]
 
     def describe(self, span: Span) -> str:
-        """`` 3: 8,192 tokens in 5 slices`` for a pass."""
+        """`` 3: 8,192 tokens in 5 slices, 2 of 8 layers recomputed`` for a pass."""
         if span.micro_batch < 0 or span.kind == "C":
             return ""
-        micro_batch = self._plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
-        return f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
+        plan, number = self._plan, span.micro_batch
+        micro_batch = plan.passes("F" if span.kind == "F" else "B")[number]
+        text = f" {number}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
+        if again := recomputed(plan, span.stage, number):
+            text += f", {again} of {plan.limits.layers_per_stage} layers recomputed"
+        return text
 
-    def _shares(self, micro_batch: MicroBatch) -> tuple[float, float, float]:
-        """Of forward, backward, and a forward inside a backward."""
+    def _shares(self, micro_batch: MicroBatch) -> tuple[float, ...]:
+        """Of forward, backward, a forward inside a backward, and weight gradients."""
         if not micro_batch.slices:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         if not micro_batch.pad_to:
-            return 1.0, 1.0, 1.0
+            return 1.0, 1.0, 1.0, 1.0
         costs = self._costs
         forward, backward = costs.micro_batch_s(micro_batch)
         bare_forward, bare_backward = costs.micro_batch_s(micro_batch._replace(pad_to=0))
         if costs.recompute:  # those of a backward hold a forward
             backward, bare_backward = backward - forward, bare_backward - bare_forward
         ahead = bare_forward / forward if forward else 1.0
-        return ahead, bare_backward / backward if backward else 1.0, ahead
+        weights = micro_batch.num_tokens / micro_batch.num_slots
+        return ahead, bare_backward / backward if backward else 1.0, ahead, weights
 
 
 def shown_ranks(one: Simulated, most_rows: int) -> tuple[list[int], bool]:
@@ -253,6 +286,13 @@ def shown_ranks(one: Simulated, most_rows: int) -> tuple[list[int], bool]:
     by_load = np.argsort(-busy, kind="stable")
     places = np.linspace(0, limits.num_ranks - 1, room).round().astype(int)
     return by_load[places].tolist(), False
+
+
+def ends_of(one: Simulated, ranks: Sequence[int], complete: bool) -> tuple[str, str]:
+    """Names of the first and the last row of a timeline."""
+    if len(ranks) == 1 and one.plan.limits.num_stages > 1:
+        return "stage 0", f"stage {one.plan.limits.num_stages - 1}"
+    return (f"rank {ranks[0]}", f"rank {ranks[-1]}") if complete else ("busiest", "idlest")
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], dict[str, list[float]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,36 @@ import numpy as np
 from ...core.errors import EvenloadError
 from ..plan import Outlook
 from ..show import seconds
-from .facts import PARTS, Facts, Part, Planner, facts_of, histogram, pieces_of, rows_of, shown_ranks
+from .facts import (
+    AGAIN_KEY,
+    FOOT,
+    PARTS,
+    Facts,
+    Part,
+    Piece,
+    Planner,
+    ends_of,
+    facts_of,
+    histogram,
+    pieces_of,
+    rows_of,
+    shown_ranks,
+)
 from .files import whole
 from .outlook import what_it_does
 
 _MOST_ROWS = 32
+_MOST_NUMBERED = 16
+"""Rows that are high enough for numbers."""
+_OF_A_DIGIT = 0.006
+"""Width of a digit, as a share of the longest step."""
 _DPI = 120
 _INK, _SOFT, _RULE, _MARK = "#1d1f21", "#5c6166", "#e2e1dc", "#c2410c"
 
 _COLOURS: dict[Part, str] = {
     "forward": "#0072b2",
     "backward": "#56b4e9",
+    "weights": "#12375c",
     "again": "#009e73",
     "padding": "#8d8f92",
     "exposed": "#e69f00",
@@ -66,15 +86,17 @@ def write_plot(outlook: Outlook, path: Path) -> None:
         grid = figure.add_gridspec(len(shown), 2, width_ratios=(3.1, 1))
         figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
         first, parts = None, set[Part]()
+        most_s = max(one.steps[0].outcome.step_s for one in shown)
         for place, one in enumerate(shown):
             first = axes = figure.add_subplot(grid[place, 0], sharex=first)
-            parts |= _draw_step(axes, one, facts)
+            parts |= _draw_step(axes, one, facts, most_s)
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
-        first.set_xlim(0, 1.01 * max(one.steps[0].outcome.step_s for one in shown))
+        first.set_xlim(0, 1.01 * most_s)
         first.set_xlabel("seconds of the first step, predicted")
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
-        _draw_legend(figure, parts, facts.first_bound_s)
+        partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
+        _draw_legend(figure, parts, facts.first_bound_s, partly=partly)
         with whole(path) as part:
             figure.savefig(part, format="png", dpi=_DPI)
 
@@ -89,7 +111,7 @@ def _headline(facts: Facts) -> str:
     return f"{text} {facts.predicted}"
 
 
-def _draw_step(axes: Any, one: Planner, facts: Facts) -> set[Part]:
+def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part]:
     """Rows of ranks, top to bottom. Returns the parts that occur."""
     first = one.steps[0]
     limits, step_s = first.plan.limits, first.outcome.step_s
@@ -99,21 +121,39 @@ def _draw_step(axes: Any, one: Planner, facts: Facts) -> set[Part]:
     axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
     found: set[Part] = set()
     for y, row in enumerate(rows):
+        numbered = limits.num_stages > 1 and len(rows) <= _MOST_NUMBERED
+        edge = {"edgecolor": "#fcfcfa", "linewidth": 0.5} if numbered else {"linewidth": 0}
         for part in PARTS:
-            spans = [(p.start_s, p.end_s - p.start_s) for p in pieces[row] if p.part == part]
+            spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
             if spans:
                 found.add(part)
-                axes.broken_barh(spans, (y - 0.43, 0.86), color=_COLOURS[part], linewidth=0)
+                axes.broken_barh(spans, (y - 0.43, 0.86), facecolor=_COLOURS[part], **edge)
+        for piece in (p for p in pieces[row] if p.again):
+            # Downwards is up: the axis is turned round.
+            low = 0.86 * FOOT * piece.again
+            axes.barh(y + 0.43 - low / 2, piece.length_s, low, left=piece.start_s, color=_COLOURS["again"], linewidth=0)
+            found.add("again")
+        if numbered:
+            _draw_numbers(axes, pieces[row], y, most_s)
     axes.axvline(facts.first_bound_s, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     last = len(rows) - 1
-    ends = (f"rank {ranks[0]}", f"rank {ranks[-1]}") if complete else ("busiest", "idlest")
+    ends = ends_of(first, ranks, complete)
     axes.set_yticks([0, last] if last else [0], ends if last else ends[:1])
     axes.spines[:].set_visible(False)
     sample = "" if complete else f", {len(ranks)} of {limits.num_ranks:,} ranks"
     does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
     axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
     return found
+
+
+def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -> None:
+    """The number of a pass in its box, where it has room."""
+    for piece in pieces:
+        text = str(piece.number)
+        if piece.number >= 0 and piece.length_s > _OF_A_DIGIT * len(text) * most_s:
+            ink = "#ffffff" if piece.part in ("forward", "weights") else _INK
+            axes.text(piece.start_s + piece.length_s / 2, y, text, color=ink, fontsize=6, ha="center", va="center")
 
 
 def _draw_lengths(axes: Any, facts: Facts) -> None:
@@ -135,12 +175,21 @@ def _draw_lengths(axes: Any, facts: Facts) -> None:
     axes.legend(frameon=False, loc="best", labelcolor=_INK)
 
 
-def _draw_legend(figure: Any, parts: set[Part], bound_s: float) -> None:
+def _draw_legend(figure: Any, parts: set[Part], bound_s: float, *, partly: bool) -> None:
+    """``partly``: some plan recomputes layers of its own choice."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     keys: list[Any] = [
-        Patch(color=_COLOURS[part], label=name) for part, name in PARTS.items() if part in parts or part == "waiting"
+        Patch(color=_COLOURS[part], label=f"{name} ({AGAIN_KEY})" if part == "again" and partly else name)
+        for part, name in PARTS.items()
+        if part in parts or part == "waiting"
     ]
     keys.append(Line2D([], [], color=_MARK, linestyle=(0, (4, 3)), label=f"lower bound, {seconds(bound_s)}"))
-    figure.legend(handles=keys, loc="outside lower left", ncols=len(keys), frameon=False, labelcolor=_SOFT)
+    figure.legend(
+        handles=keys,
+        loc="outside lower left",
+        ncols=min(len(keys), 4 if partly else 8),
+        frameon=False,
+        labelcolor=_SOFT,
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..show import seconds
 from . import charts
-from .facts import PARTS, Facts, Part, histogram, pieces_of, rows_of, shown_ranks
+from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, rows_of, shown_ranks
 from .markup import Markup, number, tag
 from .outlook import what_it_does
 from .words import duration, gib, section
@@ -60,7 +60,7 @@ def lengths(facts: Facts) -> Markup:
 def timelines(facts: Facts) -> Markup:
     shown = facts.shown
     most = 1.01 * max(one.steps[0].outcome.step_s for one in shown)
-    panels, parts, all_ranks = [], set[Part](), True
+    panels, parts, all_ranks, again = [], set[Part](), True, False
     num_stages = facts.ours.steps[0].plan.limits.num_stages
     for one in shown:
         first = one.steps[0]
@@ -72,7 +72,8 @@ def timelines(facts: Facts) -> Markup:
             for stage, rank in rows_of(ranks, num_stages)
         ]
         parts |= {piece.part for row in rows for piece in row.pieces}
-        ends = (f"rank {ranks[0]}", f"rank {ranks[-1]}") if complete else ("busiest", "idlest")
+        again |= any(piece.again > 0 for row in rows for piece in row.pieces)
+        ends = ends_of(first, ranks, complete)
         outcome = first.outcome
         head = tag(
             "div",
@@ -86,6 +87,8 @@ def timelines(facts: Facts) -> Markup:
     keys: list[Part] = [part for part in PARTS if part in parts or part == "waiting"]
     rows_say = "Every row is a rank" if num_stages == 1 else "Every row is a stage of a rank, the ranks apart"
     say = f"{rows_say}; the time axis is the same. Blue computes your tokens."
+    if again:
+        say += f" Green {AGAIN_KEY}, by their share."
     if not all_ranks:
         count = len(shown_ranks(facts.ours.steps[0], _MOST_ROWS)[0])
         total = facts.ours.steps[0].plan.limits.num_ranks

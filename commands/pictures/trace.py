@@ -1,7 +1,11 @@
 """A Chrome trace: what every rank does when, one process a planner, one thread a rank; ui.perfetto.dev opens it.
 
-Written in the Trace Event Format ("Trace Event Format", Google, sections "Complete Events" and "Metadata Events"):
-times in microseconds, to the nanosecond, so that neighbours on a thread never overlap.
+Arrows lead from a pass to the one of the next stage that takes what it hands over: hidden states of a forward,
+gradients of a backward; where that would be too many events there are none. A step's own event tells its bubble, and
+that of every rank.
+
+Written in the Trace Event Format ("Trace Event Format", Google, sections "Complete Events", "Metadata Events" and "Flow
+Events"): times in microseconds, to the nanosecond, so that neighbours on a thread never overlap.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.simulate import KINDS, Span
-from ...core.workload import MicroBatch, StepPlan
+from ...core.workload import StepPlan
 from .files import open_text, whole
+from .told import TellPass, tell_bubbles
 
 logger = logging.getLogger("evenload")
 
@@ -27,11 +32,18 @@ _COLOURS = {
     "F": "thread_state_running",
     "R": "thread_state_runnable",
     "B": "rail_response",
+    "W": "rail_animation",
     "C": "bad",
     "G": "thread_state_iowait",
     "U": "rail_load",
 }
 """Reserved colour names of chrome://tracing; Perfetto colours by name of the event."""
+
+_HANDED: dict[str, tuple[str, int]] = {"F": ("hidden states", 1), "B": ("gradients", -1)}
+"""What goes to which neighbour stage after a pass."""
+
+_INSIDE_S = 2e-9
+"""An arrow begins this long before the end of its pass: viewers look for the event around it."""
 
 
 class Track(NamedTuple):
@@ -74,6 +86,8 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
     threads: dict[tuple[int, int, int], _Thread] = {}
     steps: dict[str, int] = {}
     numbers = count(1)
+    # Each pass that hands over has two events of an arrow beside its own.
+    arrows = 3 * sum(len(track.spans) for track in tracks) <= MOST_EVENTS
     for track in tracks:
         pid = processes.get(track.name)
         if pid is None:
@@ -88,7 +102,7 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
             yield from _name(whole_step, "step", 0)
         number = steps[track.name] = steps.get(track.name, -1) + 1
         yield _whole_step(track, number, whole_step)
-        describe = _Describe(track.plan)
+        tell = TellPass(track.plan)
         wanted = _wanted(track, every)
         of_rank = sorted(track.spans, key=lambda span: (span.stage, span.rank, span.start_s))
         for (stage, rank), spans in groupby(of_rank, key=lambda span: span[:2]):
@@ -100,52 +114,40 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
                 stages = track.plan.limits.num_stages
                 name = f"stage {stage}, rank {rank}" if stages > 1 else f"rank {rank}"
                 yield from _name(thread, name, 1 + stage * track.plan.limits.num_ranks + rank)
-            yield from _of_rank(track, thread, spans, describe)
+            yield from _of_rank(track, thread, spans, tell)
+        if arrows:
+            found = {(s, r): t for (p, s, r), t in threads.items() if p == pid and s >= 0}
+            yield from _hand_overs(track, found, numbers)
 
 
-def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], describe: _Describe) -> Iterator[str]:
+def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPass) -> Iterator[str]:
     kind_of_pass = "F"
     for span in spans:
-        if span.kind in "FRB":
+        if span.kind in "FRBW":
             kind_of_pass = "F" if span.kind == "F" else "B"
         name = KINDS[span.kind] + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
         yield (
             f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(span.start_s, span.end_s, track.begin_s)},'
             f'"cat":"{KINDS[span.kind]}","cname":"{_COLOURS[span.kind]}","name":"{name}"'
-            f"{describe(kind_of_pass, span.micro_batch)}}}"
+            f"{tell(kind_of_pass, span)}}}"
         )
 
 
-class _Describe:
-    """The ``args`` of the events of a micro-batch, each made once."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._known: dict[tuple[str, int], str] = {}
-
-    def __call__(self, kind: str, number: int) -> str:
-        if number < 0:
-            return ""
-        found = self._known.get((kind, number))
-        if found is None:
-            micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
-            args = json.dumps(_args(number, micro_batch), separators=(",", ":"))
-            found = self._known[kind, number] = f',"args":{args}'
-        return found
-
-
-def _args(number: int, micro_batch: MicroBatch) -> dict[str, Any]:
-    args: dict[str, Any] = {
-        "micro-batch": number,
-        "tokens": micro_batch.num_tokens,
-        "slices": len(micro_batch.slices),
-        "longest slice": max((s.length for s in micro_batch.slices), default=0),
-    }
-    if len(micro_batch.ranks) > 1:
-        args["on ranks"] = len(micro_batch.ranks)
-    if micro_batch.num_slots > micro_batch.num_tokens:
-        args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_slots, 4)
-    return args
+def _hand_overs(track: Track, threads: Mapping[tuple[int, int], _Thread], numbers: Iterator[int]) -> Iterator[str]:
+    """An arrow from each pass to the same one at the stage that waits for it."""
+    known = {(span.kind, span.micro_batch, span.stage, span.rank): span for span in track.spans}
+    for span in track.spans if track.plan.limits.num_stages > 1 else ():
+        if span.kind not in _HANDED or span.micro_batch < 0:
+            continue
+        what, towards = _HANDED[span.kind]
+        taker = known.get((span.kind, span.micro_batch, span.stage + towards, span.rank))
+        if taker is not None:
+            name = f'"cat":"hand-over","name":"{what}","id":{next(numbers)}'
+            leaves_s, arrives_s = max(span.start_s, span.end_s - _INSIDE_S), taker.start_s
+            for phase, end, at_s in (("s", span, leaves_s), ("f", taker, arrives_s)):
+                pid, tid = threads[end.stage, end.rank]
+                ends = ',"bp":"e"' if phase == "f" else ""
+                yield f'{{"ph":"{phase}","pid":{pid},"tid":{tid},"ts":{_at(at_s, track.begin_s)},{name}{ends}}}'
 
 
 def _whole_step(track: Track, number: int, thread: _Thread) -> str:
@@ -155,6 +157,7 @@ def _whole_step(track: Track, number: int, thread: _Thread) -> str:
         "tokens": track.plan.num_tokens,
         "padding": round(track.plan.padding_frac, 4),
         "made by": track.plan.made_by,
+        **tell_bubbles(track.plan, track.spans),
     }
     return (
         f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(0.0, end_s, track.begin_s)},"cat":"step",'
@@ -176,6 +179,10 @@ def _wanted(track: Track, every: int) -> set[tuple[int, int]]:
 def _when(start_s: float, end_s: float, begin_s: float) -> str:
     start, end = round((begin_s + start_s) * 1e9), round((begin_s + end_s) * 1e9)
     return f'"ts":{_us(start)},"dur":{_us(end - start)}'
+
+
+def _at(time_s: float, begin_s: float) -> str:
+    return _us(round((begin_s + time_s) * 1e9))
 
 
 def _us(nanoseconds: int) -> str:

@@ -106,6 +106,7 @@ def test_events_of_a_thread_never_overlap_and_carry_what_the_format_asks_for(out
     assert found["otherData"]["times"] == "predicted"
     threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     named = set()
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in found["traceEvents"]:
         assert {"ph", "pid", "tid", "name"} <= set(event)
         if event["ph"] == "M":
@@ -117,11 +118,19 @@ def test_events_of_a_thread_never_overlap_and_carry_what_the_format_asks_for(out
             }
             named.add((event["pid"], event["tid"]))
             continue
+        if event["ph"] in "sf":
+            arrows[event["id"]].append(event)
+            continue
         assert event["ph"] == "X"
         assert event["dur"] >= 0
         threads[event["pid"], event["tid"]].append((round(1e3 * event["ts"]), round(1e3 * event["dur"])))
     assert set(threads) <= named
     assert len({tid for _, tid in threads}) == len(threads), "thread ids are unique over processes"
+    for leaves, arrives in arrows.values():
+        assert (leaves["ph"], arrives["ph"], arrives["bp"]) == ("s", "f", "e")
+        assert leaves["ts"] <= arrives["ts"]
+        assert (leaves["name"], leaves["cat"], leaves["pid"]) == (arrives["name"], arrives["cat"], arrives["pid"])
+    assert bool(arrows) == (outlook.chain.limits.num_stages > 1)
     for events in threads.values():
         events.sort()
         assert all(start + length <= after for (start, length), (after, _) in pairwise(events))
