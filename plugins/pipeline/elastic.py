@@ -151,15 +151,18 @@ def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:
 def _best(lines: Lines, clock: Clock, extra: int, kept: list[list[float]], cap_bytes: float) -> list[list[Op]]:
     """The passes of every stage: as they start when backwards may overtake, or in slots, whichever end first."""
     aheads = [(1 + extra) * (clock.num_stages - 1 - stage) for stage in range(clock.num_stages)]
-    orders = _run(clock, lines, aheads, kept, cap_bytes)
-    if kept or clock.num_stages == 1:
-        return orders
-    slots = [in_slots(lines.forward, lines.backward, lines.owed, ahead) for ahead in aheads]
-    return min(orders, slots, key=lambda found: end_of(found, clock))
+    orders, end_s = _run(clock, lines, aheads, kept, cap_bytes)
+    if not kept and clock.num_stages > 1:
+        slots = [in_slots(lines.forward, lines.backward, lines.owed, ahead) for ahead in aheads]
+        if end_of(slots, clock) < end_s:
+            return slots
+    return orders
 
 
-def _run(clock: Clock, lines: Lines, aheads: list[int], kept: list[list[float]], cap_bytes: float) -> list[list[Op]]:
-    """The passes of every stage in the order in which they start when all stages run against each other."""
+def _run(
+    clock: Clock, lines: Lines, aheads: list[int], kept: list[list[float]], cap_bytes: float
+) -> tuple[list[list[Op]], float]:
+    """The passes of every stage as they start when all stages run against each other, and when the last one ends [s]."""
     forward, backward, need, owed = lines
     count, last = len(forward), clock.num_stages - 1
     orders: list[list[Op]] = [[] for _ in range(last + 1)]
@@ -198,7 +201,7 @@ def _run(clock: Clock, lines: Lines, aheads: list[int], kept: list[list[float]],
         else:
             continue
         heapq.heappush(events, (free[stage], stage))
-    return orders
+    return orders, max(free)
 
 
 def _send(

@@ -26,8 +26,12 @@ from ...core.registry import Situation
 from ...core.workload import Op, StepPlan
 from .clock import Clock, clock_of, end_of
 
-PATIENCE = (0.0, 0.5, 1.0)
-"""A W starts while a stage waits if the wait is known to last this share of it; a late W makes its next pass late."""
+PATIENCE = (0.0, 0.5)
+"""A W starts while a stage waits if the wait is known to last this share of it: it may make the next pass late. Both
+are tried: any wait is best where stages run ahead (`elastic`), longer ones where they do not."""
+
+ROUNDING = 1e-9
+"""Share of a memory cap that is left, as sums of bytes in another order differ in their last digits."""
 
 
 def placed(plan: StepPlan, situation: Situation) -> StepPlan:
@@ -69,17 +73,16 @@ def _best(line: _Line, clock: Clock) -> list[list[Op]]:
     """The orders as they are or with W passes, whichever end first."""
     best, least_s = line.orders, end_of(line.orders, clock)
     for patience in PATIENCE:
-        orders = _filled(line, clock, patience)
-        end_s = end_of(orders, clock)
+        orders, end_s = _filled(line, clock, patience)
         if end_s < least_s * (1 - 1e-9):
             best, least_s = orders, end_s
     return best
 
 
-def _filled(line: _Line, clock: Clock, patience: float) -> list[list[Op]]:
-    """The orders with W passes."""
+def _filled(line: _Line, clock: Clock, patience: float) -> tuple[list[list[Op]], float]:
+    """The orders with W passes, and when the last stage ends [s]."""
     last = clock.num_stages - 1
-    cap = max((max(levels) for levels in line.levels if levels), default=0.0)
+    cap = (1 - ROUNDING) * max((max(levels) for levels in line.levels if levels), default=0.0)
     out: list[list[Op]] = [[] for _ in line.orders]
     at, free, held = [0] * (last + 1), [0.0] * (last + 1), [0.0] * (last + 1)
     left: list[deque[int]] = [deque() for _ in line.orders]
@@ -92,7 +95,9 @@ def _filled(line: _Line, clock: Clock, patience: float) -> list[list[Op]]:
             continue
         waiting = left[stage]
         if at[stage] == len(line.orders[stage]):
-            out[stage] += [Op("W", j) for j in waiting]
+            for j in waiting:
+                out[stage].append(Op("W", j))
+                free[stage] += clock.weights[j]
             waiting.clear()
             continue
         op = line.orders[stage][at[stage]]
@@ -128,4 +133,4 @@ def _filled(line: _Line, clock: Clock, patience: float) -> list[list[Op]]:
         else:
             continue
         heapq.heappush(events, (free[stage], stage))
-    return out
+    return out, max(free)
