@@ -46,24 +46,31 @@ class PlanChain:
         return cls(links, situation, limits_of(recipe, situation), recipe.train.micro_batch_size)
 
     @classmethod
-    def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True) -> PlanChain:
-        """The chain for a training loop that is not ours: whole sequences, one batch at a time.
+    def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
+        """The chain for a training loop that is not ours: one batch at a time, each sequence on one rank.
 
-        ``warn`` says once which settings of the recipe have no effect there. Raises EvenloadError.
+        Args:
+            warn: say which settings of the recipe have no effect there.
+            whole: sequences stay whole; else the loop runs slices in the order of a plan.
+
+        Raises EvenloadError.
         """
         chain = cls.of_recipe(recipe, layout)
+        wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
         for plugin, config in chain.links:
             idle = {
-                key: getattr(config, key) for key, off in plugin.needs_host.items() if getattr(config, key) not in off
+                key: getattr(config, key)
+                for key, off in plugin.needs_host.items()
+                if getattr(config, key) not in off and (whole or key not in plugin.needs_order)
             }
             if idle and warn:
                 logger.warning(
-                    "plugins.%s.%s has no effect in a training loop of your own: samples stay whole, each on one rank, "
-                    "none may be longer than a micro-batch, and none waits; `evenload train` honours it",
+                    "plugins.%s.%s has no effect in a training loop of your own: %s; `evenload train` honours it",
                     plugin.name,
                     ", ".join(f"{key}={value}" for key, value in idle.items()),
+                    wholly if whole else "samples stay on one rank, and none waits",
                 )
-        return replace(chain, limits=replace(chain.limits, whole_sequences=True))
+        return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
     def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """What the trainer would do by itself."""

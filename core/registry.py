@@ -90,6 +90,8 @@ class Plugin:
     """``hold_back(config)`` gives the rule by which sequences wait for a later step; None: all run when drawn."""
     needs_host: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
+    needs_order: tuple[str, ...] = ()
+    """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
     shares: bool = False
     """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
     clashes: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.recipe import Recipe
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper
+from .slots import stranger
 
 _SCHEDULES = "megatron.core.pipeline_parallel"
 
@@ -60,7 +61,8 @@ def _planned(recipe: Recipe | None) -> Wrapper:
         if not made:
             assert recipe is not None, "rows(None) are for the support table"
             made.append(unmodified.PlannedSteps(recipe))
-        return made[0].around(wrapped(*args, **kwargs))
+        stock = wrapped(*args, **kwargs)
+        return made[0].around(stock, stranger(stock, "megatron.core"))
 
     return call
 

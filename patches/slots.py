@@ -130,6 +130,15 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
+def stranger(value: Any, package: str) -> str:
+    """`describe` of what is not the package's own code; empty for what is, evenload's wrappers around it included."""
+    while getattr(value, "_self_row", None):
+        value = value.__wrapped__
+    code = getattr(value, "__code__", None)
+    owner = value.__globals__.get("__name__", "") if code else type(value).__module__
+    return "" if within(owner, (package,)) else describe(value)
+
+
 def describe(value: Any) -> str:
     """Who made ``value``, from its code and not from its name: functools.wraps copies the name of what it hides."""
     if value is MISSING:

@@ -19,7 +19,8 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.workload import MicroBatch
 from ...runtime.agreement import wire_device
-from ...runtime.pack import IGNORE, Pack
+from ...runtime.pack import IGNORE, Pack, padded_borders
+from ...runtime.prefix import PrefixStore
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 MASK = "attention_mask"
@@ -74,37 +75,52 @@ def exchange(
 
 
 def lay_out(
-    micro_batch: MicroBatch, samples: Mapping[int, Sample], like: Sample, *, multiple: int = 1, with_mask: bool = False
+    micro_batch: MicroBatch,
+    samples: Mapping[int, Sample],
+    like: Sample,
+    *,
+    multiple: int = 1,
+    with_mask: bool = False,
+    prefix: PrefixStore | None = None,
+    device: torch.device | None = None,
 ) -> UserPack:
-    """The samples of a micro-batch side by side; none gives a dummy of one token without loss.
+    """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
+
+    The fields of a part of a sample are those parts of its fields: its labels are shifted already, its positions and
+    those of the pack begin where it does.
 
     Args:
         like: any sample, for dtypes and device.
-        multiple: the pack is padded, behind its last sample, to a multiple of this many tokens.
+        multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
+        prefix: keys and values of the samples of the step that are cut; None where none is.
+        device: of the borders and positions that the model needs; None: where the samples are.
     """
     slices = micro_batch.slices
-    chosen = [samples[s.sequence] for s in slices] or [{name: like[name].new_zeros(1) for name in FIELDS}]
-    padding = -sum(len(sample["tokens"]) for sample in chosen) % multiple
+    parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
+    parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
+    lengths = [len(part["tokens"]) for part in parts]
+    segments = padded_borders(lengths, pack_multiple=multiple)
+    padding = segments[-1] - sum(lengths)
+    positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
     if padding:
         # The last position is repeated, so that a table of learned positions is never overrun.
-        last = chosen[-1]
-        tail = {name: last[name].new_zeros(padding) for name in FIELDS}
-        tail["position_ids"] += last["position_ids"][-1]
-        chosen[-1] = {name: torch.cat([last[name], tail[name]]) for name in FIELDS}
-    rows = {name: torch.cat([sample[name] for sample in chosen]) for name in FIELDS}
-    lengths = [len(sample["tokens"]) for sample in chosen]
-    borders = tuple(accumulate(lengths, initial=0))
+        parts.append({name: like[name].new_zeros(padding) for name in FIELDS})
+        parts[-1]["position_ids"] += parts[-2]["position_ids"][-1]
+        positions.append(positions[-1][-1:].expand(padding))
+    rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
-    device = like["tokens"].device
+    device = device or like["tokens"].device
     pack = Pack(
         tokens_T=rows["tokens"],
         labels_T=torch.where(target_T, rows["labels"], IGNORE),
-        positions_T=torch.cat([torch.arange(n, device=device) for n in lengths]),
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=device),
-        segments=borders,
+        positions_T=torch.cat(positions).to(device),
+        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
+        segments=segments,
         max_seqlen=max(lengths),
         num_targets=int(target_T.sum()),
         slices=slices,
+        padding=(*[0] * (len(lengths) - 1), padding) if padding else (),
+        prefix=prefix,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
     return UserPack({**fields, MASK: None} if with_mask else fields, pack)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
@@ -17,10 +18,13 @@ from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
 from .attention import PackedCoreAttention, _refuse_unsupported
+from .rope import TokenRope
 
 log = logging.getLogger("evenload")
 
 Rule = tuple[bool, str, str, str]
+Trouble = tuple[str, str, str]
+"""The parts of an `EvenloadError`."""
 
 
 def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
@@ -84,6 +88,47 @@ def bare_model(chunk: Any) -> Any:
             "use Megatron-Core's local or Transformer Engine layer spec, or disable plugins.packing",
         )
     return model
+
+
+def takes_parts(gpt: Any) -> bool:
+    """Whether packs of this GPTModel may hold parts of samples.
+
+    Its attention must be one that reads their prefix, and rotary embeddings, if it has some, must give their angles by
+    position: Transformer Engine's kernels and embeddings of other kinds know borders between samples alone.
+    """
+    cores = [m.core_attention for m in gpt.modules() if hasattr(m, "core_attention")]
+    rope = getattr(gpt, "rotary_pos_emb", None)
+    plain = rope is None or type(rope) is RotaryEmbedding or isinstance(rope, TokenRope)
+    return plain and all(isinstance(core, (DotProductAttention, PackedCoreAttention)) for core in cores)
+
+
+def why_stock(chunk: Any, stranger: str) -> Trouble | None:
+    """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
+
+    Args:
+        stranger: who made the schedule that the loop would run, if not Megatron-Core.
+    """
+    config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
+    if stranger:
+        return (
+            "the host's schedule is already patched by someone else, and an order of a plan would take its place",
+            stranger,
+            "take that change off, or make it around evenload's by applying it after evenload is enabled, or disable "
+            "plugins.pipeline and set plugins.packing.slices=off",
+        )
+    do = "leave it off, or disable plugins.pipeline and set plugins.packing.slices=off"
+    settings = (
+        ("defer_embedding_wgrad_compute", False, "the output layer's weight gradients wait for Megatron's schedule"),
+        ("fine_grained_activation_offloading", False, "activations are offloaded in the order of Megatron's schedule"),
+        ("num_microbatches_with_partial_activation_checkpoints", None, "Megatron's schedule says what is recomputed"),
+        ("overlap_p2p_comm", False, "hand-over between stages is Megatron's"),
+    )
+    for name, wanted, why in settings:
+        if (value := getattr(config, name, wanted)) != wanted:
+            return f"an order of a plan cannot run where {why}", f"{name} {value}", do
+    if getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False):
+        return "an order of a plan cannot run where parameters are sharded", "use_megatron_fsdp True", do
+    return None
 
 
 def warn_of_dropout(config: Any) -> None:

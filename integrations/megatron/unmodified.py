@@ -8,9 +8,9 @@ The returned function is wrapped (the rows are in `patches.megatron`). In a trai
     takes    this rank's batches from the user's iterator and cuts them into samples (`samples`);
     plans    the samples of all data-parallel ranks as one global batch, and compares the plan on all ranks;
     sends    each sample to the rank that computes it;
-    calls    the stock schedule. `forward_step_func` is called as ever, takes a batch with its own keys, [1, T], and
-             calls the model, which learns the borders between samples by a forward pre-hook that lives as long as
-             the call.
+    runs     a plan of whole samples without an order of its own in the stock schedule, any other in its own order
+             (`unmodified_order`). `forward_step_func` is called as ever, takes a batch with its own keys, [1, T], and
+             calls the model, which learns what is in the pack by a forward pre-hook (`unmodified_step`).
 
 Every rank runs the same number of micro-batches, filled up with dummies of one token, so that a collective in the
 user's loss function still finds its partners. Planning is in line: to plan ahead, the next step's batches would have to
@@ -18,43 +18,68 @@ be taken from an iterator that the user may share, save or stop.
 
 Exact where the loop sums: `calculate_per_token_loss=True` and a loss function that returns the *sum* of the token
 losses and their number. Averages of averages change when micro-batches are regrouped, and are refused (`supported`).
+Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from torch import Tensor
 
 from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
-from ...core.workload import MicroBatch, StepPlan, sequences
+from ...core.workload import StepPlan, sequences
 from ...runtime.agreement import agree
-from ...runtime.attention import packed_causal_attention
-from ...runtime.pack import Pack
+from ...runtime.attention import packed_attention
+from ...runtime.stage_links import StageLinks, rows_of_all
 from .attention import PlannedSeqParams
-from .samples import MASK, OneBatch, UserPack, exchange, lay_out, split
+from .batch import is_stock
+from .linears import why_in_backward
+from .samples import MASK, UserPack, exchange, lay_out, split
 from .supported import (
+    Trouble,
     bare_model,
     for_config,
     refuse_attention,
     refuse_loop,
-    refuse_loss,
+    takes_parts,
     warn_of_dropout,
+    why_stock,
 )
+from .unmodified_order import run_order, with_dummies
+from .unmodified_step import UserStep
 
 log = logging.getLogger("evenload")
+
+
+@dataclass(eq=False)
+class _Loop:
+    """What is known of a user's model between its training calls."""
+
+    chain: PlanChain
+    by_token: bool
+    """Its packs may hold parts of samples."""
+    only_stock: Trouble | None
+    """Why Megatron's own schedule must run its plans."""
+    links: StageLinks | None = None
+    """To the neighbouring pipeline stages, from the first plan on that has an order."""
+
+
+class _Step(NamedTuple):
+    """One planned step on this rank."""
+
+    plan: StepPlan
+    lay: Callable[..., UserPack]
 
 
 class PlannedSteps:
@@ -62,25 +87,38 @@ class PlannedSteps:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._chains: WeakKeyDictionary[Any, PlanChain] = WeakKeyDictionary()
+        self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
         self._step = 0
         self.lives = True
         _all.add(self)
 
-    def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """What `get_forward_backward_func` gives to its caller in place of ``stock``."""
+    def around(self, stock: Callable[..., Any], stranger: str = "") -> Callable[..., Any]:
+        """What `get_forward_backward_func` gives to its caller in place of ``stock``.
+
+        Args:
+            stranger: who made ``stock``, if not Megatron-Core; no order of a plan can take the place of that.
+        """
 
         @wraps(stock)
         def forward_backward(*args: Any, **call: Any) -> Any:
             if not self.lives or call.get("forward_only"):
                 return stock(*args, **call)
-            return self._run(stock, **call)
+            return self._run(stock, stranger, **call)
 
         return forward_backward
+
+    def release(self) -> None:
+        """Every function made here is the stock one again, and the process groups made here are gone."""
+        self.lives = False
+        for loop in self._loops.values():
+            if loop.links is not None and dist.is_initialized():
+                loop.links.close()
+        self._loops.clear()
 
     def _run(
         self,
         stock: Callable[..., Any],
+        stranger: str,
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -91,28 +129,27 @@ class PlannedSteps:
         data_iterator, chunk = _only(data_iterator), _only(model)
         refuse_loop(chunk, data_iterator, rest)
         gpt, config = bare_model(chunk), get_model_config(chunk)
-        if first := gpt not in self._chains:
+        if first := gpt not in self._loops:
             warn_of_dropout(config)
-            warn = not self._chains and dist.get_rank() == 0
-            self._chains[gpt] = _chain(self._recipe, config, gpt.vocab_size, warn)
-        packs = self._plan_step(data_iterator, num_microbatches, self._chains[gpt], config)
-        running = _Running(packs, forward_step_func, gpt, checks=first)
-        hook = gpt.register_forward_pre_hook(running.tell_model, with_kwargs=True)
-        stock_shapes, config.variable_seq_lengths = config.variable_seq_lengths, True
-        try:
-            return stock(
-                forward_step_func=running.forward_step,
-                data_iterator=None,
-                model=model,
-                num_microbatches=len(packs),
-                **rest,
-            )
-        finally:
-            hook.remove()
-            config.variable_seq_lengths = stock_shapes
+            warn = not self._loops and dist.get_rank() == 0
+            self._loops[gpt] = _loop(self._recipe, chunk, gpt, stranger, warn)
+        loop = self._loops[gpt]
+        plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)
+        if is_stock(plan):
+            own = plan.of_rank(parallel_state.get_data_parallel_rank())
+            packs = [lay(plan.micro_batches[index]) for index in own]
+            return _run_stock(stock, step, packs, gpt, model=model, **rest)
+        if loop.only_stock is not None:
+            raise EvenloadError(*loop.only_stock)
+        if loop.links is None and plan.limits.num_stages > 1:
+            pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
+            loop.links = StageLinks(rows_of_all(dist.get_process_group_ranks(pipeline)))
+        whole = bool(rest.get("force_all_reduce"))
+        return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
 
-    def _plan_step(self, data_iterator: Any, num_microbatches: int, chain: PlanChain, config: Any) -> list[UserPack]:
-        """This rank's packs of one step, as many as on every other rank. Collective."""
+    def _plan_step(self, data_iterator: Any, num_microbatches: int, chain: PlanChain, gpt: Any) -> _Step:
+        """The plan of one step, with as many micro-batches on this rank as on every other. Collective."""
         group = parallel_state.get_data_parallel_group()
         batches = [next(data_iterator) for _ in range(num_microbatches)]
         mine = [split(batch) for batch in batches]
@@ -138,25 +175,32 @@ class PlannedSteps:
             )
         self._step += 1
 
+        plan = with_dummies(plan)
         target = [0] * len(order)
         for micro_batch in plan.micro_batches:
             for piece in micro_batch.slices:
                 (target[piece.sequence],) = micro_batch.ranks
         samples = exchange(own, [rank for rank, _, _ in order], target, lengths, group)
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        like, with_mask = next(iter(own.values())), MASK in batches[0]
-        packs = [lay_out(m, samples, like, multiple=multiple, with_mask=with_mask) for m in _share(plan, me)]
-        slots = sum(batch["tokens"].numel() for batch in batches)
+        config = gpt.config
+        lay = partial(
+            lay_out,
+            samples=samples,
+            like=next(iter(own.values())),
+            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            with_mask=MASK in batches[0],
+            device=next(gpt.parameters()).device,
+        )
+        slots = [plan.micro_batches[index].num_slots for index in plan.of_rank(me)]
         log.info(
             "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
             self._step,
             len(order),
-            len(packs),
-            max(p.pack.num_slots for p in packs),
-            sum(p.pack.num_slots for p in packs),
-            slots,
+            len(slots),
+            max(slots),
+            sum(slots),
+            sum(batch["tokens"].numel() for batch in batches),
         )
-        return packs
+        return _Step(plan, lay)
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -166,104 +210,54 @@ def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     refuse_attention(core)
     named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    pack = params.pack
-    out_THD = packed_causal_attention(
-        named["query"],
-        named["key"],
-        named["value"],
-        params.cu_seqlens_q,
-        pack.max_seqlen,
-        core.softmax_scale,
-        segments=pack.segments,
-    )
-    return out_THD.flatten(1)
+    qkv = (named["query"], named["key"], named["value"])
+    return packed_attention(*qkv, params.pack, core.layer_number, core.softmax_scale).flatten(1)
 
 
 def release() -> None:
     """Make every wrapped function that a loop still holds the stock one again; for after the rows are off."""
     for steps in list(_all):
-        steps.lives = False
+        steps.release()
     _all.clear()
 
 
 _all: WeakSet[PlannedSteps] = WeakSet()
 
 
-class _Running:
-    """One training call: which micro-batch runs, and what its forward must be told."""
-
-    def __init__(self, packs: list[UserPack], user_step: Callable[..., Any], gpt: Any, *, checks: bool) -> None:
-        self._packs, self._user_step, self._checks = iter(packs), user_step, checks
-        self._signature = inspect.signature(gpt.forward)
-        self._device = next(gpt.parameters()).device
-        self._params: PlannedSeqParams | None = None
-
-    def forward_step(self, _: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
-        """The user's ``forward_step_func`` on the next pack."""
-        current = next(self._packs)
-        self._params = seq_params(current.pack, self._device)
-        output, loss_func = self._user_step(OneBatch(current.fields), chunk, *more)
-        return output, loss_func if loss_func is None else self._checked(loss_func, current.fields["loss_mask"])
-
-    def tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-        """A forward pre-hook: the model's arguments with the borders of the pack, and without a mask."""
-        assert self._params is not None
-        call = self._signature.bind(*args, **kwargs).arguments
-        tokens, slots = call.get("input_ids"), self._params.pack.num_slots if self._params.pack else 0
-        if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
-            raise EvenloadError(
-                "forward_step does not give the model the batch that it took from its data iterator",
-                f"input_ids {None if tokens is None else tuple(tokens.shape)} for a pack of {slots} tokens, "
-                f"packed_seq_params {type(call.get('packed_seq_params')).__name__}",
-                "hand the batch on as it is, or disable plugins.packing",
-            )
-        return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
-
-    def _checked(self, loss_func: Callable[..., Any], loss_mask: Tensor) -> Callable[..., Any]:
-        def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            losses = output.detach().clone() if self._checks else None
-            told = loss_func(output, *args, **kwargs)
-            refuse_loss(told, losses, loss_mask)
-            return told
-
-        return checked
-
-
-def seq_params(pack: Pack, device: torch.device) -> PlannedSeqParams:
-    """Megatron's parameters of a pack with a document per sample.
-
-    ``max_seqlen`` is the longest sample and nothing else: where it equals the number of tokens, Megatron's rotary
-    embeddings run on across borders (measured: 3e-9 in the gradients of a float64 step, since they are relative). The
-    longest of several samples is always shorter than all of them together.
-    """
-    borders = pack.cu_seqlens.to(device)
-    return PlannedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=pack.max_seqlen,
-        max_seqlen_kv=pack.max_seqlen,
-        pack=pack,
-    )
-
-
-def _chain(recipe: Recipe, config: Any, vocab_size: int, warn: bool) -> PlanChain:
+def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _Loop:
+    """Raises EvenloadError for a recipe of the pipeline plugin where only the stock schedule can run."""
     layout = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
-    return PlanChain.of_loop(for_config(recipe, config, vocab_size, layout), layout, warn=warn)
+    only_stock, by_token = why_stock(chunk, stranger), takes_parts(gpt)
+    orders = any(plugin.name == "pipeline" for plugin in recipe.enabled())
+    if orders and only_stock is not None:
+        raise EvenloadError(*only_stock)
+    shares = any(plugin.shares for plugin in recipe.enabled())
+    whole = only_stock is not None or shares or not by_token
+    chain = PlanChain.of_loop(
+        for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
+    )
+    splits = chain.limits.splits_backward and not why_in_backward(gpt)
+    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
+    return _Loop(chain, by_token, only_stock)
 
 
-def _share(plan: StepPlan, rank: int) -> list[MicroBatch]:
-    """The rank's micro-batches behind as many dummies as make it equal to the others.
+def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], gpt: Any, **rest: Any) -> Any:
+    """Megatron's own schedule over packs."""
+    config, coming = gpt.config, iter(packs)
 
-    Dummies come first: the last backward, with which Megatron overlaps the gradient reduction, is then a real one.
-    """
-    own = [plan.micro_batches[index] for index in plan.of_rank(rank)]
-    count = max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks))
-    return [MicroBatch((), (rank,))] * (count - len(own)) + own
+    def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
+        return step.run(next(coming), chunk, *more)
+
+    stock_shapes, config.variable_seq_lengths = config.variable_seq_lengths, True
+    try:
+        with step.listening():
+            return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
+    finally:
+        config.variable_seq_lengths = stock_shapes
 
 
 def _only(thing: Any) -> Any:

@@ -20,6 +20,7 @@ register(
         baselines=baselines.BASELINES,
         simpler="chunks",
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
+        needs_order=("slices", "activation_gib"),
         hold_back=delay.hold_back,
     )
 )
