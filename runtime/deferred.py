@@ -5,24 +5,25 @@ dW = dy^T x, which nobody waits for (zero-bubble pipelines, Qi et al., arXiv 240
 
     later = WeightGradients()
     with leaving(linears, later):          # nn.Linear; other modules call `linear` themselves
-        loss = model(...)
-        with later.of_backward(7):
+        with later.splitting(7):
+            loss = model(...)
+        with later.splitting(7):
             loss.backward()                # dx alone; x and dy of every linear layer are booked
         later.run(7)                       # dW
 
-Whether dW is left is decided where the backward runs, not where the forward ran: so layers that are recomputed in the
-backward need nothing else, and without `of_backward` both products are computed at once. `run` is a backward pass of
-its own, from one node per weight that gives dW: whatever hangs at the weight's AccumulateGrad (Megatron's and
-DeepSpeed's hooks) fires as ever, and dW is taken over, not copied as it would be if it were handed in with a root.
-Nothing is computed twice. Two layers of Megatron, hidden 256, on one core of a CPU, backward of 1024 tokens: 145 ms as
-it is, 108 + 37 ms in two.
+Around the forward it keeps the weight out of the graph: the hooks that trainers hang at a weight's AccumulateGrad fire
+with every backward that reaches it, gradient or not, and then may miss it. Around the backward it does the same for
+layers that are recomputed there. Passes outside of it run the layers' own code.
+
+`run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as ever, and dW is taken
+over, not copied as it would be if it were handed in with a root. Nothing is computed twice. Two layers of Megatron,
+hidden 256, on one core of a CPU, backward of 1024 tokens: 145 ms as it is, 108 + 37 ms in two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,14 @@ class _Left(NamedTuple):
     """[..., outputs]."""
 
 
+class _Layer(NamedTuple):
+    """What autograd is not to look into: it would put the weight into the graph."""
+
+    weight: Tensor
+    left: list[_Left]
+    sum_over: Any
+
+
 class WeightGradients:
     """What backwards have left for later, by their numbers."""
 
@@ -51,24 +60,30 @@ class WeightGradients:
         self._open: list[_Left] | None = None
 
     @contextmanager
-    def of_backward(self, number: int) -> Iterator[None]:
-        """The backward inside leaves its weight gradients to ``run(number)``."""
-        assert self._open is None, "one backward at a time"
+    def splitting(self, number: int) -> Iterator[None]:
+        """Forwards inside leave the weight gradients of their backward to ``run(number)``."""
+        assert self._open is None, "one pass at a time"
         self._open = self._left.setdefault(number, [])
         try:
             yield
         finally:
             self._open = None
 
-    @property
-    def leaves(self) -> bool:
-        """Whether a backward that runs now leaves its weight gradients."""
-        return self._open is not None
+    def takes(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a layer that runs now leaves the gradient of its weight; its input needs one to have a backward."""
+        return self._open is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
-    def book(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        """Leave the gradient of a weight to the backward's `run`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, sum_over: Any = None) -> Tensor:
+        """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left.
+
+        Args:
+            sum_over: process group over whose ranks dx is summed, where they hold parts of the outputs (tensor
+                parallelism).
+        """
         assert self._open is not None
-        self._open.append(_Left(weight, x, dy))
+        layer = _Layer(weight, self._open, sum_over)
+        result: Tensor = _Linear.apply(x, bias, layer)  # type: ignore[no-untyped-call]
+        return result
 
     def run(self, number: int) -> None:
         """Add up what backward ``number`` left, last layer first, and free each when it is done.
@@ -91,7 +106,8 @@ class WeightGradients:
 
     def held_bytes(self) -> int:
         """Of all inputs and output gradients that wait; shared memory counts once."""
-        storages = {s.data_ptr(): s.nbytes() for s in self._storages()}
+        waiting = [t for left in self._left.values() for item in left for t in (item.x, item.dy)]
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in waiting)}
         return sum(storages.values())
 
     def check_empty(self) -> None:
@@ -104,22 +120,6 @@ class WeightGradients:
                 "run the W of every backward that was split",
             )
 
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        for item in (item for left in self._left.values() for item in left):
-            yield item.x.untyped_storage()
-            yield item.dy.untyped_storage()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: WeightGradients, sum_over: Any = None) -> Tensor:
-    """x W^T + bias: [..., outputs] from [..., inputs]; its backward may leave the gradient of the weight.
-
-    Args:
-        sum_over: process group over whose ranks dx is summed, where they hold parts of the outputs (tensor
-            parallelism); overlaps with dW where that is not left.
-    """
-    result: Tensor = _Linear.apply(x, weight, bias, later, sum_over)  # type: ignore[no-untyped-call]
-    return result
-
 
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     """dW = dy^T x over all tokens: [outputs, inputs]."""
@@ -128,16 +128,19 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 @contextmanager
 def leaving(linears: Iterable[nn.Linear], later: WeightGradients) -> Iterator[None]:
-    """These layers can leave their weight gradients to ``later``; afterwards they are as they were."""
+    """These layers can leave their weight gradients to ``later``; afterwards they are as they were.
+
+    Raises EvenloadError where someone else has replaced the forward of one.
+    """
     with ExitStack() as undo:
         for layer in linears:
-            undo.enter_context(replaced(layer, "forward", partial(_forward, layer, later)))
+            undo.enter_context(replaced(layer, "forward", _forward(layer, later)))
         yield
 
 
 @contextmanager
-def replaced(module: nn.Module, method: str, by: Any) -> Iterator[None]:
-    """One module's own version of a method of its class."""
+def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
+    """One module's own version of a method of its class. Raises EvenloadError where it has one already."""
     if method in vars(module):
         raise EvenloadError(
             f"{method} of a layer has been replaced by someone else",
@@ -151,39 +154,36 @@ def replaced(module: nn.Module, method: str, by: Any) -> Iterator[None]:
         delattr(module, method)
 
 
-def _forward(layer: nn.Linear, later: WeightGradients, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias, later)
+def _forward(layer: nn.Linear, later: WeightGradients) -> Callable[[Tensor], Tensor]:
+    own = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return later.linear(x, layer.weight, layer.bias) if later.takes(x, layer.weight) else own(x)
+
+    return forward
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward asks `WeightGradients` whether to compute dW."""
+    """A linear layer whose backward leaves dW; its weight is out of the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: WeightGradients, sum_over: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later, ctx.sum_over = later, sum_over
-        return nn.functional.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dx = dw = db = work = None
-        if wants_x:
-            dx = dy @ weight
-            if ctx.sum_over is not None:
-                work = dist.all_reduce(dx, group=ctx.sum_over, async_op=True)
-        if wants_weight and ctx.later.leaves:
-            ctx.later.book(weight, x, dy)
-        elif wants_weight:
-            dw = weight_gradient(x, dy)
-        if wants_bias:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0)
+        weight, left, sum_over = ctx.layer
+        (x,) = ctx.saved_tensors
+        dx, work = dy @ weight, None
+        if sum_over is not None:
+            work = dist.all_reduce(dx, group=sum_over, async_op=True)
+        left.append(_Left(weight, x, dy))
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         if work is not None:
             work.wait()
-        return dx, dw, db, None, None
+        return dx, db, None
 
 
 class _Weight(torch.autograd.Function):

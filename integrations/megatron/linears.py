@@ -1,22 +1,22 @@
 """Megatron's linear layers may leave their weight gradients for later (`runtime.deferred`).
 
 Column- and row-parallel layers of the decoder call ``_forward_impl`` for their product; while a plan with W passes
-runs, each of them has one of its own. Everything around the product (gathers, reductions, biases) is Megatron's. Output
-layer, embedding, norms and biases get their gradients in the backward.
+runs, each of them has one of its own, which takes over in passes that are split. Everything around the product
+(gathers, reductions, biases) is Megatron's. Output layer, embedding, norms and biases get their gradients in the
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from ...core.errors import EvenloadError
-from ...runtime.deferred import WeightGradients, linear, replaced
+from ...runtime.deferred import WeightGradients, replaced
 from ...runtime.offload import layers_of
 
 
@@ -35,7 +35,7 @@ def leaving_weights(gpt: Any, later: WeightGradients) -> Iterator[None]:
         )
     with ExitStack() as undo:
         for module in _linears(gpt):
-            undo.enter_context(replaced(module, "_forward_impl", partial(_product, later)))
+            undo.enter_context(replaced(module, "_forward_impl", _product(module, later)))
         yield
 
 
@@ -58,14 +58,14 @@ def _linears(gpt: Any) -> list[nn.Module]:
     return [m for m in modules if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and not m.is_expert]
 
 
-def _product(
-    later: WeightGradients,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    allreduce_dgrad: bool,
-    tp_group: Any = None,
-    **_: Any,
-) -> Tensor:
-    """Megatron's product of a layer with trained weights, for the settings that `why_in_backward` lets by."""
-    return linear(input, weight, bias, later, sum_over=tp_group if allreduce_dgrad else None)
+def _product(module: Any, later: WeightGradients) -> Callable[..., Tensor]:
+    own = module._forward_impl
+
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        """Megatron's product of a layer, for the settings that `why_in_backward` lets by."""
+        if not later.takes(input, weight):
+            result: Tensor = own(input=input, weight=weight, bias=bias, **how)
+            return result
+        return later.linear(input, weight, bias, sum_over=how["tp_group"] if how["allreduce_dgrad"] else None)
+
+    return product

@@ -139,7 +139,7 @@ class PlannedStage:
         received, output, pack = self._replay(op) if twin is None else self._graphs.pop(twin)
         gradient = None if self._last else self._receive(op, pack.num_slots)
         meet(self._plane, self._plan, op)
-        with self._leaving(op):
+        with self._splitting(op.micro_batch):
             handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
         if not self._first:
             self._send(op, handed_down)
@@ -149,9 +149,9 @@ class PlannedStage:
         with self._clock.running("W", op.micro_batch):
             self._later.run(op.micro_batch)
 
-    def _leaving(self, op: Op) -> AbstractContextManager[None]:
-        """Around a backward: whether it leaves its weight gradients to a W."""
-        return self._later.of_backward(op.micro_batch) if op.micro_batch in self._split else nullcontext()
+    def _splitting(self, backward: int) -> AbstractContextManager[None]:
+        """Around a forward and its backward, by the latter's number: whether it leaves weight gradients to a W."""
+        return self._later.splitting(backward) if backward in self._split else nullcontext()
 
     def _replay(self, op: Op) -> _Graph:
         """What a forward would have kept for a backward micro-batch that kept nothing."""
@@ -174,12 +174,13 @@ class PlannedStage:
             received.requires_grad_()
         meet(self._plane, self._plan, op)
         number = op.micro_batch
-        forward = (
-            partial(self._forward, kind="F", number=number, backward=self._backward_of.get(number, -1))
-            if op.kind == "F"
-            else partial(self._forward, kind="R", number=number, backward=number)
-        )
-        with recomputing(self._config, layers), offloading(self._away(op), self._blocks, self._device):
+        backward = self._backward_of.get(number, -1) if op.kind == "F" else number
+        forward = partial(self._forward, kind="F" if op.kind == "F" else "R", number=number, backward=backward)
+        with (
+            recomputing(self._config, layers),
+            offloading(self._away(op), self._blocks, self._device),
+            self._splitting(backward),
+        ):
             output, _ = forward_step(
                 forward,
                 batch,
