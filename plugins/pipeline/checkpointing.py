@@ -7,10 +7,13 @@ So they share one number of layers,
     c(p, k) = C[k + P - 1 - p]            P stages, k in the order of the backwards
 
 and the program (`program`) has n + P - 1 variables instead of n P. Its rows are exact (`rows`). Then each stage by
-itself gives up the layers that it does not need: first stages hold most, the last one hardly anything. Fewer layers at
-a stage never make a step longer, as the order stays.
+itself gives up layers that it does not need: first stages hold most, the last one hardly anything. Fewer layers at a
+stage never make a step longer, as the order stays. The same from all layers of all is the second candidate; of the two
+a team of ranks takes the one with which it ends sooner, which no sum over diagonals can tell.
 
 Ranks that share no micro-batch have a program each. A shared one stands on the diagonal of its first rank.
+
+MEASURED
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.errors import EvenloadError
+from ...core.events import play
 from ...core.memory import room_bytes
 from ...core.order import orders_of_stage
 from ...core.partition import Floats, Ints
+from ...core.passes import PassTimes
 from ...core.predict import own_costs
 from ...core.registry import Situation
 from ...core.workload import StepPlan
@@ -67,7 +72,7 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
         raise _refusal(most, probes.plan_of(layers), situation, room)
     tightened = room
     for _ in range(_ROUNDS):
-        found = plan.recomputing(_chosen(probes, plan, tightened, situation, config.solver_ms if solver else 0))
+        found = _chosen(probes, plan, tightened, situation, config.solver_ms if solver else 0)
         over = fullest(found, levels_of(found)).held_bytes - room
         if over <= 0:
             return found
@@ -75,30 +80,81 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
     return probes.plan_of(layers)
 
 
-def _chosen(
-    probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int
-) -> tuple[tuple[int, ...], ...]:
-    """Layers by stage and micro-batch."""
-    stages, layers = range(plan.limits.num_stages), plan.limits.layers_per_stage
-    chosen = [[0] * len(plan.micro_batches) for _ in stages]
-    seconds = _layer_seconds(plan, situation)
+def _chosen(probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int) -> StepPlan:
+    """The plan with the layers that each team of ranks ends soonest with."""
     backwards = _backwards(plan)
-    for ranks in _teams(plan):
-        numbers = sorted({i for rank in ranks for i in backwards[rank]})
-        columns = {number: column for column, number in enumerate(numbers)}
-        rows = [probes.rows(stage, ranks, columns, room) for stage in stages]
-        diagonals = _diagonals(plan, backwards, numbers)
-        cost, size = seconds[numbers], int(diagonals.max(initial=-1)) + 1
+    teams = [_Team(probes, plan, room, situation, backwards, ranks) for ranks in _teams(plan)]
+    quick = [team.one_by_one() for team in teams]
+    slow = [team.by_program(solver_ms) for team in teams] if solver_ms else []
+    plans = [_with(plan, teams, quick)]
+    if any(one is not None for one in slow):
+        mixed = [one if one is not None else other for one, other in zip(slow, quick, strict=True)]
+        plans.append(_with(plan, teams, mixed))
+        before, after = (_ends(one, teams, situation) for one in plans)
+        best = [new if b < a else old for old, new, a, b in zip(quick, mixed, before, after, strict=True)]
+        return _with(plan, teams, best)
+    return plans[0]
+
+
+class _Team:
+    """Ranks that have micro-batches in common, and no other: what they recompute is theirs alone to choose."""
+
+    def __init__(
+        self,
+        probes: Probes,
+        plan: StepPlan,
+        room: float,
+        situation: Situation,
+        backwards: list[list[int]],
+        ranks: list[int],
+    ) -> None:
+        self.ranks = ranks
+        self.numbers = sorted({i for rank in ranks for i in backwards[rank]})
+        columns = {number: column for column, number in enumerate(self.numbers)}
+        stages = range(plan.limits.num_stages)
+        self._rows = [probes.rows(stage, ranks, columns, room) for stage in stages]
+        self._diagonals = _diagonals(plan, backwards, self.numbers)
+        self._seconds = _layer_seconds(plan, situation)[self.numbers]
+        self._layers = plan.limits.layers_per_stage
+
+    def one_by_one(self) -> Ints:
+        """Layers by stage and micro-batch, int64 [P, n]: none more at any stage than it needs, if it needs any."""
+        return self._lowered(np.full_like(self._diagonals, self._layers))
+
+    def by_program(self, solver_ms: int) -> Ints | None:
+        """The same, no more than the program gives each diagonal; None without an answer of its."""
+        size = int(self._diagonals.max(initial=-1)) + 1
         weights = np.zeros(size)
-        for of_stage in diagonals:
-            np.maximum.at(weights, of_stage, cost)
-        tied = joined([of.on(places, size) for of, places in zip(rows, diagonals, strict=True)])
-        shared = solved(tied, weights, layers, solver_ms=solver_ms)
-        for stage in stages:
-            own = lowered(rows[stage], cost, shared[diagonals[stage]])
-            for number, count in zip(numbers, own.tolist(), strict=True):
-                chosen[stage][number] = count
-    return tuple(map(tuple, chosen))
+        for diagonal in self._diagonals:
+            np.maximum.at(weights, diagonal, self._seconds)
+        rows = joined([of.on(places, size) for of, places in zip(self._rows, self._diagonals, strict=True)])
+        if not len(rows.own):
+            return None
+        found = solved(rows, weights, self._layers, solver_ms=solver_ms)
+        return None if found is None else self._lowered(found[self._diagonals])
+
+    def _lowered(self, layers: Ints) -> Ints:
+        rows = [lowered(rows, self._seconds, of_stage) for rows, of_stage in zip(self._rows, layers, strict=True)]
+        return np.array(rows, dtype=np.int64)
+
+
+def _with(plan: StepPlan, teams: list[_Team], chosen: list[Ints]) -> StepPlan:
+    """The plan with each team's layers."""
+    layers = np.zeros((plan.limits.num_stages, len(plan.micro_batches)), dtype=np.int64)
+    for team, of_team in zip(teams, chosen, strict=True):
+        layers[:, team.numbers] = of_team
+    return plan.recomputing(tuple(map(tuple, layers.tolist())))
+
+
+def _ends(plan: StepPlan, teams: list[_Team], situation: Situation) -> list[float]:
+    """When each team is done, hand-overs between stages included [s]."""
+    times = PassTimes(plan, situation)
+    done = [0.0] * plan.limits.num_ranks
+    waits = situation.traffic.waits_for_sends and not plan.order
+    for event in play(plan, times.seconds, times.hand_over, waits=waits):
+        for rank in event.ranks:
+            done[rank] = max(done[rank], event.free_s)
+    return [max(done[rank] for rank in team.ranks) for team in teams]
 
 
 def _layer_seconds(plan: StepPlan, situation: Situation) -> Floats:

@@ -53,7 +53,8 @@ class Rows:
         """The same while nothing of those that wait is recomputed."""
         own = np.where(self.own < 0, 0, layers[self.own])
         none, one, every = self.levels
-        return np.where(own > 0, np.maximum(one - self.own_saves * (own - 1), every), none)
+        held: Floats = np.where(own > 0, np.maximum(one - self.own_saves * (own - 1), every), none)
+        return held
 
     def fit(self, layers: Ints) -> bool:
         return bool((self.held(layers) <= self.room).all())
