@@ -1,8 +1,8 @@
 """Pipelines of nodes, each of which shares its tokens by Ulysses: what their scripts share.
 
-A chain of planners on lanes (``parallel.pp`` stages of ``parallel.cp`` ranks), the least static recomputation with which
-a baseline fits, and what a plan comes to in the simulator: exposed all-to-all, hand-over between stages, the output
-layer on the last of them, memory under nine tenths of a device.
+A chain of planners on lanes (``parallel.pp`` stages of ``parallel.cp`` ranks), and what a plan comes to in the
+simulator: exposed all-to-all, hand-over between stages, the output layer on the last of them, and memory, of which a
+tenth of a device stays free.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from typing import Any
 
 from common import MODELS
 from evenload.core.chain import PlanChain
-from evenload.core.memory import fixed_bytes, peaks_of_stage
+from evenload.core.memory import peaks_of_stage, room_bytes
 from evenload.core.predict import layers_again
 from evenload.core.recipe import parse
 from evenload.core.registry import Situation
 from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan
 from evenload.face import load_plugins
-
-FREE = 0.1
-"""Of a device's memory, left to what is not predicted (`core.memory.room_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +46,27 @@ class Pipeline:
             }
         )
         chain = PlanChain.of_recipe(recipe, recipe.layout())
-        traffic = replace(chain.situation.traffic, engine="all_to_all")
-        return replace(chain, situation=replace(chain.situation, traffic=traffic), instead=planner)
+        return replace(chain, situation=self._exchanging(chain.situation), instead=planner)
+
+    def _exchanging(self, situation: Situation) -> Situation:
+        """With all-to-all, whose measured rates know no latency: that of a stage's layers counts as launch.
+
+        There are two a layer and direction.
+        """
+        calls_s = 2 * situation.traffic.layers * (self.sp - 1) * situation.cluster.intra.latency_s
+        both = {
+            name: (cost := getattr(situation.costs, name)).model_copy(update={"launch_s": cost.launch_s + calls_s})
+            for name in ("forward", "backward")
+        }
+        traffic = replace(situation.traffic, engine="all_to_all")
+        return replace(situation, costs=situation.costs.model_copy(update=both), traffic=traffic)
 
 
 def missing_bytes(plan: StepPlan, situation: Situation) -> float:
-    """By how much the fullest rank is over nine tenths of a device; negative where all fit."""
-    memory = situation.costs.memory
-    room = (1.0 - FREE) * situation.cluster.memory_bytes - fixed_bytes(memory, plan.limits)
+    """By how much the fullest rank has too little room; negative where all fit."""
+    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
     ranks = {r for m in plan.micro_batches for r in m.ranks[:1]}  # ranks of a lane hold the same
     return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage, ranks)) - room
-
-
-def recomputed(plan: StepPlan, layers: int) -> StepPlan:
-    """The plan with as many layers of every micro-batch recomputed at every stage."""
-    rows = ((layers,) * len(plan.micro_batches),) * plan.limits.num_stages
-    return replace(plan, recompute=rows if layers else ())
-
-
-def statically_recomputed(plan: StepPlan, situation: Situation) -> StepPlan:
-    """With the least number of layers, the same everywhere, with which it fits; with all where none is enough."""
-    low, high = 0, plan.limits.layers_per_stage
-    while low < high:
-        middle = (low + high) // 2
-        fits = missing_bytes(recomputed(plan, middle), situation) <= 0
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return recomputed(plan, low)
 
 
 def judged(plan: StepPlan, situation: Situation) -> dict[str, Any]:

@@ -142,6 +142,23 @@ def test_zeppelin_adds_up_its_layers(result_of: Run) -> None:
     assert result["hop_ms"]["routed"] < result["hop_ms"]["plain"] / 2
 
 
+def test_infinipipe_has_every_system_and_is_ordered(result_of: Run) -> None:
+    (row,) = result_of("infinipipe")["rows"]
+    columns = row["columns"]
+    assert set(columns) == {"Megatron", "DeepSpeed", "FlexSP", "Seq1F1B", "Alg. 1", "evenload", "own states"}
+    assert all("failed" not in column for column in columns.values())
+    seconds = {name: column["step_s"] for name, column in columns.items()}
+    assert seconds["DeepSpeed"] > seconds["FlexSP"]
+    assert seconds["Seq1F1B"] > seconds["Alg. 1"] >= seconds["evenload"] * 0.999
+    assert seconds["own states"] >= seconds["evenload"] * 0.99
+    assert row["gain"]["Seq1F1B"] == pytest.approx(seconds["Seq1F1B"] / seconds["evenload"])
+    assert columns["evenload"]["micro_batch_imbalance"] < columns["Seq1F1B"]["micro_batch_imbalance"]
+    assert all(0 < column["peak_bytes"] <= 0.9 * 8e10 * (1 + 1e-9) for column in columns.values())
+    # Recomputed as published: 20 of Megatron's 40 layers, none of DeepSpeed's.
+    assert columns["Megatron"]["recompute_frac"] > 0.1
+    assert columns["DeepSpeed"]["recompute_frac"] == columns["FlexSP"]["recompute_frac"] == 0
+
+
 def test_the_table_says_what_is_predicted_and_where_lengths_are_from(tmp_path: Path) -> None:
     done = quick("chunkflow", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,274 @@
+"""InfiniPipe (arXiv 2509.21275, section V): elastic pipelines on 4 x 8 A800, up to 1.69x FlexSP and 2.60x Megatron-LM.
+
+    python benchmarks/published/infinipipe.py [--quick] [--json] [--out FILE]
+
+LLaMA 7B, 13B and 30B, 512 sequences a step, longer ones cut to the context. Pipelines: a stage on each node, Ulysses
+over its 8 ranks, states divided over these (the paper's FSDP; what that moves is taken to be hidden). Seconds a step:
+
+    Megatron   TP 8, CP 2 (7B) or 4, ring; 10, 20 or 55 layers recomputed, as published; the faster of packs in the
+               order of the batch and best-fit packs, up to the context (a guess)
+    DeepSpeed  ZeRO-3, Ulysses over 16 (7B) or 32 ranks, 36 of 30B's layers recomputed, as published; best-fit packs,
+               the fastest of 1, 2 and 4 contexts that fits (a guess)
+    FlexSP     ZeRO-3, likewise recomputed; in its place evenload's mesh plugin with all-to-all alone on powers of two
+               of ranks, heads not counted: FlexSP's own problem, solved at least as well (benchmarks/mesh.py)
+    Seq1F1B    as the paper has it: chunks of equally many tokens, one number of layers recomputed; the fastest size
+    Alg. 1     InfiniPipe's own algorithms as evenload's baseline ``algorithm_1`` runs them
+    evenload   the pipeline plugin
+    own states evenload with the states that its runtime keeps today: those of the optimizer are divided, weights and
+               gradients are not
+
+Guessed: lengths (stand-ins, lengths.py), all rates of recipes/clusters/a800.yaml but NVLink's and InfiniBand's, compute
+at half of the data sheet, and what ZeRO-3 gathers in a micro-batch: FlexSP's measured coefficient of a launch on nodes
+with the same 400 Gbit/s (recipes/costs/flexsp-*). The paper's bars are not readable here; its numbers are those of its
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
+from evenload.commands.show import grid
+from evenload.core.chain import PlanChain
+from evenload.core.costs import load
+from evenload.core.errors import EvenloadError
+from evenload.core.memory import fixed_bytes, room_bytes
+from evenload.core.recipe import parse
+from evenload.core.registry import get
+from evenload.core.setting import RECIPES
+from evenload.core.workload import StepPlan, sequences
+from evenload.plugins.mesh.config import MeshConfig
+from lengths import K, drawn
+from pipelines import Pipeline, judged, missing_bytes
+
+CLUSTER, RANKS, STAGES = "a800", 32, 4
+COUNT = 512
+CAP = 16 * K
+"""Most tokens of a pipeline's chunk on a rank."""
+ULYSSES = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off", offload="off")
+COLUMNS = ("Megatron", "DeepSpeed", "FlexSP", "Seq1F1B", "Alg. 1", "evenload", "own states")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """What the paper gives its baselines for a model."""
+
+    cp: int
+    """Of Megatron-LM, beside TP 8."""
+    megatron_layers: int
+    """That are recomputed."""
+    sp: int
+    """Of DeepSpeed."""
+    zero_layers: int
+
+
+THEIRS = {
+    "llama-7b": Theirs(2, 10, 16, 0),
+    "llama-13b": Theirs(4, 20, 32, 0),
+    "llama-30b": Theirs(4, 55, 32, 36),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    lengths: str
+    context: int
+    paper: str = ""
+    """Gains of InfiniPipe that its text gives for this setting."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.removeprefix('llama-').upper()} {self.lengths} {self.context // K}K"
+
+
+def settings() -> Iterator[Setting]:
+    known = {
+        ("llama-7b", "commoncrawl-like", 48): "FlexSP 1.31x",
+        ("llama-13b", "commoncrawl-like", 48): "FlexSP 1.52x, DeepSpeed 1.71x",
+        ("llama-30b", "commoncrawl-like", 48): "FlexSP 1.69x",
+        ("llama-13b", "commoncrawl-like", 64): "FlexSP 1.30x, Seq1F1B 1.23x",
+        ("llama-13b", "commoncrawl-like", 192): "FlexSP 1.37x, Seq1F1B 1.63x",
+    }
+    for context in (48, 96):
+        for name in ("commoncrawl-like", "github-like"):
+            for model in THEIRS:
+                yield Setting(model, name, context * K, known.get((model, name, context), ""))
+    for context in (64, 128, 192):
+        name = "commoncrawl-like"
+        yield Setting("llama-13b", name, context * K, known.get(("llama-13b", name, context), ""))
+
+
+def batches_of(setting: Setting, count: int, size: int) -> list[Batch]:
+    """Longer sequences are cut to the context, as in the paper."""
+    lengths = np.minimum(drawn(setting.lengths, count * size), setting.context)
+    return [sequences(lengths[i * size : (i + 1) * size].tolist()) for i in range(count)]
+
+
+def with_layers(plan: StepPlan, layers: int) -> StepPlan:
+    """The plan with so many layers of every micro-batch recomputed at its only stage."""
+    return replace(plan, recompute=((layers,) * len(plan.micro_batches),) if layers else ())
+
+
+@cache
+def megatron(setting: Setting, packing: str) -> PlanChain:
+    own = THEIRS[setting.model]
+    return Machines(setting.model, RANKS, CLUSTER).chain(Way(packing, Degrees(8, 1, own.cp), setting.context // own.cp))
+
+
+@cache
+def zero_3(model: str, sp: int, tokens: int) -> PlanChain:
+    """ZeRO-3 on all ranks: best-fit packs on lanes of ``sp`` ranks, with so many tokens on a rank."""
+    recipe = parse(
+        {
+            "trainer": "deepspeed",
+            "deepspeed": {"zero_stage": 3},
+            "model": {"vocab_size": 32000, **MODELS[model]},
+            "parallel": {"dp": RANKS},
+            "train": {"dtype": "bf16", "global_batch_size": COUNT},
+            "cluster": CLUSTER,
+            "plugins": {"packing": {"enabled": True, "max_tokens": tokens, "slices": "off"}},
+        }
+    )
+    chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=sp, dp=RANKS // sp))
+    situation = chain.situation
+    gathers = load(f"flexsp-{model.replace('llama', 'gpt')}-a100", RECIPES / "costs")
+    launches = {
+        name: getattr(situation.costs, name).model_copy(update={"launch_s": getattr(gathers, name).launch_s})
+        for name in ("forward", "backward")
+    }
+    traffic = replace(situation.traffic, engine="all_to_all", heads=0, gradient_bytes=0.0, weight_bytes=0.0)
+    situation = replace(situation, costs=situation.costs.model_copy(update=launches), traffic=traffic)
+    return replace(chain, situation=situation, limits=replace(chain.limits, heads=0), instead="best_fit")
+
+
+@cache
+def flexsp(model: str) -> PlanChain:
+    """The mesh plugin with what FlexSP has, and as many tokens on a rank as fit."""
+    chain, layers = zero_3(model, 1, CAP), THEIRS[model].zero_layers
+    limits, memory = chain.limits, chain.situation.costs.memory
+    kept = limits.activation_bytes_per_token * (limits.layers_per_stage - layers)
+    head = memory.head_bytes_per_token + memory.head_working_bytes_per_token
+    again = limits.activation_bytes_per_token * bool(layers)
+    per_token = kept + limits.input_bytes_per_token * layers + head + again
+    tokens = int(room_bytes(chain.situation.cluster, memory, limits) / per_token)
+    config = ULYSSES.model_copy(update={"enabled": True, "max_tokens": tokens})
+    return replace(chain, links=((get("mesh"), config),), instead="")
+
+
+@cache
+def pipeline(model: str, planner: str = "", *, fsdp: bool = True) -> PlanChain:
+    """A pipeline of nodes; with ``fsdp`` all states are divided over the ranks of a node."""
+    chain = Pipeline(model, STAGES, RANKS // STAGES, CLUSTER).chain("pipeline", CAP, planner)
+    if not fsdp:
+        return chain
+    costs = chain.situation.costs
+    memory = costs.memory.model_copy(update={"sharded_bytes": costs.memory.fixed_bytes})
+    return replace(chain, situation=replace(chain.situation, costs=costs.model_copy(update={"memory": memory})))
+
+
+def result_of(plan: StepPlan, chain: PlanChain) -> Row:
+    """Raises EvenloadError where it does not fit."""
+    over = missing_bytes(plan, chain.situation)
+    if over > 0:
+        held = fixed_bytes(chain.situation.costs.memory, plan.limits)
+        found = f"{over / 1e9:.1f} GB over, {held / 1e9:.1f} GB of states"
+        raise EvenloadError("a plan does not fit into memory", found, "recompute more")
+    return judged(plan, chain.situation)
+
+
+def fastest_of(options: Iterator[tuple[PlanChain, int]], batch: Batch) -> Row:
+    """Of chains with layers to recompute. Raises EvenloadError where none fits."""
+    found, why = [], None
+    for chain, layers in options:
+        try:
+            found.append(result_of(with_layers(chain.plan(batch), layers), chain))
+        except EvenloadError as error:
+            why = error
+    if not found:
+        raise why or EvenloadError("there is nothing to choose from")
+    return min(found, key=lambda one: one["step_s"])
+
+
+def step_of(setting: Setting, batch: Batch) -> dict[str, Row]:
+    """Every column of one batch; a system that cannot run it says why."""
+    own, model = THEIRS[setting.model], setting.model
+    zero = ((zero_3(model, own.sp, n * setting.context // own.sp), own.zero_layers) for n in (1, 2, 4))
+    columns = {
+        "Megatron": ((megatron(setting, packing), own.megatron_layers) for packing in ("in_order", "best_fit")),
+        "DeepSpeed": zero,
+        "FlexSP": iter([(flexsp(model), own.zero_layers)]),
+    }
+    chains = {
+        "Seq1F1B": pipeline(model, "fixed_chunks"),
+        "Alg. 1": pipeline(model, "algorithm_1"),
+        "evenload": pipeline(model),
+        "own states": pipeline(model, fsdp=False),
+    }
+    found: dict[str, Row] = {}
+    for name in COLUMNS:
+        try:
+            if name in columns:
+                found[name] = fastest_of(columns[name], batch)
+            else:
+                found[name] = result_of(chains[name].plan(batch), chains[name])
+        except EvenloadError as error:
+            found[name] = {"failed": str(error)}
+    return found
+
+
+def row_of(setting: Setting, count: int, size: int) -> Row:
+    steps = [step_of(setting, batch) for batch in batches_of(setting, count, size)]
+    columns: dict[str, Row] = {}
+    for name in COLUMNS:
+        failed = [one[name]["failed"] for one in steps if "failed" in one[name]]
+        if failed:
+            columns[name] = {"failed": failed[0]}
+            continue
+        keys = ("step_s", "bubble_frac", "exposed_frac", "recompute_frac", "peak_bytes", "micro_batch_imbalance")
+        columns[name] = {key: float(np.mean([one[name][key] for one in steps])) for key in keys}
+    ours = columns["evenload"].get("step_s")
+    return {
+        "setting": setting.name,
+        "paper": setting.paper,
+        "lengths": setting.lengths,
+        "columns": columns,
+        "gain": {name: one["step_s"] / ours for name, one in columns.items() if ours and "step_s" in one},
+    }
+
+
+def table(result: Row) -> Any:
+    def cell(row: Row, name: str) -> str:
+        one = row["columns"][name]
+        if "failed" in one:
+            return "does not fit"
+        return f"{one['step_s']:.1f} ({row['gain'][name]:.2f}x)" if name in row["gain"] else f"{one['step_s']:.1f}"
+
+    rows = []
+    for r in result["rows"]:
+        ours = r["columns"]["evenload"]
+        more = f"{ours['bubble_frac']:.1%}, {ours['recompute_frac']:.1%}" if "step_s" in ours else ""
+        rows.append((r["setting"], r["paper"], *(cell(r, name) for name in COLUMNS), more))
+    head = ("setting", "paper", *COLUMNS, "evenload: bubble, recomputed")
+    about = "seconds a step (over evenload's); the paper's at most: FlexSP 1.69x, DeepSpeed 2.07x, Megatron-LM 2.60x, "
+    return grid(f"{result['title']} (predicted)", head, rows, about + "Seq1F1B 1.27x at 48K and 1.40x at 96K")
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    if options.quick:
+        rows = [row_of(Setting("llama-13b", "commoncrawl-like", 48 * K), 1, COUNT // 4)]
+    else:
+        rows = [row_of(setting, 3, COUNT) for setting in settings()]
+    title = f"InfiniPipe: {COUNT} sequences a step on 4 x 8 A800"
+    finish({"predicted": True, "title": title, "rows": rows}, options, table)
+
+
+if __name__ == "__main__":
+    main()
