@@ -1,0 +1,23 @@
+"""Pipeline: in which order chunks run at every stage, and what is recomputed there (InfiniPipe)."""
+
+if __name__ != "evenload.plugins.pipeline":
+    raise ImportError(
+        f"{__name__}: import this package as evenload.plugins.pipeline; a second copy would mean a second registry"
+    )
+
+from ...core.registry import Plugin, register
+from . import baselines, config, plan
+
+register(
+    Plugin(
+        name="pipeline",
+        summary="chunks of equal time, in which order each stage runs them and what it recomputes",
+        papers=("InfiniPipe, arXiv 2509.21275", "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"),
+        stage=40,
+        config=config.PipelineConfig,
+        places=True,
+        plan=plan.plan,
+        baselines=baselines.BASELINES,
+        simpler="fixed_chunks",
+    )
+)

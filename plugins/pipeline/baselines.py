@@ -1,0 +1,250 @@
+"""What others do with the same batch on a pipeline, as plans.
+
+whole_1f1b    every sequence a micro-batch, dealt to ranks in turn; the host's 1F1B (batch-level pipelining)
+in_order      packs in the order of the batch up to the cap, dealt out in turn; the host's 1F1B
+fixed_chunks  chunks of equally many tokens, short sequences packed best-fit (ChunkFlow, arXiv 2503.02356), in 1F1B over
+              chunks (Seq1F1B, arXiv 2406.03488); the fastest of several sizes
+algorithm_1   one mesh of equal time for all long sequences, tails beside short sequences, pipelines by the dynamic
+              program with a flush between them, recomputation from the tied integer program (InfiniPipe, arXiv
+              2509.21275, algorithms 1 and 2); the fastest of several meshes
+
+All but ``algorithm_1`` recompute one number of layers for all chunks at all stages, the least that fits. Where a
+sequence is longer than the cap, those that cut nothing get a cap that holds it. Ranks get sequences by cost in those
+that cut. The orders are of `elastic`, without anything run ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...core.costs import PassCost
+from ...core.errors import EvenloadError
+from ...core.memory import peaks_of_stage, room_bytes
+from ...core.partition import Ints, best_fit_decreasing
+from ...core.registry import Situation
+from ...core.slicing import evenly
+from ...core.workload import Op, Slice, StepPlan
+from .checkpointing import fitted
+from .chunks import Pack, assembled, dealt
+from .config import PipelineConfig
+from .elastic import ordered
+from .groups import grouped
+from .judge import Judged, best_of, keeping_all
+
+SIZES = 4
+"""Chunk sizes that ``fixed_chunks`` tries: the cap, and half as many tokens each time."""
+MESHES = (4, 8, 16, 32, 64)
+"""Slices of the longest sequence that ``algorithm_1`` tries."""
+
+Drafts = Callable[[StepPlan, Situation, PipelineConfig], Iterator[StepPlan]]
+Finish = Callable[[StepPlan, Situation, PipelineConfig], StepPlan]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Plans that need not fit, and what makes one fit."""
+
+    drafts: Drafts
+    finish: Finish
+
+    def __call__(self, bare: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+        drafts = list(self.drafts(bare, situation, config))
+        best = self.best(drafts, situation, config)
+        return best.plan if best else drafts[0]
+
+    def best(
+        self, drafts: Iterable[StepPlan], situation: Situation, config: PipelineConfig, bar_s: float = math.inf
+    ) -> Judged | None:
+        """The best of its drafts, finished, if it takes less than ``bar_s``."""
+        return best_of(drafts, lambda draft: self.finish(draft, situation, config), situation, bar_s)
+
+
+def whole_1f1b(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths = _lengths(bare)
+    ranks = bare.limits.num_ranks
+    packs = [[[Slice(i, 0, int(lengths[i]))] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
+    yield _uncut(bare, lengths, config, packs, "whole_1f1b")
+
+
+def in_order(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths = _lengths(bare)
+    cap, room = max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0))), 0
+    packs: list[Pack] = []
+    for item, tokens in enumerate(lengths.tolist()):
+        if tokens > room:
+            packs.append([])
+            room = cap
+        packs[-1].append(Slice(item, 0, tokens))
+        room -= tokens
+    ranks = bare.limits.num_ranks
+    yield _uncut(bare, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
+
+
+def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+    limits = config.capped(bare.limits)
+    lengths = _lengths(bare)
+    longest = int(lengths.max(initial=1))
+    uncut = limits.whole_sequences or config.chunks == 1
+    if uncut:
+        limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
+    items = dealt(lengths, _price(situation), limits.num_ranks)
+    least = max(config.block_tokens, -(-longest // config.chunks))
+    for halving in range(1 if uncut else SIZES):
+        size = limits.max_tokens >> halving
+        if not halving or size >= least:
+            packs = [_fixed(mine, lengths, size) for mine in items]
+            plan = ordered(replace(assembled(bare, limits, packs), made_by="fixed_chunks"), situation)
+            yield keeping_all(plan, situation, config)
+
+
+def algorithm_1(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+    limits = config.capped(bare.limits)
+    lengths = _lengths(bare)
+    if limits.whole_sequences or config.chunks == 1:
+        raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")
+    price = _price(situation)
+    items = dealt(lengths, price, limits.num_ranks)
+    for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
+        packs = [on_one_mesh(mine, lengths, price, count, limits.max_tokens, config.block_tokens) for mine in items]
+        chunked = replace(assembled(bare, limits, packs), made_by="algorithm_1")
+        plan = flushed(chunked, grouped(chunked, situation, config), situation)
+        yield keeping_all(plan, situation, config)
+
+
+def statically_recomputed(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """With the least number of recomputed layers, one for all chunks and stages, that fits; all where none does."""
+    if config.recompute == "off":
+        return plan
+    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
+    stages = range(plan.limits.num_stages)
+
+    def recomputing(count: int) -> StepPlan:
+        return plan.recomputing(((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
+
+    low, high = 0, plan.limits.layers_per_stage
+    while low < high:
+        middle = (low + high) // 2
+        trial = recomputing(middle)
+        fits = all(peak <= room for stage in stages for peak, _ in peaks_of_stage(trial, stage))
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return recomputing(low)
+
+
+def adaptively_recomputed(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """By the tied integer program. Raises EvenloadError where nothing fits."""
+    return plan if config.recompute == "off" else fitted(plan, situation, config)
+
+
+BASELINES: dict[str, Baseline] = {
+    "whole_1f1b": Baseline(whole_1f1b, statically_recomputed),
+    "in_order": Baseline(in_order, statically_recomputed),
+    "fixed_chunks": Baseline(fixed_chunks, statically_recomputed),
+    "algorithm_1": Baseline(algorithm_1, adaptively_recomputed),
+}
+
+
+def on_one_mesh(items: list[int], lengths: Ints, price: PassCost, count: int, cap: int, block: int) -> list[Pack]:
+    """InfiniPipe's algorithm 1: slices of the mesh that cuts the longest sequence into ``count`` of equal time.
+
+    Full slices run alone; tails and short sequences share chunks under the time of a slice, which is loosened where
+    nothing has room, and under the tokens of the first.
+    """
+    if not items:
+        return []
+    longest = max(items, key=lambda i: int(lengths[i]))
+    cuts = [s.stop for s in evenly(longest, int(lengths[longest]), count, price, cap, block)]
+    most_tokens = cuts[0]
+    chains: list[list[Slice]] = []
+    short: list[int] = []
+    for item in items:
+        length = int(lengths[item])
+        if length <= most_tokens:
+            short.append(item)
+            continue
+        ends = [*cuts[: bisect_right(cuts, length)]]
+        ends += [length] if ends[-1] < length else []
+        chains.append([Slice(item, a, b) for a, b in zip([0, *ends], ends, strict=False)])
+    chains.sort(key=lambda chain: (-len(chain), chain[0].sequence))
+    packs: list[Pack] = [[s] for chain in chains for s in chain]
+    tails = [k for k, (s,) in enumerate(packs) if s.stop == int(lengths[s.sequence]) and s.stop not in cuts]
+    return _buckets(packs, tails, short, lengths, price, float(price.seconds(most_tokens)), most_tokens)
+
+
+def _buckets(
+    packs: list[Pack], tails: list[int], short: list[int], lengths: Ints, price: PassCost, slice_s: float, room: int
+) -> list[Pack]:
+    """Short sequences, longest first, into the tails' chunks and further ones."""
+    open_ = list(tails)
+    tokens = {k: sum(s.length for s in packs[k]) for k in open_}
+    seconds = {k: sum(float(price.seconds(s.length, s.start)) for s in packs[k]) for k in open_}
+    for item in sorted(short, key=lambda i: (-int(lengths[i]), i)):
+        length, item_s = int(lengths[item]), float(price.seconds(int(lengths[item])))
+        roomy = [k for k in open_ if tokens[k] + length <= room]
+        if roomy:
+            roomy.sort(key=lambda k: (seconds[k] / tokens[k], k))
+            chosen = next((k for k in roomy if seconds[k] + item_s <= slice_s), None)
+            if chosen is None:
+                chosen = min(roomy, key=lambda k: (seconds[k], k))
+                slice_s = seconds[chosen] + item_s
+        else:
+            chosen = len(packs)
+            packs.append([])
+            open_.append(chosen)
+            tokens[chosen], seconds[chosen] = 0, 0.0
+        packs[chosen].append(Slice(item, 0, length))
+        tokens[chosen] += length
+        seconds[chosen] += item_s
+    return packs
+
+
+def flushed(chunked: StepPlan, groups: list[list[int]], situation: Situation) -> StepPlan:
+    """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
+    if len(groups) < 2:
+        return ordered(chunked, situation)
+    order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
+    for group in groups:
+        numbers = sorted(group)
+        alone = ordered(_part(chunked, numbers), situation)
+        for ops, mine in zip(order, alone.order, strict=True):
+            ops += [Op(op.kind, numbers[op.micro_batch]) for op in mine]
+    return replace(chunked, order=tuple(map(tuple, order)))
+
+
+def _part(chunked: StepPlan, numbers: list[int]) -> StepPlan:
+    """Some micro-batches and their sequences alone."""
+    micro_batches = tuple(chunked.micro_batches[i] for i in numbers)
+    mine = {s.sequence for m in micro_batches for s in m.slices}
+    return replace(
+        chunked, sequences=tuple(s for s in chunked.sequences if s.index in mine), micro_batches=micro_batches
+    )
+
+
+def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
+    """Long sequences in chunks of ``size`` tokens, a micro-batch each, most chunks first; the others best-fit."""
+    long = sorted((i for i in items if lengths[i] > size), key=lambda i: (-int(lengths[i]), i))
+    packs: list[Pack] = [
+        [Slice(i, start, min(start + size, int(lengths[i])))] for i in long for start in range(0, int(lengths[i]), size)
+    ]
+    short = [i for i in items if lengths[i] <= size]
+    filled = best_fit_decreasing([int(lengths[i]) for i in short], size)
+    return packs + [[Slice(short[k], 0, int(lengths[short[k]])) for k in pack] for pack in filled]
+
+
+def _uncut(bare: StepPlan, lengths: Ints, config: PipelineConfig, packs: list[list[Pack]], name: str) -> StepPlan:
+    """Whole sequences in the order of the host's own schedule, under a cap that holds the longest."""
+    limits = config.capped(bare.limits)
+    cap = max(limits.max_tokens, int(lengths.max(initial=0)))
+    return replace(assembled(bare, replace(limits, max_tokens=cap), packs), made_by=name)
+
+
+def _price(situation: Situation) -> PassCost:
+    return situation.costs.forward.plus(situation.costs.backward)
+
+
+def _lengths(bare: StepPlan) -> Ints:
+    return np.array([s.length for s in bare.sequences], dtype=np.int64)

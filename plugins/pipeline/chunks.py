@@ -1,0 +1,199 @@
+"""The sequence processor: chunks of equal time, and in which order they run forward.
+
+InfiniPipe (arXiv 2509.21275, algorithm 1) cuts all long sequences at one mesh, that of the longest one, which leaves
+each of the others a ragged tail. Here every long sequence gets a mesh of its own,
+
+    m_i = ceil(t_i / T - 0.15)      slices of equal time t_i / m_i        T  seconds of a chunk
+                                                                          t_i seconds of the sequence, both directions
+
+and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
+the cheapest. T is enumerated: more chunks mean smaller bubbles, and more launches. Sequences of most chunks run first,
+since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV); with ``taper``
+small packs open the step, so that the last stage waits for little, and close it, so that the first one does.
+
+O(K log K) for K sequences and each T.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.costs import PassCost
+from ...core.errors import EvenloadError
+from ...core.level import level
+from ...core.partition import Floats, Ints
+from ...core.registry import Situation
+from ...core.slicing import evenly
+from ...core.workload import Limits, MicroBatch, Slice, StepPlan
+from .config import PipelineConfig
+
+Pack = list[Slice]
+
+TOLERANCE = 0.15
+"""Share of a chunk's time by which a slice may exceed it, so that a sequence is not cut for so little."""
+FACTORS = (1.0, 0.6, 0.35)
+"""Numbers of chunks tried, over the one at which a launch more costs what the bubble loses."""
+
+
+def chunkings(bare: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+    """Plans without an order: micro-batches of each rank in forward order, most promising number of chunks first.
+
+    Raises EvenloadError where a sequence is over the cap and may not be cut.
+    """
+    lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    if not len(lengths):
+        return
+    most = 1 if limits.whole_sequences else config.chunks
+    if most == 1:
+        refuse_longer(lengths, limits)
+    price = situation.costs.forward.plus(situation.costs.backward)
+    ranks = dealt(lengths, price, limits.num_ranks)
+    seen: set[tuple[MicroBatch, ...]] = set()
+    for count in counts(lengths, price, limits):
+        slice_s = float(price.seconds(lengths).sum()) / limits.num_ranks / count
+        packs = [
+            chunks_of(mine, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens) for mine in ranks
+        ]
+        plan = assembled(bare, limits, [taper(mine, price, limits.num_stages) for mine in packs])
+        if plan.micro_batches not in seen:
+            seen.add(plan.micro_batches)
+            yield plan
+
+
+def refuse_longer(lengths: Ints, limits: Limits) -> None:
+    """Raise EvenloadError for a sequence over the token cap, where none may be cut."""
+    if lengths.max(initial=0) > limits.max_tokens:
+        index = int(lengths.argmax())
+        raise EvenloadError(
+            "a sequence is longer than a micro-batch of the pipeline may be, and is not to be cut",
+            f"sequence {index} has {lengths[index]} tokens, the cap is {limits.max_tokens}",
+            "raise plugins.pipeline.max_tokens, or let it be cut (plugins.pipeline.chunks > 1, where the host can)",
+        )
+
+
+def dealt(lengths: Ints, price: PassCost, num_ranks: int) -> list[list[int]]:
+    """Sequences of each rank, whole, so that all ranks cost alike. lengths int64 [K]."""
+    if num_ranks == 1:
+        return [list(range(len(lengths)))]
+    ranks = level(price.seconds(lengths * 1.0)[None], np.ones((1, num_ranks)), np.zeros((1, num_ranks)))
+    return [np.flatnonzero(ranks == rank).tolist() for rank in range(num_ranks)]
+
+
+def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
+    """How many chunks a rank may have: around the number at which (count + stages - 1) chunks take least time."""
+    mean_s = float(price.seconds(lengths).sum()) / limits.num_ranks
+    fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
+    ahead = max(1, limits.num_stages - 1)
+    most = max(fewest, int(lengths.sum()) // limits.num_ranks)
+    best = math.sqrt(ahead * mean_s / price.launch_s) if price.launch_s else 64.0 * ahead
+    best = min(max(best, 2.0 * limits.num_stages), 96.0 * ahead)
+    return list(dict.fromkeys(min(most, max(fewest, round(best * factor))) for factor in FACTORS))
+
+
+def chunks_of(
+    items: list[int], lengths: Ints, price: PassCost, slice_s: float, cap: int, most: int, block: int
+) -> list[Pack]:
+    """Chunks of one rank's sequences ``items`` in forward order, each of about ``slice_s`` and at most ``cap`` tokens.
+
+    ``most`` chunks a sequence, unless the cap demands more.
+    """
+    seconds = price.seconds(lengths * 1.0)
+    chains: list[list[Slice]] = []
+    short: list[int] = []
+    for item in items:
+        length = int(lengths[item])
+        parts = min(most, max(1, math.ceil(float(seconds[item]) / slice_s - TOLERANCE))) if slice_s else 1
+        if parts > 1 or length > cap:
+            chains.append(evenly(item, length, parts, price, cap, block))
+        else:
+            short.append(item)
+    chains.sort(key=lambda chain: (-len(chain), chain[0].sequence))
+    packs = [[s] for chain in chains for s in chain]
+    loads = [float(price.seconds(s.length, s.start)) for chain in chains for s in chain]
+    short.sort(key=lambda i: (-float(seconds[i]), i))
+    wanted_s = float(seconds[short].sum()) - sum(max(0.0, slice_s - load) for load in loads)
+    more = max(0, math.ceil(wanted_s / slice_s - TOLERANCE)) if slice_s else 1
+    packs += [[] for _ in range(more)]
+    loads += [0.0] * more
+    _spread(short, seconds, lengths, packs, loads, cap)
+    return [pack for pack in packs if pack]
+
+
+def _spread(short: list[int], seconds: Floats, lengths: Ints, packs: list[Pack], loads: list[float], cap: int) -> None:
+    """Whole sequences onto the pack of least time that has room, further packs where none has; changes ``packs``."""
+    tokens = [sum(s.length for s in pack) for pack in packs]
+    heap = [(load, b) for b, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for item in short:
+        length = int(lengths[item])
+        full = []
+        while heap and tokens[heap[0][1]] + length > cap:
+            full.append(heapq.heappop(heap))
+        if heap:
+            load, b = heapq.heappop(heap)
+        else:
+            load, b = 0.0, len(packs)
+            packs.append([])
+            tokens.append(0)
+        packs[b].append(Slice(item, 0, length))
+        tokens[b] += length
+        for entry in (*full, (load + float(seconds[item]), b)):
+            heapq.heappush(heap, entry)
+
+
+def taper(packs: list[Pack], price: PassCost, num_stages: int) -> list[Pack]:
+    """The same chunks with packs of whole sequences split smaller at both ends of the step.
+
+    Only packs without slices of cut sequences are moved. The last stage begins when the first chunk has come through
+    all stages before it, and the first one ends when the last chunk has come back.
+    """
+    starts = {s.sequence for pack in packs for s in pack if s.start}
+    free = [k for k, pack in enumerate(packs) if not any(s.sequence in starts or s.start for s in pack)]
+    if num_stages == 1 or len(free) < 2:
+        return packs
+    head, tail = packs[free[0]], packs[free[-1]]
+    middle = [pack for k, pack in enumerate(packs) if k not in (free[0], free[-1])]
+    opening = _growing(head, price, num_stages)
+    return [*opening, *middle, *_growing(tail, price, num_stages)[::-1]]
+
+
+def _growing(pack: Pack, price: PassCost, num_stages: int) -> list[Pack]:
+    """A pack of whole sequences as up to ``num_stages`` - 1 packs, each about twice as costly as the one before."""
+    shares = [2.0**k for k in range(num_stages - 1)]
+    total = sum(shares)
+    cost_s = {s: float(price.seconds(s.length, s.start)) for s in pack}
+    left = [share / total * sum(cost_s.values()) for share in shares]
+    packs: list[Pack] = [[] for _ in shares]
+    for s in sorted(pack, key=lambda s: (-cost_s[s], s)):
+        k = max(range(len(left)), key=lambda k: left[k])
+        packs[k].append(s)
+        left[k] -= cost_s[s]
+    return [pack for pack in packs if pack]
+
+
+def assembled(bare: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
+    """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank."""
+    rows = [mine or [[]] for mine in packs]
+    micro_batches = tuple(
+        MicroBatch(tuple(mine[k]), (rank,))
+        for k in range(max(map(len, rows)))
+        for rank, mine in enumerate(rows)
+        if k < len(mine)
+    )
+    return replace(
+        bare,
+        micro_batches=micro_batches,
+        limits=limits,
+        order=(),
+        recompute=(),
+        made_by="pipeline",
+        backward=(),
+        replayed=(),
+        offload=(),
+        notes=(),
+    )

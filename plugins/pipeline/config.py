@@ -1,0 +1,56 @@
+"""The pipeline section of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from ...core.registry import PluginConfig
+from ...core.workload import Limits
+
+GIB = 1024**3
+
+
+class PipelineConfig(PluginConfig):
+    """In which order chunks run forward and backward at each pipeline stage, and what is recomputed there."""
+
+    max_tokens: PositiveInt = 16384
+    """Tokens that one rank may hold in one micro-batch; a cap that another plugin set before is kept as well."""
+    chunks: PositiveInt = 64
+    """Most chunks of one sequence, unless max_tokens demands more. 1: sequences are not cut."""
+    block_tokens: PositiveInt = 4
+    """Chunks start at multiples of this."""
+    activation_gib: PositiveFloat | None = None
+    """Activations and prefix KV that one rank of one stage may hold [GiB]; layers are recomputed where they do not fit.
+    Null: what the cluster's memory leaves."""
+    recompute: Literal["auto", "off"] = "auto"
+    """auto: at each stage as many layers of each chunk as its memory demands. off: what train.recompute says."""
+    split_backward: Literal["auto", "on", "off"] = "auto"
+    """Weight gradients as passes of their own, run where a stage would wait. auto: where that is predicted to be faster
+    and the host can."""
+    max_extra: NonNegativeInt = 1
+    """Forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds them."""
+    solver_ms: int = Field(default=100, ge=0)
+    """Time box of one integer program for what is recomputed (PuLP, HiGHS); 0: the greedy rule alone."""
+
+    @field_validator("recompute", "split_backward", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """YAML reads bare ``on`` and ``off`` as booleans."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+    def on_lane(self, num_ranks: int) -> PipelineConfig:
+        return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})
+
+    def uncut(self) -> PipelineConfig:
+        return self.model_copy(update={"chunks": 1})
+
+    def capped(self, limits: Limits) -> Limits:
+        cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
+        return replace(
+            limits,
+            max_tokens=min(self.max_tokens, limits.max_tokens),
+            max_activation_bytes=min(cap, limits.max_activation_bytes),
+        )

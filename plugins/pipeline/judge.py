@@ -1,0 +1,65 @@
+"""What candidates come to, by the simulator, and which of some drafts is best once they have been made to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from ...core.errors import EvenloadError
+from ...core.memory import fixed_bytes, room_bytes
+from ...core.registry import Situation
+from ...core.simulate import simulate
+from ...core.workload import StepPlan
+from .config import PipelineConfig
+
+
+class Judged(NamedTuple):
+    plan: StepPlan
+    step_s: float
+    held_bytes: float
+    """The most that a rank of any stage holds, weights included."""
+    missing_bytes: float
+    """By how much that is too much; not positive where it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
+
+
+def judged(plan: StepPlan, situation: Situation) -> Judged:
+    outcome = simulate(plan, situation, record=False)
+    memory = situation.costs.memory
+    held = float(outcome.peak_bytes.max())
+    room = max(room_bytes(situation.cluster, memory, plan.limits), memory.update_bytes)
+    return Judged(plan, outcome.step_s, held, held - fixed_bytes(memory, plan.limits) - room)
+
+
+def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """With nothing recomputed where plans may say so, whatever the recipe recomputes."""
+    if not situation.costs.recompute or config.recompute == "off":
+        return plan
+    return plan.recomputing(((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
+
+
+def best_of(
+    drafts: Iterable[StepPlan],
+    finish: Callable[[StepPlan], StepPlan],
+    situation: Situation,
+    bar_s: float = float("inf"),
+) -> Judged | None:
+    """The fastest draft that fits, finished where it did not; the one that lacks least where none does.
+
+    ``finish`` makes drafts fit, and never makes them faster. None where no draft takes less than ``bar_s``, or
+    `finish` refuses all with an EvenloadError.
+    """
+    found: list[Judged] = []
+    for draft in sorted((judged(one, situation) for one in drafts), key=lambda one: one.step_s):
+        if draft.step_s >= min([bar_s, *(one.step_s for one in found if one.fits)]):
+            break
+        if not draft.fits:
+            try:
+                draft = judged(finish(draft.plan), situation)
+            except EvenloadError:
+                continue
+        found.append(draft)
+    return min(found, key=lambda one: (max(0.0, one.missing_bytes), one.step_s), default=None)

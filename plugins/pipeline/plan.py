@@ -1,0 +1,181 @@
+"""In which order the chunks of a step run at each pipeline stage, and what is recomputed there (InfiniPipe).
+
+InfiniPipe: Elastic Pipeline Parallelism, arXiv 2509.21275, sections III and IV. Choose chunks, an order of forwards and
+backwards for every stage, and recomputed layers c_sk of every chunk k at every stage s, so that the step
+
+    max_s  sum_k (F_sk + B_sk + c_sk R_sk) + waits_s        is least        [seconds]
+    s.t.   sum_{k in flight at s} M_sk - c_sk S_sk  <=  room_s  at any time  [bytes]
+
+A portfolio, judged by one simulator (`core.simulate`): the plan that came in, as it is and in an order of our own, and
+chunkings by number of chunks (`chunks`); each in elastic order (`elastic`), with weight gradients as passes of their
+own where the host can run them, and with recomputation where a stage would not hold it (`checkpointing`). Other
+people's pipelines (`baselines`) are among the candidates too, so nothing slower than them is returned where they fit.
+Recomputation only adds to a step, so what is slower without it than the best plan with it is left out.
+
+Cost: one play of passes x stages a candidate. Not done: unlike numbers of layers a stage, interleaved (virtual) stages,
+and a sequence on two ranks of the plane (`mesh` does that before; its micro-batches keep their order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from ...core.errors import EvenloadError
+from ...core.order import orders_of_stage
+from ...core.registry import Situation
+from ...core.workload import Limits, StepPlan
+from .baselines import BASELINES
+from .checkpointing import fitted
+from .chunks import chunkings
+from .config import GIB, PipelineConfig
+from .elastic import ordered
+from .judge import Judged, judged, keeping_all
+from .weights import placed
+
+ALIKE = 0.005
+"""Share of a step that plans may differ by and count as equally fast; the one that holds least is taken."""
+FINALISTS = 3
+"""Plans of least predicted time that get passes for their weight gradients."""
+GAIN_BY_W = 0.02
+"""Share of a step by which a plan may be behind the best one and still be among these."""
+
+
+def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
+    if config.max_tokens < config.block_tokens:
+        raise EvenloadError(
+            "plugins.pipeline.max_tokens is smaller than one block",
+            f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
+            "raise max_tokens, or lower block_tokens",
+        )
+    limits = config.capped(given.limits)
+    if limits.equal_counts or (given.micro_batches and limits.num_stages == 1):
+        return _alone(given, situation, config)
+    found = _Portfolio(situation, config, limits)
+    found.keep(given)
+    found.improve(given)
+    found.keep_baselines(given)
+    return found.best()
+
+
+class _Portfolio:
+    """Plans of one batch, judged."""
+
+    def __init__(self, situation: Situation, config: PipelineConfig, limits: Limits) -> None:
+        self._at, self._config, self._limits = situation, config, limits
+        self._found: list[Judged] = []
+        self._problem: EvenloadError | None = None
+        """Why a candidate could not be made to fit."""
+        self._bar_s = float("inf")
+        """What the plan that came in and the baselines take where they fit: nothing slower is returned."""
+        self._splits = limits.splits_backward and config.split_backward != "off"
+
+    def keep(self, given: StepPlan) -> None:
+        """The plan that came in, if it has micro-batches."""
+        if given.micro_batches:
+            cap = self._limits.max_activation_bytes
+            self._hold_to(judged(replace(given, limits=replace(given.limits, max_activation_bytes=cap)), self._at))
+
+    def keep_baselines(self, given: StepPlan) -> None:
+        """Other people's plans under the same caps, as far as they are faster than what there is."""
+        bare = replace(given, limits=self._limits)
+        for baseline in BASELINES.values():
+            with suppress(EvenloadError):
+                drafts = baseline.drafts(bare, self._at, self._config)
+                allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
+                best = baseline.best(allowed, self._at, self._config, self._least_s)
+                if best is not None:
+                    self._hold_to(best)
+
+    def _hold_to(self, judged: Judged) -> None:
+        self._found.append(judged)
+        if judged.fits:
+            self._bar_s = min(self._bar_s, judged.step_s)
+
+    def improve(self, given: StepPlan) -> None:
+        """Candidates of our own, those first that are fastest where memory is left out, then variants of the best."""
+        drafts = [draft for one in self._unordered(given) for draft in self._drafts(one)]
+        behind = GAIN_BY_W if self._splits else ALIKE
+        fitting = []
+        for draft in sorted(drafts, key=lambda one: one.step_s):
+            if draft.step_s < self._least_s * (1 + behind):
+                fitting += self._add(draft)
+        fitting.sort(key=lambda one: one.step_s)
+        for one in fitting[: FINALISTS if self._splits else 1]:
+            self._refine(one)
+
+    def _unordered(self, given: StepPlan) -> Iterator[StepPlan]:
+        """Micro-batches of each rank in forward order, without an order of passes."""
+        if given.micro_batches and not (given.backward or given.replayed or given.shared or given.offload):
+            yield replace(given, order=(), recompute=(), limits=self._limits)
+        yield from chunkings(given, self._limits, self._at, self._config)
+
+    def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
+        """In elastic order: run ahead as far as the settings let it, and less where that does not fit."""
+        for extra in range(self._config.max_extra, -1, -1):
+            draft = judged(keeping_all(ordered(chunked, self._at, extra=extra), self._at, self._config), self._at)
+            yield draft
+            if draft.fits:
+                break
+
+    def _add(self, draft: Judged) -> list[Judged]:
+        """The draft, with recomputation where it needs that; nothing where that is not enough."""
+        if not draft.fits and self._config.recompute == "auto":
+            try:
+                draft = judged(fitted(draft.plan, self._at, self._config, solver=False), self._at)
+            except EvenloadError as problem:
+                self._problem = problem
+                return []
+        self._found.append(draft)
+        return [draft] if draft.fits else []
+
+    def _refine(self, found: Judged) -> None:
+        """What a plan that fits could be besides: with less recomputation, with W passes."""
+        if any(map(any, found.plan.recompute)) and found.step_s <= self._least_s:
+            with suppress(EvenloadError):
+                again = judged(fitted(found.plan, self._at, self._config), self._at)
+                self._found.append(again)
+                found = min(found, again, key=lambda one: one.step_s)
+        if self._splits:
+            self._found.append(judged(placed(found.plan, self._at), self._at))
+
+    @property
+    def _least_s(self) -> float:
+        return min((one.step_s for one in self._found if one.fits), default=float("inf"))
+
+    def best(self) -> StepPlan:
+        """The fastest that fits; among those equally fast the one that holds least. Raises EvenloadError."""
+        fitting = [one for one in self._found if one.fits]
+        if not fitting:
+            raise self._problem or self._too_large()
+        limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
+        return min((one for one in fitting if one.step_s <= limit_s), key=lambda one: one.held_bytes).plan
+
+    def _too_large(self) -> EvenloadError:
+        least = min(self._found, key=lambda one: one.missing_bytes)
+        return EvenloadError(
+            "no order of the pipeline fits into memory",
+            f"the best one is {least.missing_bytes / GIB:.3g} GiB over",
+            "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
+        )
+
+
+def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """The plan that came in where there is no order to choose; with recomputation where it does not fit without."""
+    in_step = given.limits.equal_counts
+    if not given.micro_batches:
+        raise EvenloadError(
+            "plugins.pipeline makes no micro-batches for a trainer whose ranks run in step",
+            "it needs equal counts on every rank (ZeRO 3, expert parallelism)",
+            "enable plugins.packing, which does, or disable plugins.pipeline",
+        )
+    cap = config.capped(given.limits).max_activation_bytes
+    limits = replace(given.limits, max_activation_bytes=cap)
+    note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
+    given = replace(given, limits=limits, notes=(*given.notes, note))
+    if config.recompute == "off" or judged(given, situation).fits:
+        return given
+    ops = tuple(tuple(op for row in orders_of_stage(given, s) for op in row) for s in range(limits.num_stages))
+    return fitted(replace(given, order=given.order or ops), situation, config)

@@ -1,0 +1,121 @@
+"""Chunks of pipelines: every token once, equal time, under the cap, longest chains first; the mesh of algorithm 1."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from evenload.core.cluster import load
+from evenload.core.costs import Costs, PassCost
+from evenload.core.errors import EvenloadError
+from evenload.core.layout import Layout
+from evenload.core.registry import Situation
+from evenload.core.setting import RECIPES
+from evenload.core.slicing import evenly
+from evenload.core.workload import Limits, Slice, StepPlan, sequences
+from evenload.plugins.pipeline.baselines import on_one_mesh
+from evenload.plugins.pipeline.chunks import TOLERANCE, chunkings, chunks_of, taper
+from evenload.plugins.pipeline.config import PipelineConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FORWARD = PassCost(launch_s=100.0, token_s=1.0, pair_s=0.01)
+BACKWARD = PassCost(launch_s=200.0, token_s=2.0, pair_s=0.025)
+PRICE = FORWARD.plus(BACKWARD)
+AT = Situation(
+    Costs(source="made up", forward=FORWARD, backward=BACKWARD), Layout(pp=4), load("a100", RECIPES / "clusters")
+)
+LENGTHS = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
+
+
+def seconds(pack: list[Slice]) -> float:
+    return float(sum(PRICE.seconds(s.length, s.start) for s in pack))
+
+
+def tokens_once(packs: list[list[Slice]], lengths: list[int]) -> bool:
+    """Whether the packs, in their order, run every sequence from its first token to its last."""
+    found: dict[int, int] = {}
+    for pack in packs:
+        assert len({s.sequence for s in pack}) == len(pack), "two slices of a sequence in one chunk"
+        for s in pack:
+            if s.start != found.get(s.sequence, 0):
+                return False
+            found[s.sequence] = s.stop
+    return found == dict(enumerate(lengths))
+
+
+@given(st.integers(1, 3000), st.integers(1, 20), st.integers(4, 500), st.integers(1, 4))
+def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length: int, count: int, cap: int, block: int) -> None:
+    slices = evenly(7, length, count, PRICE, cap, block)
+    assert tokens_once([[s._replace(sequence=0)] for s in slices], [length])
+    assert all(s.length <= cap for s in slices)
+    assert all(s.stop % block == 0 for s in slices[:-1])
+    if cap >= length and length >= 4 * count * block:
+        assert len(slices) == count
+        # One block more or less at either end.
+        block_s = float(PRICE.seconds(2 * block, length))
+        assert max(seconds([s]) for s in slices) - min(seconds([s]) for s in slices) <= block_s
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(1, 3), st.integers(64, 1500), st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 4]))
+def test_chunkings_hold_every_token_once_in_order_under_the_cap(
+    lengths: list[int], ranks: int, cap: int, most: int, stages: int
+) -> None:
+    limits = Limits(num_ranks=ranks, max_tokens=cap, num_stages=stages)
+    bare = StepPlan(sequences(lengths), (), limits)
+    config = PipelineConfig(chunks=most, max_tokens=cap)
+    if most == 1 and max(lengths) > cap:
+        with pytest.raises(EvenloadError, match=f"has {max(lengths)} tokens, the cap is {cap}"):
+            list(chunkings(bare, limits, AT, config))
+        return
+    found = list(chunkings(bare, limits, AT, config))
+    assert found
+    for plan in found:
+        homes = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
+        assert all(homes[s.sequence] == m.ranks for m in plan.micro_batches for s in m.slices)
+        assert tokens_once([list(m.slices) for m in plan.micro_batches], lengths)
+        assert all(m.num_tokens <= cap for m in plan.micro_batches)
+        assert all(plan.of_rank(rank) for rank in range(ranks)), "every rank has at least a dummy"
+        assert not plan.order
+        counts = [sum(s.sequence == i for m in plan.micro_batches for s in m.slices) for i in range(len(lengths))]
+        assert all(c <= max(most, -(-n // (cap - cap % 4)) + 1) for c, n in zip(counts, lengths, strict=True))
+
+
+def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(300), 1.4, 200), 2, 20000).astype(np.int64)
+    slice_s = float(PRICE.seconds(lengths).sum()) / 40
+    packs = chunks_of(list(range(200)), lengths, PRICE, slice_s, 1 << 30, 64, 4)
+    each = [seconds(pack) for pack in packs]
+    assert tokens_once(packs, lengths.tolist())
+    assert max(each) <= slice_s * (1 + TOLERANCE) * 1.01
+    assert max(each) / np.mean(each) < 1 + TOLERANCE
+    chains = [next((s.sequence for s in pack if s.length < lengths[s.sequence]), None) for pack in packs]
+    sizes = [chains.count(one) if one is not None else 1 for one in chains]
+    assert sizes[0] > 4
+    assert all(a >= b for a, b in pairwise(sizes))
+
+
+def test_a_taper_opens_and_closes_with_small_packs_of_whole_sequences() -> None:
+    lengths = [4000, *[50] * 40]
+    packs = chunks_of(list(range(41)), np.array(lengths), PRICE, 4000.0, 1 << 30, 64, 4)
+    tapered = taper(packs, PRICE, 4)
+    assert tokens_once(tapered, lengths)
+    each = [seconds(pack) for pack in tapered]
+    assert each[0] < each[1] < each[2]
+    assert each[-1] < each[-2] < each[-3]
+    assert each[0] < min(map(seconds, packs)) / 2
+    assert taper(packs, PRICE, 1) == packs
+    cut_only = [[s] for s in evenly(0, 4000, 5, PRICE, 4000, 4)]
+    assert taper(cut_only, PRICE, 4) == cut_only
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(200, 2500))
+def test_algorithm_1_cuts_all_sequences_at_one_mesh(lengths: list[int], count: int, cap: int) -> None:
+    packs = on_one_mesh(list(range(len(lengths))), np.array(lengths), PRICE, count, cap, 4)
+    assert tokens_once(packs, lengths)
+    mesh = {s.stop for pack in packs for s in pack if s.sequence == int(np.argmax(lengths))}
+    assert all(s.stop in mesh for pack in packs for s in pack if s.stop < lengths[s.sequence])
+    assert all(sum(s.length for s in pack) <= cap for pack in packs)
