@@ -66,6 +66,12 @@ def refuse_impossible(recipe: Recipe) -> None:
             "set deepspeed.zero_stage=1 (gradients and weights of a stage then stay whole), or parallel.pp=1",
         ),
         (
+            recipe.trainer == "deepspeed" and p.pp > 1 and recipe.deepspeed.zero_stage == 0 and train.dtype == "bf16",
+            "DeepSpeed's pipelines cannot load what they save in bfloat16 under ZeRO 0",
+            f"train.dtype bf16, deepspeed.zero_stage 0, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1, or train.dtype=fp32",
+        ),
+        (
             recipe.trainer == "deepspeed" and train.dtype == "fp64",
             "DeepSpeed's engine cannot train in float64",
             "train.dtype fp64",

@@ -3,7 +3,7 @@
 DeepSpeed answers a missing ``latest`` with a warning and ``(None, None)``, and training would start from step 0 in
 silence: here that is an error. Loading on another number of ranks:
 
-    ZeRO 0     DeepSpeed's checkpoint is the whole model and loads anywhere
+    ZeRO 0     DeepSpeed's checkpoint is the whole model (of a stage) and loads anywhere
     ZeRO 1-3   rank 0 converts it once into ``directory/universal`` (deepspeed.checkpoint.ds_to_universal), which every
                world loads; all ranks must see the directory
 
@@ -55,12 +55,12 @@ def load(engine: Any, directory: Path) -> None:
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
-    for key in ("zero_stage", "dtype"):
-        if saved.get(key) != shape[key]:
+    for key in ("zero_stage", "dtype", "pp"):
+        if saved.get(key, 1) != shape[key]:
             raise EvenloadError(
                 f"the checkpoint {directory} was written under another {key}",
-                f"{saved.get(key)} there, {shape[key]} in this recipe",
-                "resume with the same deepspeed.zero_stage and train.dtype, or set checkpoint.resume=false",
+                f"{saved.get(key, 1)} there, {shape[key]} in this recipe",
+                "resume with the same zero_stage, train.dtype and parallel.pp, or set checkpoint.resume=false",
             )
     if saved["world_size"] == shape["world_size"] or shape["zero_stage"] == 0:
         _load(engine, directory, TAG)
@@ -131,6 +131,7 @@ def _shape(engine: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "zero_stage": int(engine.zero_optimization_stage()),
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
+        "pp": getattr(engine, "num_stages", 1),
         "deepspeed": deepspeed.__version__,
     }
 

@@ -78,8 +78,7 @@ class PipelineHost:
             group["lr"] = lr
         with clock.noting("U"):
             # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-            plain = self.stage == 0 and not self.engine.bfloat16_enabled()
-            norm = self._norm(p.grad for p in self.module.parameters()) if plain else None
+            norm = self._norm(p.grad for p in self.module.parameters()) if self.stage == 0 else None
             self.engine._exec_optimizer_step()
             if norm is None:
                 norm = float(self.engine.get_global_grad_norm())

@@ -220,22 +220,17 @@ class PlannedStage:
 
     def _weights(self, op: Op) -> None:
         self._tell(op)
-        engine, in_bf16 = self._engine, self._engine.using_bf16_optimizer
-        # As in the engine's own backward: hooks leave the sum of gradients in bfloat16 to who runs it.
-        engine._running_engine_backward = True
+        # As in the engine's own backwards: DeepSpeed's hooks then take this for part of one, not for the end of one.
+        self._engine._running_engine_backward = True
         with self._clock.running("W", op.micro_batch):
-            if in_bf16:
-                engine.optimizer.clear_lp_grads()
             self._later.run(op.micro_batch)
-            if in_bf16:
-                engine.optimizer.update_hp_grads()
-        engine._running_engine_backward = False
+        self._engine._running_engine_backward = False
 
     def _reduce(self) -> None:
         """One sum over the ranks of the stage; one that had no work takes part with zeros."""
         self._mark("gradient reduction")
         with self._clock.noting("G"):
-            for parameter in () if self._engine.using_bf16_optimizer else self._engine.module.parameters():
+            for parameter in self._engine.module.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self._engine._exec_reduce_grads()

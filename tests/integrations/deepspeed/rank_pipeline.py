@@ -1,0 +1,344 @@
+"""What the ranks of a test world run: every function here is a case of test_pipeline.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from evenload.core import recipe as recipes
+from evenload.core.errors import EvenloadError
+from evenload.core.order import orders_of_stage
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.integrations.deepspeed import open_host, pipeline_stage
+from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.pipeline_stage import PlannedStage
+from evenload.integrations.deepspeed.verify import plain_gradients, reference, relative_error
+from evenload.runtime.deferred import WeightGradients
+from evenload.runtime.prefix import PrefixStore
+from evenload.runtime.tape import Tape
+from evenload.runtime.world import init_world
+
+for _file in ("random_plans", "shared_plans"):  # they know no trainer
+    _path = Path(__file__).parent.parent / "megatron" / f"{_file}.py"
+    if f"megatron_{_file}" not in sys.modules:
+        _spec = importlib.util.spec_from_file_location(f"megatron_{_file}", _path)
+        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
+random_plan = sys.modules["megatron_random_plans"].random_plan
+random_shared_plan = sys.modules["megatron_shared_plans"].random_shared_plan
+
+LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
+MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 97}
+
+
+def tokens_of(index: int) -> Any:
+    return np.random.default_rng(index).integers(0, 97, LENGTHS[index])
+
+
+def recipe(pp: int, stage: int, **more: Any) -> Any:
+    train = {"dtype": more.pop("dtype", "fp32"), "clip_grad": more.pop("clip_grad", 0.0), "weight_decay": 0.1}
+    model = {**MODEL, **({"num_query_groups": 4} if more.get("family") == "gpt" else {}), **more}
+    return recipes.parse(
+        {
+            "trainer": "deepspeed",
+            "model": model,
+            "data": {"max_length": 64},
+            "parallel": {"pp": pp},
+            "train": train,
+            "deepspeed": {"zero_stage": stage},
+        }
+    )
+
+
+@contextmanager
+def hosted(pp: int, stage: int, **more: Any) -> Iterator[Any]:
+    host = open_host(recipe(pp, stage, **more), init_world())
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def planned(host: Any, name: str) -> StepPlan:
+    """``7``: a random plan of that seed; ``7 W``: with weight gradients as passes; ``7 shared``, ``7 idle``, ``whole``."""
+    seed, _, kind = name.partition(" ")
+    layout = host.layout
+    sizes = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 4 // layout.pp}
+    if seed == "whole":
+        packs = [(i, i + 1) for i in range(0, len(LENGTHS), 2)]
+        micro_batches = tuple(
+            MicroBatch(tuple(Slice(i, 0, LENGTHS[i]) for i in pack), (min(number, layout.dp - 1),))
+            for number, pack in enumerate(packs)
+        )
+        limits = Limits(layout.dp, 1 << 20, num_stages=layout.pp, layers_per_stage=4 // layout.pp)
+        return StepPlan(sequences(LENGTHS), micro_batches, limits).check()
+    if kind == "shared":
+        return random_shared_plan(int(seed), LENGTHS, heads=4, **sizes)
+    drawn = {"idle": (1,), "asymmetric": False} if kind == "idle" else {}
+    plan = random_plan(int(seed), LENGTHS, **sizes, **drawn)
+    return with_weights(plan, np.random.default_rng(int(seed))) if kind == "W" else plan
+
+
+def with_weights(plan: StepPlan, draw: np.random.Generator) -> StepPlan:
+    """Some backwards of each stage leave their weight gradients to a pass somewhere behind them."""
+    order = []
+    for ops in plan.order:
+        row = list(ops)
+        for op in [op for op in row if op.kind == "B" and draw.random() < 0.6]:
+            place = int(draw.integers(row.index(op) + 1, len(row) + 1))
+            row.insert(place, Op("W", op.micro_batch))
+        order.append(tuple(row))
+    return replace(plan, order=tuple(order), limits=replace(plan.limits, splits_backward=True)).check()
+
+
+def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, Any]:
+    """Errors of every plan against the plain reference, and what the rank ran."""
+    found = {}
+    with hosted(pp, stage, **more) as host:
+        loss, wanted = reference(host.recipe, host, tokens_of, sequences(LENGTHS))
+        norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
+        before = host.weights()
+        for name in names:
+            plan = planned(host, name)
+            result, gradients = host.gradients(plan, tokens_of)
+            mine = [tuple(s) for j in plan.of_rank(host.plane_rank, "B") for s in plan.passes("B")[j].slices]
+            found[name] = {
+                "loss": abs(result.loss - loss) / loss,
+                "grad": relative_error(gradients, {n: wanted[n] for n in gradients}),
+                "norm": abs(result.grad_norm - norm) / norm,
+                "executed": plan.shared or sorted(map(tuple, result.executed)) == sorted(mine),
+                "names": sorted(gradients),
+            }
+        after = host.weights()
+        found["moved"] = max(float((after[name] - before[name]).abs().max()) for name in before)
+        found["all"] = sorted(wanted)
+    return found
+
+
+def trained(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, Any]:
+    """Two clipped optimizer steps, and the same with plain torch: losses, norms, how far the weights are apart."""
+    with hosted(pp, stage, clip_grad=0.5, **more) as host:
+        start, model = host.weights(), build_model(host.recipe, attn_implementation="sdpa")
+        model.load_state_dict(start)
+        decayed = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+        )
+        told: dict[str, Any] = {"loss": [], "norm": [], "passes": [], "marks": []}
+        for name in names:
+            loss, _ = plain_gradients(model, tokens_of, sequences(LENGTHS))
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            plan, marks = planned(host, name), []
+            result = host.train_step(plan, tokens_of, lr=1e-2, mark=marks.append, record=True)
+            told["loss"].append(abs(result.loss - loss) / loss)
+            told["norm"].append(abs(result.grad_norm - norm) / norm)
+            told["passes"].append((passes_here(host, plan), [(s.kind, s.micro_batch) for s in result.spans]))
+            told["marks"].append(marks)
+            told["clipped"] = norm > 0.5
+        weights = host.weights()
+        plain = dict(model.named_parameters())
+        told["apart"] = max(
+            float((weights[name] - plain[name].detach()).norm() / (plain[name].detach() - start[name]).norm())
+            for name in weights
+        )
+        return told
+
+
+def passes_here(host: Any, plan: StepPlan) -> list[tuple[str, int]]:
+    """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
+    found: list[tuple[str, int]] = []
+    for kind, number in orders_of_stage(plan, host.pipeline_stage)[host.plane_rank]:
+        if kind == "F" and number not in plan.kept and host.pipeline_stage == host.layout.pp - 1:
+            read = any(s.sequence in plan.cut for s in plan.micro_batches[number].slices)
+            if not read:
+                continue
+        if kind == "B" and plan.forward_of[number] is None:
+            found.append(("R", number))
+        found.append((kind, number))
+    return found
+
+
+def memory(pp: int) -> dict[str, Any]:
+    """Bytes that the forward of one micro-batch keeps, by the number of layers that its plan recomputes."""
+    kept = {}
+    lengths = (64,)
+    with hosted(pp, 1) as host:
+        limits = Limits(1, 1 << 20, num_stages=pp, layers_per_stage=4 // pp)
+        order = ((Op("F", 0), Op("B", 0)),) * pp
+        run = PlannedStage._backward
+        for layers in range(4 // pp + 1):
+            saved: dict[int, int] = {}
+
+            def pack(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                saved[storage.data_ptr()] = storage.nbytes()
+                return tensor
+
+            plan = StepPlan(
+                sequences(lengths),
+                (MicroBatch((Slice(0, 0, 64),), (0,)),),
+                limits,
+                order,
+                recompute=((layers,),) * pp,
+            ).check()
+
+            def forward_alone(stage: Any, op: Any, saved: dict[int, int] = saved, layers: int = layers) -> None:
+                kept[layers] = sum(saved.values())
+                run(stage, op)
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with patch.object(PlannedStage, "_backward", forward_alone), hooks:
+                host.gradients(plan, lambda _: np.arange(64) % 97)
+    return kept
+
+
+def save_and_go_on(pp: int, stage: int, folder: str, dtype: str) -> list[str]:
+    with hosted(pp, stage, clip_grad=1.0, dtype=dtype) as host:
+        _steps(host, 2)
+        host.save(Path(folder))
+        return _steps(host, 3)
+
+
+def resume(pp: int, stage: int, folder: str, dtype: str) -> list[str]:
+    with hosted(pp, stage, clip_grad=1.0, dtype=dtype) as host:
+        try:
+            host.load(Path(folder))
+        except EvenloadError as error:
+            return [str(error)]
+        return _steps(host, 3)
+
+
+def _steps(host: Any, count: int) -> list[str]:
+    """Losses of some steps, in full."""
+    return [host.train_step(planned(host, str(seed)), tokens_of, lr=1e-2).loss.hex() for seed in range(count)]
+
+
+def mutants(pp: int) -> dict[str, Any]:
+    """(loss error, gradient error) of deliberately broken runs, or what was raised; and of sound ones."""
+    with hosted(pp, 1) as host:
+        cut = planned(host, "1 W")
+        replayed = random_plan(
+            5, LENGTHS, num_ranks=host.layout.dp, num_stages=pp, layers_per_stage=4 // pp, replay="all"
+        )
+        loss, wanted = reference(host.recipe, host, tokens_of, sequences(LENGTHS))
+
+        def errors(plan: StepPlan = cut) -> Any:
+            try:
+                result, gradients = host.gradients(plan, tokens_of)
+            except EvenloadError as error:
+                return error.what
+            error = relative_error(gradients, {n: wanted[n] for n in gradients})
+            everyone = torch.tensor(error, dtype=torch.float64)
+            dist.all_reduce(everyone, op=dist.ReduceOp.MAX)
+            return abs(result.loss - loss) / loss, float(everyone)
+
+        found = {"sound": errors(), "sound replay": errors(replayed)}
+        for name, place, attribute, broken, plan in (
+            ("dKV dropped", PrefixStore, "settle", _settle_own_only, cut),
+            ("position restart", pipeline_stage, "build_pack", _positions_from_zero, cut),
+            ("W of nothing", WeightGradients, "run", _zeros, cut),
+            ("tape shifted", Tape, "gather", _shifted, replayed),
+            ("loss per micro-batch", pipeline_stage, "_loss_sum", _mean, cut),
+        ):
+            stock = getattr(place, attribute)
+
+            def faulty(*args: Any, stock: Any = stock, broken: Any = broken, **kwargs: Any) -> Any:
+                return broken(stock, *args, **kwargs)
+
+            with patch.object(place, attribute, faulty):
+                found[name] = errors(plan)
+        found["sound again"] = errors()
+        found |= _crossed(host)
+        return found
+
+
+def _crossed(host: Any) -> dict[str, Any]:
+    """Two forwards of one length and then their backwards, the last stage with the loss of the other one."""
+
+    def tokens(index: int) -> Any:
+        return np.random.default_rng(index + 50).integers(0, 97, 16)
+
+    limits = Limits(1, 1 << 20, num_stages=2, layers_per_stage=2)
+    micro_batches = tuple(MicroBatch((Slice(i, 0, 16),), (0,)) for i in range(2))
+    order = (tuple(Op(kind, i) for kind in ("F", "B") for i in range(2)),) * 2  # type: ignore[arg-type]
+    plan = StepPlan(sequences((16, 16)), micro_batches, limits, order).check()
+    _, wanted = reference(host.recipe, host, tokens, plan.sequences)
+    wanted = {n: g for n, g in wanted.items() if n in host.module.global_parameters()}
+
+    def error() -> tuple[float, float]:
+        error = torch.tensor(relative_error(host.gradients(plan, tokens)[1], wanted), dtype=torch.float64)
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        return 0.0, float(error)
+
+    def other(buffer_of: Any, plan: StepPlan, op: Op) -> Any:
+        buffer = buffer_of(plan, op)
+        return 1 - buffer if op.kind == "B" and host.pipeline_stage == 1 else buffer
+
+    stock = pipeline_stage.buffer_of
+    found = {"sound, two forwards first": error()}
+    with patch.object(pipeline_stage, "buffer_of", lambda *args: other(stock, *args)):
+        found["losses crossed"] = error()
+    return found
+
+
+def _settle_own_only(settle: Any, store: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
+    own = dk[piece.start :].clone(), dv[piece.start :].clone()
+    settle(store, layer, piece, dk, dv)
+    return own
+
+
+def _positions_from_zero(build_pack: Any, micro_batch: Any, *args: Any, **more: Any) -> Any:
+    pack = build_pack(micro_batch, *args, **more)
+    starts = torch.tensor([s.start for s in micro_batch.slices for _ in range(s.length)] or [0])
+    return replace(pack, positions_T=pack.positions_T - starts)
+
+
+def _zeros(run: Any, later: Any, number: int) -> None:
+    later._left[number] = [item._replace(dy=torch.zeros_like(item.dy)) for item in later._left[number]]
+    run(later, number)
+
+
+def _shifted(gather: Any, tape: Any, slices: Any, segments: Any, like: Any) -> Any:
+    return like.copy_(gather(tape, slices, segments, like).roll(1, 0))
+
+
+def _mean(loss_sum: Any, logits: Any, pack: Any) -> Any:
+    return loss_sum(logits, pack) / max(1, pack.num_targets)
+
+
+def refused(pp: int) -> dict[str, str]:
+    """Messages of plans of another layout, and of what is not there to load."""
+    told = {}
+    with hosted(pp, 1) as host:
+        foreign = replace(planned(host, "1"), limits=Limits(host.layout.dp + 1, 1 << 20, num_stages=pp))
+        flat = replace(planned(host, "whole"), limits=Limits(host.layout.dp, 1 << 20))
+        for name, call in (
+            ("ranks", lambda: host.gradients(foreign, tokens_of)),
+            ("stages", lambda: host.gradients(flat, tokens_of)),
+            ("load", lambda: host.load(Path("/nonexistent"))),
+        ):
+            try:
+                call()
+                told[name] = "no error"
+            except EvenloadError as error:
+                told[name] = str(error)
+        host.module.blocks[0].mlp.act_fn = torch.nn.Dropout(0.1)
+        try:
+            host.gradients(
+                random_plan(5, LENGTHS, num_ranks=host.layout.dp, num_stages=pp, layers_per_stage=2, replay="all"),
+                tokens_of,
+            )
+        except EvenloadError as error:
+            told["dropout"] = str(error)
+    return told
