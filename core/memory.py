@@ -76,9 +76,8 @@ def levels_of_stage(plan: StepPlan, stage: int) -> list[list[float]]:
 
 def _walks(plan: StepPlan, stage: int, ranks: Iterable[int] | None) -> Iterator[tuple[list[Op], list[float]]]:
     orders = orders_of_stage(plan, stage)
-    parts = _Parts(plan)
     for rank in range(len(orders)) if ranks is None else ranks:
-        yield orders[rank], _levels(plan, stage, orders[rank], rank, parts)
+        yield orders[rank], _levels(plan, stage, orders[rank], _parts_of(plan, orders[rank], rank))
 
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
@@ -105,24 +104,21 @@ class _Part(NamedTuple):
     """All of its slices are of cut sequences."""
 
 
-class _Parts:
-    """What ranks have of the micro-batches of a plan; of those on several ranks it is worked out once."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._known: dict[tuple[str, int], _Part | dict[int, _Part]] = {}
-
-    def of(self, op: Op, rank: int) -> _Part:
-        micro_batch = self._plan.passes(op.kind)[op.micro_batch]
-        if len(micro_batch.ranks) == 1:
-            return _even_part(self._plan, micro_batch)
-        key = (op.kind if self._plan.backward else "F", op.micro_batch)
-        found = self._known.get(key)
+def _parts_of(plan: StepPlan, ops: list[Op], rank: int) -> list[_Part]:
+    """What a rank has of the micro-batches of its passes; of each it is worked out once for a plan."""
+    known: dict[tuple[bool, int], _Part | dict[int, _Part]] = plan.parts_known
+    own_backward = bool(plan.backward)
+    out = []
+    for kind, number in ops:
+        key = (own_backward and kind != "F", number)
+        found = known.get(key)
         if found is None:
-            even = is_even(micro_batch)
-            found = _even_part(self._plan, micro_batch) if even else _parts(self._plan, micro_batch)
-            self._known[key] = found
-        return found if isinstance(found, _Part) else found[rank]
+            micro_batch = plan.passes(kind)[number]
+            found = known[key] = (
+                _even_part(plan, micro_batch) if is_even(micro_batch) else _uneven_parts(plan, micro_batch)
+            )
+        out.append(found if isinstance(found, _Part) else found[rank])
+    return out
 
 
 def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
@@ -132,7 +128,7 @@ def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
     return _Part(share * micro_batch.num_slots, cut, len(cut) == len(micro_batch.slices))
 
 
-def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
+def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
     """Of a micro-batch that gives its ranks unlike work."""
     tokens = tokens_of_ranks(micro_batch)
     cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
@@ -147,8 +143,8 @@ def _parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
     return {rank: _Part(n, tuple(cut[rank]), bool(cut[rank]) and rank not in whole) for rank, n in tokens.items()}
 
 
-def _levels(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts) -> list[float]:
-    """The most that is held in each pass."""
+def _levels(plan: StepPlan, stage: int, ops: list[Op], mine: list[_Part]) -> list[float]:
+    """The most that a rank holds in each of its passes ``ops``, of whose micro-batches it has ``mine``."""
     limits, beside = plan.limits, plan.limits.beside
     # A plan that says what is recomputed overrules the recipe.
     layers, recomputing = limits.layers_per_stage, limits.replay_bytes_per_token > 0 and not plan.recompute
@@ -156,7 +152,6 @@ def _levels(plan: StepPlan, stage: int, ops: list[Op], rank: int, parts: _Parts)
     head, head_working = (beside.head_bytes_per_token, beside.head_working_bytes_per_token) if is_last else (0.0, 0.0)
     input_per_token = limits.input_bytes_per_token
     whole_per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
-    mine = [parts.of(op, rank) for op in ops]
     # Of cut sequences: tokens of the slices that this rank shares, and how many of them are its own.
     total: dict[int, int] = {}
     own: dict[int, float] = {}

@@ -207,18 +207,28 @@ class StepPlan:
         """What `core.order` has found."""
         return {}
 
-    def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
-        """The same with other replays; what groups and order alone decide is not worked out again."""
-        return self._knowing(replace(self, replayed=replayed), ())
+    @cached_property
+    def parts_known(self) -> dict[Any, Any]:
+        """What `core.memory` has found of what ranks have of the micro-batches."""
+        return {}
 
-    def recomputing(self, recompute: tuple[tuple[int, ...], ...]) -> StepPlan:
-        """The same with other layers recomputed, likewise."""
-        return self._knowing(replace(self, recompute=recompute), ("forward_of", "kept"))
+    def revised(self, **changes: Any) -> StepPlan:
+        """The same micro-batches run otherwise: another ``order``, ``recompute``, ``replayed``, ``offload`` or notes.
 
-    def _knowing(self, other: StepPlan, more: tuple[str, ...]) -> StepPlan:
-        known = ("cut", "slots", "num_tokens", "num_slots", "_by_rank", "orders_known", "shared", "split", *more)
+        What the changes do not touch is not worked out again.
+        """
+        other = replace(self, **changes)
+        known = ["cut", "slots", "num_tokens", "num_slots", "_by_rank", "shared", "parts_known"]
+        known += [] if "order" in changes else ["orders_known", "split"]
+        known += [] if "replayed" in changes else ["forward_of", "kept"]
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
+
+    def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
+        return self.revised(replayed=replayed)
+
+    def recomputing(self, recompute: tuple[tuple[int, ...], ...]) -> StepPlan:
+        return self.revised(recompute=recompute)
 
     @cached_property
     def forward_of(self) -> tuple[int | None, ...]:
