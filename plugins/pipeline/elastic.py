@@ -162,7 +162,7 @@ def _best(lines: Lines, clock: Clock, extra: int, kept: list[list[float]], cap_b
 def _run(
     clock: Clock, lines: Lines, aheads: list[int], kept: list[list[float]], cap_bytes: float
 ) -> tuple[list[list[Op]], float]:
-    """The passes of every stage as they start when all stages run against each other, and when the last one ends [s]."""
+    """The passes of every stage as they start when all stages run against each other, and when the last stage ends."""
     forward, backward, need, owed = lines
     count, last = len(forward), clock.num_stages - 1
     orders: list[list[Op]] = [[] for _ in range(last + 1)]

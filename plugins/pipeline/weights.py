@@ -133,4 +133,10 @@ def _filled(line: _Line, clock: Clock, patience: float) -> tuple[list[list[Op]],
         else:
             continue
         heapq.heappush(events, (free[stage], stage))
-    return out, max(free)
+    return [_joined(out[0]), *out[1:]], max(free)
+
+
+def _joined(ops: list[Op]) -> list[Op]:
+    """The first stage sends no gradient: a W right behind its backward is no pass of its own there."""
+    behind = [None, *ops]
+    return [op for op, before in zip(ops, behind, strict=False) if op.kind != "W" or before != Op("B", op.micro_batch)]

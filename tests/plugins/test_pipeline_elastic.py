@@ -1,0 +1,342 @@
+"""The elastic order of pipelines: lawful for any chunking, as drawn by hand, bubbles smaller than chain by chain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from evenload.core.cluster import Cluster, Link
+from evenload.core.costs import Costs, MemoryCost, PassCost
+from evenload.core.layout import Layout
+from evenload.core.memory import peaks_of_stage
+from evenload.core.order import in_slots, one_forward_one_backward, orders_of_stage
+from evenload.core.registry import Situation
+from evenload.core.simulate import simulate
+from evenload.core.slicing import evenly
+from evenload.core.traffic import Traffic
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.plugins.pipeline.clock import clock_of, end_of
+from evenload.plugins.pipeline.elastic import lines_of, ordered
+from evenload.plugins.pipeline.weights import placed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LINK = Link(latency_s=0.0, bytes_per_s=1.0)
+PLAIN = Cluster(
+    name="plain",
+    source="one byte a second",
+    ranks_per_node=8,
+    flops_per_s=1.0,
+    memory_bytes=1e9,
+    intra=LINK,
+    inter=LINK,
+)
+ONE = Costs(
+    source="one second forward, two backward, per token", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0)
+)
+LIMITS = Limits(
+    1,
+    1000,
+    num_stages=2,
+    layers_per_stage=2,
+    activation_bytes_per_token=1.0,
+    input_bytes_per_token=0.1,
+    splits_backward=True,
+    deferred_bytes_per_token=0.4,
+)
+
+
+def situation(
+    stages: int, costs: Costs = ONE, *, head_frac: float = 0.0, ranks: int = 1, **traffic: float
+) -> Situation:
+    return Situation(costs, Layout(pp=stages, dp=ranks), PLAIN, Traffic(**traffic), head_frac)
+
+
+def chain(*chunks: int, stages: int = 2) -> StepPlan:
+    """One rank: sequences of so many chunks, a token each, every chunk a micro-batch, one sequence after the other."""
+    slices = [Slice(i, k, k + 1) for i, count in enumerate(chunks) for k in range(count)]
+    batches = tuple(MicroBatch((s,), (0,)) for s in slices)
+    return StepPlan(sequences(chunks), batches, replace(LIMITS, num_stages=stages))
+
+
+def words(plan: StepPlan) -> list[str]:
+    """The order of every stage, for reading: ``F0 F1 B1 B0``."""
+    return [" ".join(f"{op.kind}{op.micro_batch}" for op in ops) for ops in plan.order]
+
+
+def without_weights(plan: StepPlan) -> list[list[Op]]:
+    return [[op for op in ops if op.kind != "W"] for ops in plan.order]
+
+
+def in_flight(ops: list[Op] | tuple[Op, ...]) -> int:
+    return max(accumulate({"F": 1, "B": -1, "W": 0}[op.kind] for op in ops))
+
+
+def peak_bytes(plan: StepPlan) -> float:
+    return float(max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage)))
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[StepPlan, Situation]:
+    """Micro-batches of slices of any sequences, on some ranks and stages, and what their passes cost."""
+    ranks, stages, places = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(1, 10))
+    packs: dict[tuple[int, int], list[Slice]] = {}
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=10))
+    for index, length in enumerate(lengths):
+        most = min(length, places)
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=most - 1))) if length > 1 else []
+        bounds = [0, *cuts, length]
+        count, rank = len(bounds) - 1, draw(st.integers(0, ranks - 1))
+        where = sorted(draw(st.sets(st.integers(0, places - 1), min_size=count, max_size=count)))
+        for place, start, stop in zip(where, bounds[:-1], bounds[1:], strict=True):
+            packs.setdefault((place, rank), []).append(Slice(index, start, stop))
+    batches = tuple(MicroBatch(tuple(packs[key]), (key[1],)) for key in sorted(packs))
+    layers = draw(st.integers(1, 4))
+    limits = replace(
+        LIMITS,
+        num_ranks=ranks,
+        num_stages=stages,
+        layers_per_stage=layers,
+        kv_bytes_per_token=draw(st.sampled_from([0.0, 0.2])),
+        kv_grad_bytes_per_token=draw(st.sampled_from([0.0, 0.4])),
+        deferred_bytes_per_token=draw(st.sampled_from([0.0, 0.3, 0.9, 5.0])),
+    )
+    again = st.lists(st.integers(0, layers), min_size=len(batches), max_size=len(batches)).map(tuple)
+    recompute = tuple(draw(again) for _ in range(stages)) if draw(st.booleans()) else ()
+    seconds = st.sampled_from([0.0, 0.01, 0.3])
+    cost = st.builds(PassCost, launch_s=seconds, token_s=st.sampled_from([0.1, 1.0, 2.0]), pair_s=seconds)
+    memory = MemoryCost(activation_bytes_per_token=1.0)
+    costs = Costs(source="drawn", forward=draw(cost), backward=draw(cost), memory=memory, num_layers=layers)
+    state_bytes = draw(st.sampled_from([0.0, 0.2, 3.0]))
+    head_frac = draw(st.sampled_from([0.0, 0.3]))
+    plan = StepPlan(sequences(lengths), batches, limits, recompute=recompute)
+    return plan, situation(stages, costs, head_frac=head_frac, ranks=ranks, state_bytes_per_token=state_bytes)
+
+
+@settings(max_examples=150)
+@given(chunked(), st.integers(0, 3), st.sampled_from([float("inf"), 0.0, 20.0]))
+def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
+    case: tuple[StepPlan, Situation], extra: int, cap_bytes: float
+) -> None:
+    plan, at = case
+    made = ordered(plan, at, extra=extra, cap_bytes=cap_bytes).check()
+    assert made.micro_batches == plan.micro_batches
+    assert made.order == ordered(plan, at, extra=extra, cap_bytes=cap_bytes).order
+    last = plan.limits.num_stages - 1
+    for rank in range(plan.limits.num_ranks):
+        need = lines_of(plan, rank).need
+        least = max((n - j for j, n in enumerate(need)), default=0)  # what the longest chain alone demands
+        for stage in range(last + 1) if need else ():
+            assert in_flight(orders_of_stage(made, stage)[rank]) <= least + (1 + extra) * (last - stage)
+
+
+@settings(max_examples=100)
+@given(chunked(), st.integers(0, 2))
+def test_weight_passes_never_lengthen_a_step_nor_need_memory(case: tuple[StepPlan, Situation], extra: int) -> None:
+    plan, at = case
+    whole = ordered(plan, at, extra=extra)
+    split = ordered(plan, at, extra=extra, split=True).check()
+    assert without_weights(split) == [list(ops) for ops in whole.order]
+    assert simulate(split, at, record=False).step_s <= simulate(whole, at, record=False).step_s * (1 + 1e-9)
+    assert peak_bytes(split) <= peak_bytes(whole)
+    # With a cap of just what it held before it is lawful still.
+    capped = replace(split.limits, max_activation_bytes=peak_bytes(whole))
+    replace(split, limits=capped).check()
+
+
+@settings(max_examples=60)
+@given(chunked(), st.booleans())
+def test_the_clock_is_the_simulator(case: tuple[StepPlan, Situation], split: bool) -> None:
+    plan, at = case
+    made = ordered(plan, at, extra=1, split=split)
+    clock = clock_of(plan, at)
+    stages = range(plan.limits.num_stages)
+    ends = [
+        end_of([orders_of_stage(made, stage)[rank] for stage in stages], clock) for rank in range(plan.limits.num_ranks)
+    ]
+    assert max(ends) == pytest.approx(simulate(made, at, record=False).step_s, rel=1e-9)
+
+
+@settings(max_examples=60)
+@given(chunked(), st.data())
+def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, Situation], data: st.DataObject) -> None:
+    plan, at = case
+    numbers = range(len(plan.micro_batches))
+    ends = sorted(data.draw(st.sets(st.sampled_from(numbers), max_size=3)))
+    groups = [list(numbers)[a:b] for a, b in zip([0, *ends], [*ends, len(numbers)], strict=True)]
+    made = ordered(plan, at, groups=groups).check()
+    assert sorted(made.order[0]) == sorted(ordered(plan, at).order[0])
+
+
+def test_whole_sequences_run_one_forward_one_backward() -> None:
+    made = ordered(chain(1, 1, 1, 1, 1, stages=3), situation(3)).check()
+    assert [list(ops) for ops in made.order] == [one_forward_one_backward(range(5), ahead) for ahead in (2, 1, 0)]
+
+
+def test_a_stage_alternates_between_the_next_sequence_and_the_finished_one() -> None:
+    made = ordered(chain(3, 3), situation(2)).check()
+    assert words(made) == ["F0 F1 F2 F3 B2 F4 B1 F5 B0 B5 B4 B3", "F0 F1 F2 B2 F3 B1 F4 B0 F5 B5 B4 B3"]
+
+
+def test_ever_fewer_are_in_flight_where_sequences_get_shorter() -> None:
+    made = ordered(chain(3, 1, 1), situation(2)).check()
+    assert words(made) == ["F0 F1 F2 B2 B1 F3 B0 F4 B3 B4", "F0 F1 F2 B2 B1 B0 F3 B3 F4 B4"]
+
+
+def test_extra_forwards_run_ahead_for_each_stage_behind() -> None:
+    made = ordered(chain(1, 1, 1, 1, 1, 1, 1, 1, stages=3), situation(3), extra=1).check()
+    assert [in_flight(ops) for ops in made.order] == [5, 3, 1]
+
+
+def test_one_stage_finishes_a_sequence_before_the_next() -> None:
+    made = ordered(chain(2, 1, 3, stages=1), situation(1), extra=2).check()
+    assert words(made) == ["F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"]
+
+
+def test_backwards_run_by_the_forwards_they_need() -> None:
+    # Sequences 0 and 1 are in turns, 2 begins in the pack in which 3 ends: its chain reaches over both.
+    slices = [[(0, 0, 1)], [(1, 0, 1)], [(0, 1, 2)], [(1, 1, 2)], [(3, 0, 1)], [(3, 1, 2), (2, 0, 1)], [(2, 1, 2)]]
+    batches = tuple(MicroBatch(tuple(Slice(*s) for s in pack), (0,)) for pack in slices)
+    plan = StepPlan(sequences([2, 2, 2, 2]), batches, LIMITS)
+    lines = lines_of(plan, 0)
+    assert lines.backward == [2, 0, 3, 1, 6, 5, 4]
+    assert lines.need == [3, 3, 4, 4, 7, 7, 7]
+    assert lines.owed == [3, 4, 5, 6, 7, 7, 7]
+    ordered(plan, situation(2)).check()
+
+
+def test_a_pipeline_starts_before_the_one_before_has_ended_but_not_ahead_of_its_forwards() -> None:
+    plan = chain(1, 1, 1, 1, 3)
+    last = words(ordered(plan, situation(2), groups=[[0, 1, 2, 3], [4, 5, 6]]).check())[1]
+    assert last == "F0 B0 F1 B1 F2 B2 F3 F4 F5 B3 F6 B6 B5 B4"
+    assert words(ordered(plan, situation(2)).check())[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
+
+
+def test_groups_may_run_in_another_order_than_the_launch() -> None:
+    made = ordered(chain(1, 3), situation(2), groups=[[1, 2, 3], [0]]).check()
+    assert words(made)[1] == "F1 F2 F3 B3 B2 B1 F0 B0"
+
+
+def test_without_any_memory_a_stage_runs_what_its_next_backward_needs_and_no_more() -> None:
+    plan = chain(3, 2, 3, 1, stages=3)
+    lines = lines_of(plan, 0)
+    made = ordered(plan, situation(3), extra=1, cap_bytes=0.0).check()
+    assert [list(ops) for ops in made.order] == [in_slots(lines.forward, lines.backward, lines.need, 0)] * 3
+
+
+def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
+    plan = chain(4, 4, 4, 4, stages=3)
+    at, chunk_bytes = situation(3), 2.0
+    free = ordered(plan, at, extra=2)
+    assert in_flight(free.order[0]) == 10
+    capped = ordered(plan, at, extra=2, cap_bytes=6 * chunk_bytes).check()
+    assert [in_flight(ops) for ops in capped.order] == [6, 6, 4]
+    assert simulate(capped, at).step_s < simulate(ordered(plan, at, extra=2, cap_bytes=0.0), at).step_s
+
+
+def test_weight_gradients_fill_the_drain() -> None:
+    plan = chain(1, 1)
+    assert simulate(ordered(plan, situation(2)), situation(2)).step_s == 9
+    made = ordered(plan, situation(2), split=True).check()
+    # The last stage: F0 1..2, B0 ..3, F1 ..4, B1 ..5, W0 W1 ..7; the first: B0 3..5, B1 ..7.
+    assert words(made) == ["F0 F1 B0 B1", "F0 B0 F1 B1 W0 W1"]
+    assert simulate(made, situation(2)).step_s == 7
+
+
+def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() -> None:
+    plan = chain(*[1] * 8)  # a chunk holds 2 bytes and defers 0.8: two chunks at the first stage hold 4
+    made = ordered(plan, situation(2), split=True).check()
+    waiting = list(accumulate({"F": 0, "B": 1, "W": -1}[op.kind] for op in made.order[1]))
+    assert max(waiting) > 1
+    assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, situation(2)))
+    heavy = replace(plan, limits=replace(plan.limits, deferred_bytes_per_token=100.0))
+    assert not any(ordered(heavy, situation(2), split=True).split)
+
+
+def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_step() -> None:
+    plan = chain(1, 1, 1)
+    assert any(ordered(plan, situation(2), split=True).split)
+    for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, equal_counts=True)):
+        given_order = ordered(plan, situation(2)).order
+        made = placed(replace(plan, limits=limits, order=given_order), situation(2))
+        assert made.order == given_order
+
+
+def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None:
+    lengths = [2, 2, 2, 6]
+    alone = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    together = MicroBatch((Slice(0, 0, 2), Slice(1, 0, 2)), (0,))
+    order = (*(Op("F", i) for i in range(4)), *(Op("B", j) for j in range(3)))
+    bare = StepPlan(sequences(lengths), alone, LIMITS)
+    plan = replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)).check()
+    assert ordered(plan, situation(2), extra=3) is plan
+    made = ordered(plan, situation(2), split=True).check()
+    assert without_weights(made) == [list(order)] * 2
+    # B0 is the fullest moment: there is no room for what it would defer.
+    assert words(made)[1] == "F0 F1 F2 F3 B0 B1 B2 W1 W2"
+    assert simulate(made, situation(2)).step_s < simulate(plan, situation(2)).step_s
+
+
+def test_shared_micro_batches_keep_their_order() -> None:
+    limits = replace(LIMITS, num_ranks=2)
+    batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), engine="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
+    plan = StepPlan(sequences([8, 2]), batches, limits).check()
+    assert ordered(plan, situation(2, ranks=2), split=True) is plan
+
+
+def long_tailed(seed: int, stages: int) -> tuple[StepPlan, Situation]:
+    """A few long sequences in chunks of equal cost, longest first, then packs of short ones; hand-overs take time."""
+    draw = np.random.default_rng(seed)
+    lengths = np.sort(np.clip(draw.lognormal(6.0, 1.4, 96), 8, 12_000)).astype(int)[::-1]
+    costs = Costs(
+        source="attention doubles the cost of the longest",
+        forward=PassCost(token_s=1e-3 / stages, pair_s=1e-7 / stages),
+        backward=PassCost(token_s=2e-3 / stages, pair_s=2.5e-7 / stages),
+    )
+    price = costs.forward.plus(costs.backward)
+    cost = price.seconds(lengths.astype(float))
+    each = cost.sum() / 100
+    packs: list[list[Slice]] = []
+    pack: list[Slice] = []
+    for i, length in enumerate(lengths.tolist()):
+        if cost[i] > each:
+            packs += [[s] for s in evenly(i, length, round(cost[i] / each), price, 1 << 20, 4)]
+            continue
+        pack.append(Slice(i, 0, length))
+        if sum(cost[s.sequence] for s in pack) > 0.8 * each:
+            packs, pack = [*packs, pack], []
+    packs += [pack] if pack else []
+    batches = tuple(MicroBatch(tuple(p), (0,)) for p in packs)
+    limits = replace(LIMITS, num_stages=stages, max_tokens=1 << 20)
+    return StepPlan(sequences(lengths), batches, limits), situation(stages, costs, state_bytes_per_token=1e-4 / stages)
+
+
+def chain_by_chain(plan: StepPlan) -> StepPlan:
+    """One chain after the other in 1F1B slots, as plans that know nothing of pipelines have it."""
+    lines, last = lines_of(plan, 0), plan.limits.num_stages - 1
+    rows = (in_slots(lines.forward, lines.backward, lines.need, last - stage) for stage in range(last + 1))
+    return replace(plan, order=tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bubbles_shrink_with_the_order_the_forwards_ahead_and_the_weight_passes(seed: int, stages: int) -> None:
+    plan, at = long_tailed(seed, stages)
+    assert max(sum(s.sequence == 0 for s in m.slices) for m in plan.micro_batches) == 1
+    assert sum(any(s.sequence == 0 for s in m.slices) for m in plan.micro_batches) >= 8
+    tries = [
+        chain_by_chain(plan),
+        ordered(plan, at),
+        ordered(plan, at, extra=1),
+        ordered(plan, at, extra=1, split=True),
+    ]
+    bubbles = [simulate(one.check(), at, record=False).bubble_frac for one in tries]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[1] < 0.9 * bubbles[0]
+    assert bubbles[2] < 0.6 * bubbles[0]
+    assert bubbles[3] < 0.5 * bubbles[0]
+    flights = [in_flight(one.order[0]) for one in tries]
+    assert flights[1] <= flights[0], "the order alone takes no more chunks than the longest sequence needs"
+    assert flights[1] <= flights[2] <= flights[1] + stages - 1
