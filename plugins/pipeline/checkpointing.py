@@ -13,7 +13,9 @@ a team of ranks takes the one with which it ends sooner, which no sum over diago
 
 Ranks that share no micro-batch have a program each. A shared one stands on the diagonal of its first rank.
 
-MEASURED
+Predicted for 13B, 4 stages, 135 to 240 chunks of 512 sequences, where 16 to 34 GB are left for activations: 0.4 to 2.6 %
+faster with the program than without, at most 1.7 % over a linear program of the whole step (its start times, fractions of
+layers), 5 to 13 % faster than one number of layers for all. 0.04 to 0.3 s, a third of it for the walk through memory.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@
 (InfiniPipe, arXiv 2509.21275, Alg. 2, Eq. 15-20; rows and columns: `rows.Rows`; w_d: seconds that a layer costs.)
 
 The quick answer starts with all layers of all columns and lowers one column after the other as far as rows allow, those
-first that save little for what they cost. The program goes to HiGHS through PuLP. Every rank of a job plans by itself
-and must find the same, so nothing is cut off by a clock: a program of too many numbers is not tried, and a search ends
-after so many nodes. The solver's status is not read: its answer is rounded, held against the rows, and taken only if it
-fits.
+first that save little for what they cost. With PuLP and HiGHS the program is solved without "integer", rounded up and
+lowered likewise; that is within `GAP` of the optimum unless few layers are needed, and then the integers are searched.
+
+Every rank of a job plans by itself and must find the same, so nothing is cut off by a clock: a program of too many
+numbers is not tried, and a search ends after so many nodes. The solver's status is not read: its answer is held against
+the rows, and taken only if it fits.
 
 Rows are linear but for a running micro-batch's own first layer, which saves nothing. They are written for c >= 1, which
 is on the safe side for c = 0.
@@ -17,30 +19,40 @@ is on the safe side for c = 0.
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
 from ...core.partition import Floats, Ints
 from .rows import Rows
 
-_GAP = 0.01
-"""Share of the cost by which the search may miss the best answer."""
+GAP = 0.02
+"""Share of the cost by which an answer may miss the best one (InfiniPipe's own gap)."""
 _NODES = 16
-_VALUES_PER_MS = 300
-"""Numbers in the matrix of a program that PuLP and HiGHS get through in a millisecond."""
+_RELAXED_PER_MS, _SEARCHED_PER_MS = 400, 100
+"""Numbers in the matrix of a program that is solved in a millisecond without integers, with them. 2,600 to 43,000 took
+16 to 105 ms and 37 to 310 ms on one core; the latter hardly depends on how many they are."""
 
 
 def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
     """Layers of each column at which all rows fit, int64 [columns], of least cost; they exist if all layers of all fit.
 
-    None where the program is too large for ``solver_ms`` (by its size, not by a clock), where the search finds nothing,
-    and without PuLP or HiGHS.
+    None where the program is too large for ``solver_ms`` (told by its size, not by a clock) and without PuLP or HiGHS.
     """
     matrix, need = _linear(rows)
-    if np.count_nonzero(matrix) > _VALUES_PER_MS * solver_ms:
+    size = np.count_nonzero(matrix)
+    if size > _RELAXED_PER_MS * solver_ms or not (find_spec("pulp") and find_spec("highspy")):
         return None
-    found = _searched(matrix, need, weights, layers)
-    return found if found is not None and rows.fit(found) else None
+    values = _values(matrix, need, weights, layers, integer=False)
+    found = [] if values is None else [np.ceil(values - 1e-6)]
+    least = 0.0 if values is None else float(weights @ values)
+    best = _best(rows, weights, layers, found)
+    enough = best is not None and float(weights @ best) <= least * (1 + GAP)
+    if not enough and size <= _SEARCHED_PER_MS * solver_ms:
+        values = _values(matrix, need, weights, layers, integer=True)
+        best = _best(rows, weights, layers, [*found, *([] if values is None else [np.rint(values)])])
+    return best
 
 
 def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
@@ -72,6 +84,13 @@ def _least(rows: Rows, row: int, others: float) -> int:
     return 1 + max(0, int(np.ceil((one - others - rows.room) / rows.own_saves[row])))
 
 
+def _best(rows: Rows, weights: Floats, layers: int, found: list[Floats]) -> Ints | None:
+    """The cheapest of those that fit, lowered."""
+    whole = [np.clip(values, 0, layers).astype(np.int64) for values in found]
+    fitting = [lowered(rows, weights, choice) for choice in whole if rows.fit(choice)]
+    return min(fitting, key=lambda choice: float(weights @ choice), default=None)
+
+
 def _linear(rows: Rows) -> tuple[Floats, Floats]:
     """Bytes that a layer of each column saves in each row, float64 [R', columns], and that must be, float64 [R']."""
     _, one, every = rows.levels
@@ -84,26 +103,23 @@ def _linear(rows: Rows) -> tuple[Floats, Floats]:
     return np.concatenate([matrix, rows.saves[more]]), np.concatenate([need, every[more] - rows.room])
 
 
-def _searched(matrix: Floats, need: Floats, weights: Floats, layers: int) -> Ints | None:
-    """What HiGHS finds, rounded; None if that is nothing, or HiGHS is not there."""
-    try:
-        import highspy  # noqa: F401  # what PuLP runs
-        import pulp
-    except ImportError:
-        return None
+def _values(matrix: Floats, need: Floats, weights: Floats, layers: int, *, integer: bool) -> Floats | None:
+    """What HiGHS finds, float64 [columns]; None if that is nothing."""
+    import pulp
+
     problem = pulp.LpProblem("layers", pulp.LpMinimize)
     choice = [pulp.LpVariable(f"c{d:05d}", 0, layers, cat="Integer") for d in range(len(weights))]
-    scale = float(weights.mean()) or 1.0
-    problem += pulp.LpAffineExpression(zip(choice, (weights / scale).tolist(), strict=True))
-    for row, least in zip(matrix, need.tolist(), strict=True):
+    problem += _sum(pulp, choice, weights / (float(weights.mean()) or 1.0))
+    for row, bytes_ in zip(matrix, need.tolist(), strict=True):
         terms = np.flatnonzero(row)
-        saved = pulp.LpAffineExpression(zip([choice[d] for d in terms], (row[terms] / least).tolist(), strict=True))
-        problem += saved >= 1
-    solver = pulp.HiGHS(msg=False, threads=1, gapRel=_GAP, mip_max_nodes=_NODES, random_seed=0)
+        problem += _sum(pulp, [choice[d] for d in terms], row[terms] / bytes_) >= 1
+    limits = {"mip_max_nodes": _NODES, "random_seed": 0, "mip_heuristic_run_feasibility_jump": False}
+    solver = pulp.HiGHS(mip=integer, msg=False, threads=1, gapRel=GAP, **limits)
     with suppress(KeyError):  # PuLP 3.3 has read the values by then, but has no name for "node limit reached"
         problem.solve(solver)
     values = [one.value() for one in choice]
-    if any(value is None for value in values):
-        return None
-    found: Ints = np.clip(np.rint(np.array(values)), 0, layers).astype(np.int64)
-    return found
+    return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
+
+
+def _sum(pulp: Any, choice: list[Any], factors: Floats) -> Any:
+    return pulp.LpAffineExpression(zip(choice, factors.tolist(), strict=True))
