@@ -265,9 +265,9 @@ def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_s
 
 
 def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None:
-    lengths = [2, 2, 2, 6]
+    lengths = [3, 3, 2, 8]
     alone = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
-    together = MicroBatch((Slice(0, 0, 2), Slice(1, 0, 2)), (0,))
+    together = MicroBatch((Slice(0, 0, 3), Slice(1, 0, 3)), (0,))
     order = (*(Op("F", i) for i in range(4)), *(Op("B", j) for j in range(3)))
     bare = StepPlan(sequences(lengths), alone, LIMITS)
     plan = replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)).check()
