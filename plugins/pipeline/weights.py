@@ -16,6 +16,7 @@ No stage may hold more than the fullest one does without W passes, so a pipeline
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,16 +27,22 @@ from ...core.registry import Situation
 from ...core.workload import Op, StepPlan
 from .clock import Clock, clock_of, end_of
 
-PATIENCE = (0.0, 0.5)
-"""A W starts while a stage waits if the wait is known to last this share of it: it may make the next pass late. Both
-are tried: any wait is best where stages run ahead (`elastic`), longer ones where they do not."""
+TRIES = ((0.0, 4), (0.0, None), (0.5, None))
+"""Patience, and passes of a stage that may leave or run a W: the last so many times the number of stages, or all.
+
+A W starts while a stage waits if the wait is known to last ``patience`` of it: it may make the next pass late. Any wait
+is best where stages run ahead (`elastic`), longer ones where they do not. With many micro-batches that run ahead only
+the drain has waits worth filling."""
+
+ALIKE = 0.001
+"""Share of the step within which every rank takes the fewest W passes: what is held for them is written and read."""
 
 ROUNDING = 1e-9
 """Share of a memory cap that is left, as sums of bytes in another order differ in their last digits."""
 
 
 def placed(plan: StepPlan, situation: Situation) -> StepPlan:
-    """The plan with W passes on those ranks of the plane where they are predicted to end the step sooner.
+    """The plan with W passes on those ranks of the plane that would end the step later without them, as predicted.
 
     Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or run in
     step.
@@ -49,12 +56,18 @@ def placed(plan: StepPlan, situation: Situation) -> StepPlan:
     levels = [levels_of_stage(plan, stage) for stage in range(limits.num_stages)]
     deferred_bytes = limits.deferred_bytes_per_token * limits.layers_per_stage
     deferred = [slots * deferred_bytes for slots in plan.slots["B"]]
-    found: list[list[Op]] = [[] for _ in rows]
+    tries = []
     for rank in range(limits.num_ranks):
         line = _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, limits.beside.pass_bytes)
-        for ops, mine in zip(found, _best(line, clock), strict=True):
-            ops += mine
-    return replace(plan, order=tuple(map(tuple, found))) if any(op.kind == "W" for ops in found for op in ops) else plan
+        tries.append(_tries(line, clock))
+    least_s = max(min(end_s for _, end_s in each) for each in tries)
+    orders: list[list[Op]] = [[] for _ in rows]
+    for each in tries:
+        near = [mine for mine, end_s in each if end_s <= least_s * (1 + ALIKE)]
+        for ops, more in zip(orders, min(near, key=lambda mine: sum(map(len, mine))), strict=True):
+            ops += more
+    splits = any(op.kind == "W" for ops in orders for op in ops)
+    return replace(plan, order=tuple(map(tuple, orders))) if splits else plan
 
 
 class _Line(NamedTuple):
@@ -69,18 +82,14 @@ class _Line(NamedTuple):
     """What a W takes while it runs."""
 
 
-def _best(line: _Line, clock: Clock) -> list[list[Op]]:
-    """The orders as they are or with W passes, whichever end first."""
-    best, least_s = line.orders, end_of(line.orders, clock)
-    for patience in PATIENCE:
-        orders, end_s = _filled(line, clock, patience)
-        if end_s < least_s * (1 - 1e-9):
-            best, least_s = orders, end_s
-    return best
+def _tries(line: _Line, clock: Clock) -> list[tuple[list[list[Op]], float]]:
+    """The orders as they are and with W passes, each with its end [s]."""
+    tails = [(patience, math.inf if tail is None else tail * clock.num_stages) for patience, tail in TRIES]
+    return [(line.orders, end_of(line.orders, clock)), *(_filled(line, clock, *each) for each in tails)]
 
 
-def _filled(line: _Line, clock: Clock, patience: float) -> tuple[list[list[Op]], float]:
-    """The orders with W passes, and when the last stage ends [s]."""
+def _filled(line: _Line, clock: Clock, patience: float, tail: float) -> tuple[list[list[Op]], float]:
+    """The orders with W passes among the last ``tail`` passes of every stage, and when the last stage ends [s]."""
     last = clock.num_stages - 1
     cap = (1 - ROUNDING) * max((max(levels) for levels in line.levels if levels), default=0.0)
     out: list[list[Op]] = [[] for _ in line.orders]
@@ -118,7 +127,7 @@ def _filled(line: _Line, clock: Clock, patience: float) -> tuple[list[list[Op]],
             held[stage] -= line.deferred[done]
             free[stage] = now + clock.weights[done]
         elif here:
-            splits = not forward and not lacks
+            splits = not forward and not lacks and len(line.orders[stage]) - at[stage] <= tail
             out[stage].append(op)
             at[stage] += 1
             free[stage] = now + table[stage][j] - (clock.weights[j] if splits else 0.0)
