@@ -1,7 +1,7 @@
 """The engine that applies patch rows and takes them out again, exactly.
 
 apply   all rows or none. Every row is held against the installed version before anything is touched, then against the
-        symbol and its signature. ``from module import name`` copies taken earlier are rebound as well.
+        symbol, who made it and its signature. ``from module import name`` copies taken earlier are rebound as well.
 lazy    a row whose module is not loaded yet waits for it and is applied right after the module's body.
 undo    last on, first off; every entry gets back the very object that was found there, and what had not been there is
         deleted. Names imported while the patch was on are set back too. If anybody has changed an entry since, nothing
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..core.errors import EvenloadError
 from .import_hook import ImportHook
-from .row import Patch, check_signature, check_version, installed_version, missing_symbol
+from .row import Patch, check_owner, check_signature, check_version, installed_version, missing_symbol
 from .slots import MISSING, Slot, describe, globals_holding, is_loading, locate, within
 from .wrapping import PatchedFunction
 
@@ -76,8 +76,8 @@ class Ledger:
         Modules that are not loaded are imported, or with ``lazy`` awaited: their rows go on during the import that
         somebody else makes, and a row that fails there undoes the whole ledger and fails that import.
 
-        Raises `EvenloadError` for an unsupported version, a missing symbol, a changed signature or a re-export that
-        somebody else has replaced.
+        Raises `EvenloadError` for an unsupported version, a missing symbol, a changed signature, or a re-export or a
+        symbol with an owner that somebody else has replaced.
         """
         rows = tuple(rows)
         wanted = {row.identity for row in rows if self._wants(row)}
@@ -175,6 +175,7 @@ class Ledger:
         if original is MISSING and not row.fills_gap:
             raise missing_symbol(row, row.target)
         if original is not MISSING:
+            check_owner(row, original)
             check_signature(row, slot.bound())
         copies = _copies(row, slot, original)
         after = PatchedFunction(original, row) if row.wrapper else row.replace(original)  # type: ignore[misc]

@@ -16,16 +16,18 @@ _SCHEDULES = "megatron.core.pipeline_parallel"
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
     """The rows; ``recipe`` says what to plan, and without one they only describe themselves."""
+    orders = recipe is not None and any(plugin.name == "pipeline" for plugin in recipe.enabled())
     return (
         Patch(
             name="megatron.schedule",
             target=f"{_SCHEDULES}.schedules:get_forward_backward_func",
             supports=MEGATRON,
-            why="Every training loop asks it for the function that runs a step's micro-batches, so packs and their "
-            "number can be set there and nowhere deeper. Forward-only calls, and functions asked for earlier, are "
-            "left alone.",
+            why="Every training loop asks it for the function that runs a step's micro-batches, so packs, their "
+            "number and their order can be set there and nowhere deeper. Forward-only calls, and functions asked for "
+            "earlier, are left alone; plugins.pipeline refuses a schedule that someone else has patched.",
             wrapper=_planned(recipe),
             expects=("pp_size", "vp_size"),
+            owner="megatron.core" if orders else None,
             aliases=(f"{_SCHEDULES}:get_forward_backward_func",),
         ),
         Patch(

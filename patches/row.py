@@ -1,4 +1,4 @@
-"""A patch as a row of data, and the two guards that can be judged from the row and the symbol alone."""
+"""A patch as a row of data, and the guards that can be judged from the row and the symbol alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
+from .slots import stranger
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -39,6 +40,8 @@ class Patch:
     """Packages in which ``from module import name`` copies are rebound too: None means everywhere, () nowhere."""
     fills_gap: bool = False
     """The symbol is missing upstream; where it is present the row has nothing to do."""
+    owner: str | None = None
+    """Package whose own code must be found at the target: for a row that may take its place, not only wrap it."""
     when: Callable[[], bool] | None = None
     """The row is needed only where this holds; asked when the row is applied."""
 
@@ -92,6 +95,17 @@ def check_signature(row: Patch, value: Any) -> None:
             f"patch '{row.name}': {row.target} no longer takes {', '.join(lost)}",
             f"{row.target.partition(':')[2]}{signature} in {installed_version(row)}",
             _report(row),
+        )
+
+
+def check_owner(row: Patch, value: Any) -> None:
+    """Raise `EvenloadError` if somebody else has replaced or wrapped what the row would take the place of."""
+    who = stranger(value, row.owner) if row.owner else ""
+    if who:
+        raise EvenloadError(
+            f"patch '{row.name}': {row.target} is already patched by someone else, whom this row would cut off",
+            who,
+            "take that change off, or apply it after evenload is enabled: it then goes around evenload's",
         )
 
 

@@ -225,16 +225,12 @@ _all: WeakSet[PlannedSteps] = WeakSet()
 
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _Loop:
-    """Raises EvenloadError for a recipe of the pipeline plugin where only the stock schedule can run."""
     layout = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
     only_stock, by_token = why_stock(chunk, stranger), takes_parts(gpt)
-    orders = any(plugin.name == "pipeline" for plugin in recipe.enabled())
-    if orders and only_stock is not None:
-        raise EvenloadError(*only_stock)
     shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or not by_token
     chain = PlanChain.of_loop(

@@ -12,7 +12,7 @@ micro-batch at the last stage, and their gradients are summed and finalized as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.order import orders_of_stage
 from ...core.simulate import Kind
-from ...core.workload import MicroBatch, Op, StepPlan
+from ...core.workload import MicroBatch, Op, Slice, StepPlan
 from ...runtime.busy import BusyClock
 from ...runtime.stage_links import StageLinks
+from ...runtime.tape import Tape
 from ..host import no_mark
 from .batch import Batch, is_stock
 from .samples import UserPack
@@ -132,6 +134,9 @@ class _UserStage(PlannedStage):
             mark=no_mark,
         )
         self._lay = lay
+        self._shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        if self._shares > 1:
+            self._tape = _SharedTape()
 
     def _load(self, micro_batch: MicroBatch) -> Batch:
         packed = self._lay(micro_batch, prefix=self._prefix)
@@ -140,9 +145,22 @@ class _UserStage(PlannedStage):
         return batch
 
     def _room(self, slots: int) -> Tensor:
-        config = self._config
-        shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return super()._room(slots // shared)
+        return super()._room(slots // self._shares)
+
+
+class _SharedTape(Tape):
+    """Of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism): each keeps them whole.
+
+    A replay may group its tokens in another way, and every rank then needs tokens from the shares of others.
+    """
+
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_T1C: Tensor) -> None:
+        super().write(slices, segments, gather_from_sequence_parallel_region(input_T1C, False))
+
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_T1C: Tensor) -> Tensor:
+        whole = like_T1C.new_empty(segments[-1], *like_T1C.shape[1:])
+        share = parallel_state.get_tensor_model_parallel_rank() * len(like_T1C)
+        return like_T1C.copy_(super().gather(slices, segments, whole)[share : share + len(like_T1C)])
 
 
 def with_dummies(plan: StepPlan) -> StepPlan:

@@ -27,6 +27,14 @@ def test_a_loop_of_ones_own_runs_whole_sequences_and_is_told_so_once(caplog: pyt
         chain.plan(sequences([65, 3]))
 
 
+def test_a_loop_that_runs_orders_gets_slices_and_is_told_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    asks = recipe(slices="even", max_delay_steps=3)
+    with caplog.at_level("WARNING", logger="evenload"):
+        chain = PlanChain.of_loop(asks, asks.layout(), whole=False)  # type: ignore[attr-defined, arg-type]
+    assert caplog.text.count("plugins.packing.max_delay_steps=3 has no effect") == 1
+    assert chain.plan(sequences([65, 3])).cut == {0}
+
+
 def test_nothing_is_told_where_nothing_is_asked(caplog: pytest.LogCaptureFixture) -> None:
     asks = recipe()
     with caplog.at_level("WARNING", logger="evenload"):

@@ -94,6 +94,46 @@ def test_a_signature_with_the_expected_names_is_accepted_and_kept(core, ledger):
     assert core.step.__wrapped__ is core.ORIGINALS["step"]
 
 
+def _wrapped_by_someone(step):
+    @functools.wraps(step)
+    def louder(value, scale=1):
+        return 2 * step(value, scale)
+
+    return louder
+
+
+def _a_class_of_someone(step):
+    class Louder:
+        def __call__(self, value, scale=1):
+            return 2 * step(value, scale)
+
+    return Louder()
+
+
+@pytest.mark.parametrize(
+    ("change", "who"),
+    [
+        (_wrapped_by_someone, f"{__name__}._wrapped_by_someone.<locals>.louder ("),
+        (_a_class_of_someone, f"{__name__}._a_class_of_someone.<locals>.Louder "),
+        (lambda step: functools.partial(step, scale=2), "functools.partial "),
+    ],
+    ids=["wraps", "object", "partial"],
+)
+def test_a_symbol_with_an_owner_that_someone_has_patched_is_refused_by_his_name(core, ledger, change, who):
+    core.step = theirs = change(core.step)
+    with pytest.raises(EvenloadError, match="already patched by someone else") as refused:
+        ledger.apply([row(owner="stubhost", reach=())])
+    assert refused.value.found.startswith(who)
+    assert core.step is theirs
+    ledger.apply([row(reach=())])
+    assert core.step(1) == 40
+
+
+def test_a_symbol_with_an_owner_may_be_wrapped_by_evenload_before(core, ledger):
+    ledger.apply([row(name="a", owner="stubhost"), row(name="b", owner="stubhost")])
+    assert core.step(1) == 200
+
+
 def test_a_row_that_is_not_needed_is_skipped_whatever_the_version(core, ledger):
     def on_mondays() -> bool:
         return False

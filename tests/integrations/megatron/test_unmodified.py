@@ -6,12 +6,14 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SEEDS = [1, 2, 3, 4, 5, 6]
+SEEDS = [1, 2, 3]
+SHARES = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"pp": 2}, id="pp2"),
     pytest.param(2, {"overlap": True}, id="dp2"),
     pytest.param(4, {"pp": 2, "overlap": True}, id="dp2pp2"),
+    pytest.param(4, {"pp": 2, **SHARES}, id="tp2pp2 in shares"),
 ]
 
 
@@ -22,6 +24,50 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(on_ranks, size, layou
         for found in rank:
             assert found["grad"] < 1e-9, found
             assert found["loss"] < 1e-7, found  # tokens' losses are float32
-        assert any(found.get("cut") for found in rank)
-        assert any(found.get("recomputed") for found in rank)
-        assert all(found["reports"] == found["losses"] for found in rank[:-1])
+        *planned, _ = rank
+        for name in ("cut", "recomputed", "replayed", *([] if layout.get("sequence_parallel") else ["weights"])):
+            assert any(found[name] for found in planned), name
+        assert all(found["reports"] == found["losses"] for found in planned)
+
+
+CHAINS = {"pieces": [4], "asymmetric": False, "replay": "none", "recompute": True}
+MUTANTS = ["restarted positions", "shifted labels", "dropped accumulator", "plan of the latest", "uncounted tokens"]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_proof_catches_planted_faults(on_ranks, mutant):
+    results = on_ranks(1, "user_plans", seeds=[2, 4], how=CHAINS, mutant=mutant)
+    *planned, sound = results[0]
+    assert any(found.get("error") or found["grad"] > 1e-4 for found in planned), planned
+    assert sound["grad"] == 0
+
+
+def test_models_whose_attention_or_positions_are_not_known_run_whole_samples_in_any_order(on_ranks):
+    said = []
+    for found in on_ranks(2, "stays_whole", seeds=[1, 2]):
+        assert max(found["errors"]) < 1e-12
+        assert "whole sequences only" in found["refused"]
+        said.append(found["said"])
+    assert said == [1, 0], "the first rank says so, once"
+
+
+def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
+    (told,) = on_ranks(1, "refusals")
+    wanted = {
+        "stranger inside, ordered": "megatron_user_jobs.refusals.<locals>.louder (",
+        "overlap_p2p_comm": "overlap_p2p_comm True",
+        "num_microbatches_with_partial_activation_checkpoints": "Megatron's schedule says what is recomputed",
+        "loss": "not connected to the model's output",
+        "no loss": "does not return (sum of token losses",
+    }
+    runs = {"fine", "stranger inside, stock"}
+    assert told.keys() == wanted.keys() | runs
+    for name, part in wanted.items():
+        assert part in told[name], f"{name}: {told[name]}"
+    assert all(told[name] is None for name in runs), told
+    assert "already patched by someone else" in told["stranger inside, ordered"]
+
+
+def test_a_session_leaves_model_config_and_held_functions_as_they_were(on_ranks):
+    for found in on_ranks(2, "left_behind"):
+        assert found == {"same": True, "plans": 1, "shapes": [(2, 64)], "error": 0.0}

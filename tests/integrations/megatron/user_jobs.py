@@ -5,29 +5,34 @@ The loop is `tests/hosts/megatron_script.py`, which imports nothing of evenload.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import evenload
+import numpy as np
 import torch
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import parse
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.workload import MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.face import load_plugins
 from evenload.integrations.megatron import unmodified, unmodified_order
 from evenload.integrations.megatron.setup import leave_groups
 from evenload.integrations.megatron.unmodified_step import UserStep
 from evenload.runtime import prefix
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_random_plans import random_plan
 
 SCRIPT = Path(__file__).parents[2] / "hosts" / "megatron_script.py"
@@ -36,6 +41,19 @@ SCRIPT = Path(__file__).parents[2] / "hosts" / "megatron_script.py"
 def recipe(**plugins: Any) -> Any:
     load_plugins()
     return parse({"plugins": plugins or {"packing": {"enabled": True, "max_tokens": 64}}})
+
+
+def _norm_in_shares(cls: type, config: Any, *rest: Any, **named: Any) -> Any:
+    """torch's norms work on shares as on anything else; Megatron's wrapper refuses them, and others need a GPU."""
+    shares, config.sequence_parallel = config.sequence_parallel, False
+    norm = _plain_norm(cls, config, *rest, **named)
+    config.sequence_parallel = shares
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = shares
+    return norm
+
+
+_plain_norm = WrappedTorchNorm.__new__
 
 
 @contextmanager
@@ -52,7 +70,8 @@ def user_loop(tp: int = 1, pp: int = 1, overlap: bool = False, **config: Any) ->
             script.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": 4, **config})
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
-            model, _ = script.build(torch.float64, "rope", overlap)
+            with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
+                model, _ = script.build(torch.float64, "rope", overlap)
             yield Loop(script, model)
         finally:
             leave_groups()
@@ -66,12 +85,14 @@ class Loop:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.last = parallel_state.is_pipeline_last_stage()
 
-    def step(self, forward_step: Callable[..., Any] | None = None) -> dict[str, Any]:
+    def step(
+        self, forward_step: Callable[..., Any] | None = None, schedule: Callable[..., Any] | None = None
+    ) -> dict[str, Any]:
         """Gradients, reports and what the forward step saw, in one step."""
         self.model.zero_grad_buffer()
-        shapes: list[Any] = []
-        reports = self.script.get_forward_backward_func()(
-            forward_step_func=forward_step or partial(self.script.forward_step, shapes),
+        self.shapes: list[Any] = []
+        reports = (schedule or self.script.get_forward_backward_func())(
+            forward_step_func=forward_step or self.forward_step,
             data_iterator=self.script.batches(),
             model=[self.model],
             num_microbatches=self.script.NUM_MICRO_BATCHES,
@@ -80,7 +101,19 @@ class Loop:
             forward_only=False,
         )
         gradients = {name: p.main_grad.clone() for name, p in self.model.module.named_parameters()}
-        return {"gradients": gradients, "reports": [r["lm loss"] for r in reports], "shapes": shapes}
+        return {"gradients": gradients, "reports": [r["lm loss"] for r in reports], "shapes": self.shapes}
+
+    def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        """The script's, with a loss that is averaged over data-parallel ranks for its report, as older scripts do."""
+        output, loss_func = self.script.forward_step(self.shapes, data_iterator, model)
+
+        def averaged(losses: Any) -> Any:
+            loss, count, report = loss_func(losses)
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+            return loss, count, {**report, "mean": mean}
+
+        return output, averaged
 
 
 def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
@@ -114,17 +147,27 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
 
     def make(chain: PlanChain, lengths: list[int]) -> StepPlan:
         limits = chain.limits
-        assert not limits.whole_sequences
-        return random_plan(
-            seed,
-            lengths,
-            num_ranks=limits.num_ranks,
-            num_stages=limits.num_stages,
-            layers_per_stage=limits.layers_per_stage,
-            **how,
-        )
+        sizes = {
+            "num_ranks": limits.num_ranks,
+            "num_stages": limits.num_stages,
+            "layers_per_stage": limits.layers_per_stage,
+        }
+        plan = random_plan(seed, lengths, **sizes, **how)
+        plan = replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)).check()
+        return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
     return make
+
+
+def with_weights(plan: StepPlan, seed: int) -> StepPlan:
+    """Weight gradients of some backwards as passes of their own, anywhere behind them."""
+    draw = np.random.default_rng(seed)
+    rows = [list(row) for row in plan.order]
+    for row in rows:
+        for op in [op for op in row if op.kind == "B" and draw.random() < 0.5]:
+            row.insert(int(draw.integers(row.index(op) + 1, len(row) + 1)), Op("W", op.micro_batch))
+    limits = replace(plan.limits, splits_backward=True)
+    return replace(plan, limits=limits, order=tuple(map(tuple, rows))).check()
 
 
 def user_plans(
@@ -151,6 +194,8 @@ def user_plans(
                     "reports": len(found["reports"]),
                     "steps": len(found["shapes"]),
                     "cut": len(plan.cut),
+                    "replayed": len(plan.replayed),
+                    "weights": sum(map(len, plan.split)),
                     "recomputed": sum(map(sum, plan.recompute)),
                     "losses": max(len(plan.of_rank(r, "B")) for r in range(plan.limits.num_ranks)) if user.last else 0,
                 }
@@ -158,6 +203,106 @@ def user_plans(
         again = user.step()
         results.append({"seed": -1, "grad": worst(again, stock), "loss": 0.0})
     return results
+
+
+class OtherRope(RotaryEmbedding):
+    """Rotary embeddings that evenload does not know."""
+
+
+def stays_whole(world: Any, *, seeds: list[int]) -> dict[str, Any]:
+    """A model of unknown embeddings, in orders of whole samples; what is said, and what a cut plan is told."""
+    with user_loop(pp=2) as user, listening() as lines:
+        user.model.module.rotary_pos_emb.__class__ = OtherRope
+        stock, whole = user.step(), {"pieces": (1,), "asymmetric": False, "replay": "none", "recompute": True}
+        errors = []
+        with evenload.enabled(recipe(packing={"enabled": True, "max_tokens": 64, "slices": "even"})):
+            for seed in seeds:
+                with planning(drawn(seed, **whole)):
+                    errors.append(worst(user.step(), stock))
+            with planning(drawn(1, pieces=(2,))):
+                try:
+                    user.step()
+                    refused = ""
+                except EvenloadError as error:
+                    refused = error.what
+        return {"errors": errors, "refused": refused, "said": sum("samples stay whole" in line for line in lines)}
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What evenload logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evenload").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("evenload").removeHandler(handler)
+
+
+def refusals(world: Any) -> dict[str, Any]:
+    """What loops are told that cannot run an order, and whether a plan without one still runs there."""
+    told: dict[str, Any] = {}
+    plans = {"ordered": drawn(1, pieces=(1,), asymmetric=False, replay="none"), "stock": _as_read}
+
+    def attempt(name: str, user: Loop, make: Callable[..., StepPlan], **call: Any) -> None:
+        try:
+            with evenload.enabled(recipe()), planning(make):
+                user.step(**call)
+            told[name] = None
+        except EvenloadError as error:
+            told[name] = str(error)
+
+    with user_loop() as user:
+        stock = schedules.forward_backward_no_pipelining
+
+        @functools.wraps(stock)
+        def louder(**call: Any) -> Any:
+            return stock(**call)
+
+        with patch.object(schedules, "forward_backward_no_pipelining", louder):
+            for name, make in plans.items():
+                attempt(f"stranger inside, {name}", user, make)
+        for name, value in (("overlap_p2p_comm", True), ("num_microbatches_with_partial_activation_checkpoints", 1)):
+            user.model.config.__dict__[name], had = value, getattr(user.model.config, name)
+            attempt(name, user, plans["ordered"])
+            user.model.config.__dict__[name] = had
+
+        def unconnected(data_iterator: Any, model: Any) -> Any:
+            output, loss_func = user.forward_step(data_iterator, model)
+            return output, lambda losses: loss_func(losses.detach())
+
+        attempt("loss", user, plans["ordered"], forward_step=unconnected)
+        attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
+        attempt("fine", user, plans["ordered"])
+    return told
+
+
+def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
+    """Every sample a micro-batch of its own, without an order."""
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    return StepPlan(sequences(lengths), micro_batches, chain.limits).check()
+
+
+def left_behind(world: Any) -> dict[str, Any]:
+    """A loop that holds its function over the end of a session: what it finds then."""
+    with user_loop(pp=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) as user:
+        gpt, config, stock = user.model.module, user.model.config, user.step()
+        before = {**vars(config)}, dict(gpt._modules), len(gpt._forward_pre_hooks)
+        session = evenload.enable(recipe())
+        held = user.script.get_forward_backward_func()
+        with planning(drawn(3)) as made:
+            user.step(schedule=held)
+        after = {**vars(config)}, dict(gpt._modules), len(gpt._forward_pre_hooks)
+        session.disable()
+        again = user.step(schedule=held)
+    return {
+        "same": before == after,
+        "plans": len(made),
+        "shapes": sorted(set(again["shapes"])),
+        "error": worst(again, stock),
+    }
 
 
 @contextmanager
