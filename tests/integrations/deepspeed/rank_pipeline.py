@@ -45,7 +45,8 @@ def tokens_of(index: int) -> Any:
 
 
 def recipe(pp: int, stage: int, **more: Any) -> Any:
-    train = {"dtype": more.pop("dtype", "fp32"), "clip_grad": more.pop("clip_grad", 0.0), "weight_decay": 0.1}
+    own = {name: more.pop(name) for name in ("dtype", "clip_grad", "recompute") if name in more}
+    train = {"clip_grad": 0.0, "weight_decay": 0.1, **own}
     model = {**MODEL, **({"num_query_groups": 4} if more.get("family") == "gpt" else {}), **more}
     return recipes.parse(
         {
@@ -69,7 +70,7 @@ def hosted(pp: int, stage: int, **more: Any) -> Iterator[Any]:
 
 
 def planned(host: Any, name: str) -> StepPlan:
-    """``7``: a random plan of that seed; ``7 W``: with weight gradients as passes; ``7 shared``, ``7 idle``, ``whole``."""
+    """`7`: a random plan of that seed; `7 W`: with weight gradients as passes; `7 shared`, `7 idle`, `whole`."""
     seed, _, kind = name.partition(" ")
     layout = host.layout
     sizes = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 4 // layout.pp}

@@ -1,0 +1,231 @@
+"""Plans on DeepSpeed's pipelines: what their instructions are, and that gradients are those of plain training."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from evenload.core import recipe as recipes
+from evenload.core.errors import EvenloadError
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.integrations.deepspeed.pipeline_model import _borders, _take_apart
+from evenload.integrations.deepspeed.pipeline_schedule import PlannedSchedule, buffer_of
+
+ROUNDING = 2e-6
+
+
+def _plan(replayed=(), cut=False, split=False, stages=2):
+    """Three micro-batches, the first two of one sequence if it is cut."""
+    lengths = (8, 4) if cut else (4, 4, 4)
+    slices = [Slice(0, 0, 4), Slice(0, 4, 8), Slice(1, 0, 4)] if cut else [Slice(i, 0, 4) for i in range(3)]
+    micro_batches = tuple(MicroBatch((s,), (0,)) for s in slices)
+    passes = [Op("F", i) for i in range(3)] + [Op("B", i) for i in (2, 1, 0)] + [Op("W", 1)] * split
+    limits = Limits(1, 8, num_stages=stages, layers_per_stage=2, splits_backward=split)
+    return StepPlan(sequences(lengths), micro_batches, limits, (tuple(passes),) * stages, replayed=replayed).check()
+
+
+def _told(plan, stage):
+    return [[(type(i).__name__, *i.kwargs.values()) for i in step] for step in PlannedSchedule(plan, stage, 0)]
+
+
+def test_stages_hand_on_what_their_neighbours_wait_for():
+    plan = _plan(split=True)
+    first, last = _told(plan, 0), _told(plan, 1)
+    assert first[0] == [("Forward", Op("F", 0)), ("Send", Op("F", 0))]
+    assert last[0] == [("Receive", Op("F", 0)), ("Forward", Op("F", 0))]
+    assert first[3] == [("Receive", Op("B", 2)), ("Backward", Op("B", 2))]
+    assert last[3] == [("Backward", Op("B", 2)), ("Send", Op("B", 2))]
+    assert first[-2] == last[-2] == [("Weights", Op("W", 1))]
+    assert first[-1] == last[-1] == [("ReduceTiedGrads",), ("ReduceGrads",)]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_replayed_keeps_the_input_and_fills_the_prefix(cut):
+    plan = _plan(replayed=(0, 1), cut=cut)
+    first, last = _told(plan, 0), _told(plan, 1)
+    assert first[0] == [("Prefix", Op("F", 0)), ("Send", Op("F", 0))]
+    prefix = [("Prefix", Op("F", 0))] * cut  # nobody reads keys of whole sequences
+    assert last[0] == [("Receive", Op("F", 0)), *prefix, ("Keep", Op("F", 0))]
+    assert last[5] == [("Replay", Op("B", 0)), ("Backward", Op("B", 0)), ("Send", Op("B", 0))]
+
+
+def test_every_graph_has_a_buffer_of_its_own():
+    plan = _plan(replayed=(0,))
+    buffers = [buffer_of(plan, Op(kind, i)) for kind in ("F", "B") for i in range(3)]
+    assert buffers == [0, 1, 2, 3, 1, 2]
+    assert max(buffers) < PlannedSchedule(plan, 0, 0).num_pipe_buffers()
+
+
+def test_stages_have_equally_many_layers():
+    assert _borders(4 + 3, 2) == [0, 3, 7]
+    assert _borders(12 + 3, 4) == [0, 4, 7, 10, 15]
+
+
+def _recipe(**more):
+    data = {"trainer": "deepspeed", "model": {"vocab_size": 97}, "parallel": {"pp": 2}}
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        data.setdefault(section, {})[name] = value
+    return recipes.parse(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"deepspeed__zero_stage": 2}, "zero_stage 2, parallel.pp 2"),
+        ({"deepspeed__zero_stage": 3}, "zero_stage 3, parallel.pp 2"),
+        ({"deepspeed__zero_stage": 0, "train__dtype": "bf16"}, "bf16, deepspeed.zero_stage 0"),
+        ({"parallel__tp": 2}, "parallel.tp 2"),
+        ({"parallel__pp": 3}, "pp 3, 4 layers"),
+    ],
+)
+def test_what_no_pipeline_runs_is_refused_before_anything_starts(changes, told):
+    with pytest.raises(EvenloadError) as caught:
+        _recipe(**changes)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"num_hidden_layers": 3}, "3 layers, parallel.pp 2"),
+        ({"model_type": "gemma"}, "model_type gemma"),
+        ({"model_type": "gpt_neox", "hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(tmp_path, config, told):
+    import json
+
+    shape = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"tie_word_embeddings": False, **shape, **config}))
+    recipe = _recipe(model__config=str(file))
+    with pytest.raises(EvenloadError) as caught:
+        _take_apart(recipe, recipe.layout(2))
+    assert told in str(caught.value)
+
+
+def _assert_exact(results, names, rounding=ROUNDING, loss=ROUNDING, norm=ROUNDING):
+    for name in names:
+        for result in results:
+            assert result[name]["grad"] <= rounding, name
+            assert result[name]["loss"] <= loss, name
+            assert result[name]["norm"] <= norm, name
+            assert result[name]["executed"], name
+        assert sorted({n for r in results for n in r[name]["names"]}) == results[0]["all"]
+    assert {result["moved"] for result in results} == {0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "names", "more"),
+    [
+        (0, ["whole", "0", "3", "4", "5 W", "6 W"], {}),
+        (1, ["whole", "1", "2", "7", "1 W", "2 W"], {}),
+        (1, ["whole", "3 W"], {"family": "qwen2", "recompute": True}),
+        (0, ["2 W"], {"family": "gpt"}),
+    ],
+)
+def test_two_stages_give_the_gradients_of_plain_training(on_ranks, stage, names, more):
+    _assert_exact(on_ranks(2, "rank_pipeline.exactness", pp=2, stage=stage, names=names, **more), names)
+
+
+@pytest.mark.slow
+def test_bf16_within_its_rounding(on_ranks):
+    names = ["whole", "2 W"]
+    results = on_ranks(2, "rank_pipeline.exactness", pp=2, stage=1, names=names, dtype="bf16")
+    _assert_exact(results, names, rounding=3e-2, loss=1e-3, norm=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pp", "stage", "names"),
+    [
+        (2, 0, ["whole", "0", "5 W", "6 idle", "5 shared"]),
+        (2, 1, ["whole", "2", "1 W", "8 idle", "1 shared"]),
+        (4, 1, ["3", "5 W"]),
+    ],
+)
+def test_four_ranks_with_different_numbers_of_micro_batches(on_ranks, pp, stage, names):
+    _assert_exact(on_ranks(4, "rank_pipeline.exactness", pp=pp, stage=stage, names=names), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_clipped_steps_are_those_of_plain_torch(on_ranks, stage):
+    for told in on_ranks(2, "rank_pipeline.trained", pp=2, stage=stage, names=["1 W", "2"]):
+        assert told["clipped"]  # by the norm over both stages
+        assert max(told["loss"]) <= ROUNDING
+        assert max(told["norm"]) <= ROUNDING
+        assert told["apart"] <= 1e-3
+        for (passes, spans), marks in zip(told["passes"], told["marks"], strict=True):
+            assert spans == [*passes, ("G", -1), ("U", -1)]
+            words = Counter(mark.split(" of ")[0] for mark in marks)
+            assert words["forward"] == sum(kind == "F" for kind, _ in passes)
+            assert words["weight gradients"] == sum(kind == "W" for kind, _ in passes)
+            assert words["backward"] >= sum(kind == "B" for kind, _ in passes)
+            assert marks[-1] == "update"
+
+
+@pytest.mark.slow
+def test_recomputed_layers_keep_their_inputs_alone(on_ranks):
+    for kept in on_ranks(2, "rank_pipeline.memory", pp=2):
+        whole, half, none = (kept[layers] for layers in range(3))
+        assert whole - half == pytest.approx(half - none, rel=0.8)
+        assert none < 0.4 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16")])
+def test_resume_is_bit_equal(on_ranks, tmp_path, stage, dtype):
+    arguments = {"pp": 2, "stage": stage, "dtype": dtype, "folder": str(tmp_path)}
+    went_on = on_ranks(2, "rank_pipeline.save_and_go_on", **arguments)
+    assert went_on == on_ranks(2, "rank_pipeline.resume", **arguments)
+    assert len(set(went_on[0])) == 3
+    assert len(set(map(tuple, went_on))) == 1
+
+
+@pytest.mark.slow
+def test_other_ranks_go_on_and_other_stages_are_refused(on_ranks, tmp_path):
+    arguments = {"pp": 2, "stage": 1, "dtype": "fp32", "folder": str(tmp_path)}
+    went_on = on_ranks(4, "rank_pipeline.save_and_go_on", **arguments)
+    assert went_on == on_ranks(4, "rank_pipeline.resume", **arguments)
+    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "pp": 4}):
+        assert "written under another pp" in told[0]
+    for resumed in on_ranks(2, "rank_pipeline.resume", **arguments):
+        for wanted, found in zip(went_on[0], resumed, strict=True):
+            assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_mutants_are_caught(on_ranks):
+    for found in on_ranks(2, "rank_pipeline.mutants", pp=2):
+        sound = {name: errors for name, errors in found.items() if name.startswith("sound")}
+        assert len(sound) == 4
+        assert all(max(errors) <= ROUNDING for errors in sound.values()), sound
+        broken = {name: errors for name, errors in found.items() if name not in sound}
+        assert len(broken) == 6
+        assert all(max(errors) > 1e-3 for errors in broken.values()), broken
+
+
+@pytest.mark.slow
+def test_foreign_plans_and_unequal_replays_are_refused(on_ranks):
+    for told in on_ranks(2, "rank_pipeline.refused", pp=2):
+        assert "a plan for 2 ranks in 2 stages, 1 in 2 here" in told["ranks"]
+        assert "a plan for 1 ranks in 1 stages" in told["stages"]
+        assert "no complete DeepSpeed checkpoint" in told["load"]
+        assert "act_fn drops 0.1" in told["dropout"]
+
+
+def test_a_stage_output_that_was_sent_holds_no_memory():
+    from evenload.integrations.deepspeed.pipeline_stage import _hollow_out
+
+    weight = torch.ones(4, requires_grad=True)
+    output = weight * 2
+    _hollow_out(output)
+    assert output.untyped_storage().nbytes() == output.element_size()
+    output.backward(gradient=torch.arange(4.0))
+    assert weight.grad.tolist() == [0, 2, 4, 6]
