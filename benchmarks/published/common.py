@@ -19,8 +19,7 @@ from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
-from evenload.core.traffic import Engine
-from evenload.core.workload import Sequence, sequences
+from evenload.core.workload import Engine, Sequence, sequences
 from evenload.face import load_plugins
 from lengths import K, corpus
 

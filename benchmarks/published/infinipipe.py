@@ -17,10 +17,10 @@ over its 8 ranks, states divided over these (the paper's FSDP; what that moves i
     own states evenload with the states that its runtime keeps today: those of the optimizer are divided, weights and
                gradients are not
 
-Guessed: lengths (stand-ins, lengths.py), all rates of recipes/clusters/a800.yaml but NVLink's and InfiniBand's, compute
-at half of the data sheet, and what ZeRO-3 gathers in a micro-batch: FlexSP's measured coefficient of a launch on nodes
-with the same 400 Gbit/s (recipes/costs/flexsp-*). The paper's bars are not readable here; its numbers are those of its
-text.
+Guessed: lengths (stand-ins, lengths.py; GitHub for 64K to 192K), all rates of recipes/clusters/a800.yaml but NVLink's
+and InfiniBand's, compute at half of the data sheet, and what ZeRO-3 gathers in a micro-batch: FlexSP's measured
+coefficient of a launch on nodes with the same 400 Gbit/s (recipes/costs/flexsp-*). The paper's bars are not readable
+here; its numbers are those of its text.
 """
 
 from __future__ import annotations
@@ -93,16 +93,15 @@ def settings() -> Iterator[Setting]:
         ("llama-7b", "commoncrawl-like", 48): "FlexSP 1.31x",
         ("llama-13b", "commoncrawl-like", 48): "FlexSP 1.52x, DeepSpeed 1.71x",
         ("llama-30b", "commoncrawl-like", 48): "FlexSP 1.69x",
-        ("llama-13b", "commoncrawl-like", 64): "FlexSP 1.30x, Seq1F1B 1.23x",
-        ("llama-13b", "commoncrawl-like", 192): "FlexSP 1.37x, Seq1F1B 1.63x",
+        ("llama-13b", "github-like", 64): "FlexSP 1.30x, Seq1F1B 1.23x",
+        ("llama-13b", "github-like", 192): "FlexSP 1.37x, Seq1F1B 1.63x",
     }
     for context in (48, 96):
         for name in ("commoncrawl-like", "github-like"):
             for model in THEIRS:
                 yield Setting(model, name, context * K, known.get((model, name, context), ""))
     for context in (64, 128, 192):
-        name = "commoncrawl-like"
-        yield Setting("llama-13b", name, context * K, known.get(("llama-13b", name, context), ""))
+        yield Setting("llama-13b", "github-like", context * K, known.get(("llama-13b", "github-like", context), ""))
 
 
 def batches_of(setting: Setting, count: int, size: int) -> list[Batch]:
