@@ -8,20 +8,22 @@ So they share one number of layers,
 
 and the program (`program`) has n + P - 1 variables instead of n P. Its rows are exact (`rows`). Then each stage by
 itself gives up layers that it does not need: first stages hold most, the last one hardly anything. Fewer layers at a
-stage never make a step longer, as the order stays. The same from all layers of all is the second candidate; of the two
-a team of ranks takes the one with which it ends sooner, which no sum over diagonals can tell.
+stage never make a step longer, as the order stays. Two more answers start from all layers of all and lower diagonals,
+then stages, or stages at once. A team of ranks takes the one with which it ends soonest, which no sum can tell.
 
 Ranks that share no micro-batch have a program each. A shared one stands on the diagonal of its first rank.
 
-Predicted for 13B, 4 stages, 135 to 240 chunks of 512 sequences, where 16 to 34 GB are left for activations: 0.4 to 2.6 %
-faster with the program than without, at most 1.7 % over a linear program of the whole step (its start times, fractions of
-layers), 5 to 13 % faster than one number of layers for all. 0.04 to 0.3 s, a third of it for the walk through memory.
+Predicted for 13B, 4 stages, 120 to 240 chunks of 512 sequences where 16 to 34 GB are left for activations: 3 to 13 %
+faster than one number of layers for all; up to 2.7 % (in the mean 0.7 %) faster with the program than without it; at
+most 1.5 % over a linear program of the whole step, its start times and fractions of layers. 0.06 to 0.35 s on one core,
+0.04 to 0.07 without the program.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +38,7 @@ from ...core.registry import Situation
 from ...core.workload import StepPlan
 from .config import GIB, PipelineConfig
 from .program import lowered, solved
-from .rows import Most, Probes, fullest, joined, levels_of
+from .rows import Most, Probes, Rows, fullest, joined, levels_of
 
 _ROUNDS = 3
 """Times that the room is tightened should the exact walk disagree with the rows."""
@@ -83,19 +85,15 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
 
 
 def _chosen(probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int) -> StepPlan:
-    """The plan with the layers that each team of ranks ends soonest with."""
+    """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
     backwards = _backwards(plan)
     teams = [_Team(probes, plan, room, situation, backwards, ranks) for ranks in _teams(plan)]
-    quick = [team.one_by_one() for team in teams]
-    slow = [team.by_program(solver_ms) for team in teams] if solver_ms else []
-    plans = [_with(plan, teams, quick)]
-    if any(one is not None for one in slow):
-        mixed = [one if one is not None else other for one, other in zip(slow, quick, strict=True)]
-        plans.append(_with(plan, teams, mixed))
-        before, after = (_ends(one, teams, situation) for one in plans)
-        best = [new if b < a else old for old, new, a, b in zip(quick, mixed, before, after, strict=True)]
-        return _with(plan, teams, best)
-    return plans[0]
+    answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
+    if solver_ms:
+        searched = [team.by_program(solver_ms) for team in teams]
+        answers.append([a if b is None else b for a, b in zip(answers[1], searched, strict=True)])
+    ends = np.array([_ends(_with(plan, teams, one), teams, situation) for one in answers])
+    return _with(plan, teams, [answers[which][at] for at, which in enumerate(ends.argmin(axis=0).tolist())])
 
 
 class _Team:
@@ -118,22 +116,29 @@ class _Team:
         self._diagonals = _diagonals(plan, backwards, self.numbers)
         self._seconds = _layer_seconds(plan, situation)[self.numbers]
         self._layers = plan.limits.layers_per_stage
+        self._size = int(self._diagonals.max(initial=-1)) + 1
+        self._weights = np.zeros(self._size)
+        for diagonal in self._diagonals:
+            np.maximum.at(self._weights, diagonal, self._seconds)
 
-    def one_by_one(self) -> Ints:
-        """Layers by stage and micro-batch, int64 [P, n]: none more at any stage than it needs, if it needs any."""
+    def by_stage(self) -> Ints:
+        """Layers by stage and micro-batch, int64 [P, n]: all of all, lowered."""
         return self._lowered(np.full_like(self._diagonals, self._layers))
 
+    def by_diagonal(self) -> Ints:
+        """The same, lowered as diagonals before."""
+        layers = np.full(self._size, self._layers, dtype=np.int64)
+        return self._lowered(lowered(self._tied, self._weights, layers)[self._diagonals])
+
     def by_program(self, solver_ms: int) -> Ints | None:
-        """The same, no more than the program gives each diagonal; None without an answer of its."""
-        size = int(self._diagonals.max(initial=-1)) + 1
-        weights = np.zeros(size)
-        for diagonal in self._diagonals:
-            np.maximum.at(weights, diagonal, self._seconds)
-        rows = joined([of.on(places, size) for of, places in zip(self._rows, self._diagonals, strict=True)])
-        if not len(rows.own):
-            return None
-        found = solved(rows, weights, self._layers, solver_ms=solver_ms)
+        """The same, where the program says what a diagonal has; None without an answer of its."""
+        found = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
         return None if found is None else self._lowered(found[self._diagonals])
+
+    @cached_property
+    def _tied(self) -> Rows:
+        rows = zip(self._rows, self._diagonals, strict=True)
+        return joined([of.on(places, self._size) for of, places in rows])
 
     def _lowered(self, layers: Ints) -> Ints:
         rows = [lowered(rows, self._seconds, of_stage) for rows, of_stage in zip(self._rows, layers, strict=True)]
@@ -199,13 +204,19 @@ def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> D
     missing = most.held_bytes - room
     how = "with all its layers recomputed" if plan.recompute else "whose backward has groups of its own"
     found = (
-        f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.2f} GiB at "
-        f"{most.op.kind}{most.op.micro_batch}: {missing / GIB:.2f} GiB more than the {room / GIB:.2f} GiB there are "
+        f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.3g} GiB at "
+        f"{most.op.kind}{most.op.micro_batch}: {missing / GIB:.3g} GiB more than the {room / GIB:.3g} GiB there are "
         "for activations and prefix KV"
     )
     uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
-    least = math.ceil(100 * most.held_bytes / GIB) / 100
+    least = rounded_up(most.held_bytes / GIB)
     if least * GIB <= room_bytes(situation.cluster, situation.costs.memory, uncapped):
-        return DoesNotFitError(most, missing, found, f"raise plugins.pipeline.activation_gib to {least:.2f} or more")
+        return DoesNotFitError(most, missing, found, f"raise plugins.pipeline.activation_gib to {least:g} or more")
     do = "lower plugins.pipeline.max_tokens or data.max_length, or use more tensor or pipeline parallelism"
     return DoesNotFitError(most, missing, found, do)
+
+
+def rounded_up(value: float) -> float:
+    """To three digits, never down."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / unit) * unit:.12g}")
