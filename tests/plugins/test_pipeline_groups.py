@@ -53,8 +53,8 @@ def test_one_pipeline_where_memory_is_plenty() -> None:
 def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_others_recompute() -> None:
     """16 + 3 chunks in flight hold 95 layers, 1 + 3 only 20; there is room for 40.
 
-    In one pipeline 116 chunks recompute 55 / 19 layers, 336 together; apart the 16 of the long one 40 / 16, 40 together.
-    A layer takes 2 s; a pipeline more takes 3 * 30 s.
+    In one pipeline 116 chunks recompute 55 / 19 layers, 336 together; apart only the 16 of the long one do, 40 / 16
+    layers. A layer takes 2 s; a pipeline more takes 3 * 30 s.
     """
     plan = chunked([16, *([1] * 100)], room=40 * LAYER_BYTES)
     assert grouped(plan, situation(), CONFIG) == [list(range(16)), list(range(16, 116))]
