@@ -93,7 +93,7 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
         splits_backward=recipe.trainer == "megatron",
-        deferred_bytes_per_token=shape.linear_values * value_bytes / layout.tp,
+        deferred_bytes_per_token=shape.linear_values(layout.tp) * value_bytes,
     )
 
 

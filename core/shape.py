@@ -30,12 +30,13 @@ class Shape(NamedTuple):
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
 
-    @property
-    def linear_values(self) -> int:
-        """Values per token and layer that go into the products with weights (QKV, output, MLP) and come out of them."""
-        into = 2 * self.hidden_size + self.query_size + self.ffn_hidden_size
-        out = self.query_size + 2 * self.kv_size + 2 * self.hidden_size + (1 + self.gated) * self.ffn_hidden_size
-        return into + out
+    def linear_values(self, tp: int = 1) -> float:
+        """Values per token and layer that go into the products with weights (QKV, output, MLP) and come out of them.
+
+        Of ``tp`` tensor-parallel ranks each has a part, but for what enters and leaves a block.
+        """
+        parts = 2 * self.query_size + 2 * self.kv_size + (2 + self.gated) * self.ffn_hidden_size
+        return 4 * self.hidden_size + parts / tp
 
     @property
     def weights(self) -> int:

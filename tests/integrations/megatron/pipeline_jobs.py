@@ -1,0 +1,254 @@
+"""What the ranks of test_pipeline.py do: schedules drawn by the test against plain training, and planted faults.
+
+A host, and the reference for a batch, stay from one call to the next: only the first of many plans pays for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from evenload.core.errors import EvenloadError
+from evenload.core.order import orders_of_stage
+from evenload.core.setting import limits_of, situation_of
+from evenload.core.workload import Limits, StepPlan, sequences
+from evenload.integrations.megatron import linears, model, schedule
+from evenload.integrations.megatron.attention import PackedCoreAttention
+from evenload.integrations.megatron.schedule import PlannedStage
+from evenload.integrations.megatron.verify import grad_rel_err, reference
+from evenload.integrations.megatron.weights import global_gradients
+from evenload.runtime import deferred
+from evenload.runtime.busy import BusyClock
+from evenload.runtime.deferred import WeightGradients
+from evenload.runtime.stage_links import StageLinks
+from megatron_jobs import CPU, hosted, tokens
+from megatron_slice_jobs import fault as slice_fault
+
+_kept: dict[str, Any] = {}
+
+
+def _host(world: Any, changes: dict[str, Any]) -> Any:
+    """The host with these changes of the recipe; the one before is closed."""
+    if _kept.get("changes") != changes:
+        if "stack" in _kept:
+            _kept["stack"].close()
+        _kept.clear()
+        stack = ExitStack()
+        _kept.update(changes=changes, stack=stack, host=stack.enter_context(hosted(world, **changes)), references={})
+    return _kept["host"]
+
+
+def _reference(host: Any, lengths: list[int]) -> Any:
+    if str(lengths) not in _kept["references"]:
+        _kept["references"][str(lengths)] = reference(host.recipe, host, tokens(lengths), sequences(lengths))
+    return _kept["references"][str(lengths)]
+
+
+def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
+    layout = host.layout
+    layers = host.recipe.model.num_layers // layout.pp
+    limits = Limits(layout.plane_size, 1 << 20, num_stages=layout.pp, layers_per_stage=layers, splits_backward=True)
+    return StepPlan.from_json(written, limits).check()
+
+
+def piped(
+    world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
+) -> list[dict[str, Any]]:
+    """Errors of plans (as JSON) against plain training."""
+    host, found = _host(world, changes), []
+    expected_loss, expected = _reference(host, lengths)
+    for written in plans:
+        the_plan = _plan(host, written)
+        with fault(mutant):
+            try:
+                result, gradients = host.gradients(the_plan, tokens(lengths))
+            except (EvenloadError, RuntimeError) as error:
+                if not mutant:
+                    raise
+                found.append({"error": str(error)})
+                continue
+        found.append(
+            {
+                "loss": abs(result.loss - expected_loss) / max(1e-300, expected_loss),
+                "grad": grad_rel_err(gradients, expected),
+                "executed": result.executed,
+            }
+        )
+    return found
+
+
+def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **changes: Any) -> list[float]:
+    """Errors of the gradient shards that training steps leave to a distributed optimizer, in float64.
+
+    Megatron's sharded optimizer wants float32; its gradient buffers and their overlapped reduce-scatter do not.
+    """
+    config, errors = model.DistributedDataParallelConfig, []
+
+    def sharding_config(**fields: Any) -> Any:
+        return config(**(fields | {"use_distributed_optimizer": True}))
+
+    sharding = patch.object(model, "DistributedDataParallelConfig", sharding_config)
+    with sharding, hosted(world, **changes) as host:
+        _, expected = reference(host.recipe, host, tokens(lengths), sequences(lengths))
+        for written in plans:
+            host._run(_plan(host, written), tokens(lengths), lambda _: None, BusyClock(CPU), whole=False)
+            for group in host.ddp.bucket_groups:
+                for bucket in group.buckets:
+                    members = group.intra_distributed_optimizer_instance_group
+                    mine = bucket.grad_data.chunk(dist.get_world_size(members))[dist.get_rank(members)].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=members)
+            errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
+    return errors
+
+
+def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: Any) -> dict[str, Any]:
+    """What ran in a step: its spans, products for weight gradients by kind of pass, layers, tensors on the way."""
+    told: dict[str, Any] = {"B": 0, "W": 0, "attention": 0, "sent": 0, "most": 0, "held": []}
+    attend, product = PackedCoreAttention.forward, deferred.weight_gradient
+    send, weights = StageLinks.send, PlannedStage._run_weights
+    kind = ["B"]
+
+    def attending(self: Any, *args: Any, **kwargs: Any) -> Any:
+        told["attention"] += 1
+        return attend(self, *args, **kwargs)
+
+    def multiplying(*args: Any) -> Any:
+        told[kind[0]] += 1
+        return product(*args)
+
+    def sending(self: Any, *args: Any) -> None:
+        send(self, *args)
+        told["sent"] += 1
+        told["most"] = max(told["most"], *map(len, self._sent.values()))
+
+    def weighing(self: Any, op: Any) -> None:
+        before = self._later.held_bytes()
+        kind[0] = "W"
+        weights(self, op)
+        kind[0] = "B"
+        told["held"].append((op.micro_batch, before - self._later.held_bytes()))
+
+    host = _host(world, changes)
+    the_plan = _plan(host, plan)
+    with (
+        patch.object(PackedCoreAttention, "forward", attending),
+        patch.object(deferred, "weight_gradient", multiplying),
+        patch.object(StageLinks, "send", sending),
+        patch.object(PlannedStage, "_run_weights", weighing),
+    ):
+        result = host.train_step(the_plan, tokens(lengths), lr=0.0, record=True)
+    situation = situation_of(host.recipe, host.layout)
+    ops = orders_of_stage(the_plan, host.pipeline_stage)[host.plane_rank]
+    return {
+        **told,
+        "deferred_bytes_per_token": limits_of(host.recipe, situation).deferred_bytes_per_token,
+        "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
+        "ops": [tuple(op) for op in ops],
+        "left_over": bool(host._links and any(host._links._sent.values())),
+        "patched": [name for name, m in host.model.named_modules() if "_forward_impl" in vars(m)],
+        "busy": (result.busy_s, result.forward_s),
+    }
+
+
+def refused(world: Any, *, plan: dict[str, Any], lengths: list[int], why: str) -> list[str]:
+    """The three parts of the error of a plan with W passes for a model that cannot run them, on one rank."""
+    host = _host(world, {})
+    layer = host.model.decoder.layers[1].mlp.linear_fc1
+    with ExitStack() as stack:
+        if why == "someone else's":
+            stack.enter_context(deferred.replaced(layer, "_forward_impl", layer._forward_impl))
+        elif why == "a layer of another kind":
+            stack.enter_context(patch.object(linears, "ColumnParallelLinear", linears.RowParallelLinear))
+        else:
+            stack.enter_context(patch.object(host.model.config, why, True))
+        try:
+            host.gradients(_plan(host, plan), tokens(lengths))
+        except EvenloadError as error:
+            return [error.what, error.found, error.do]
+    return []
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Plant a fault in the schedule or the runtime below it."""
+    if name in _FAULTS:
+        with _FAULTS[name]():
+            yield
+    else:
+        with slice_fault(name):
+            yield
+
+
+def _empty_pass() -> Any:
+    return patch.object(WeightGradients, "run", lambda self, number: self._left.pop(number))
+
+
+def _computed_twice() -> Any:
+    run = WeightGradients.run
+
+    def twice(self: Any, number: int) -> None:
+        left = list(self._left[number])
+        run(self, number)
+        self._left[number] = left
+        run(self, number)
+
+    return patch.object(WeightGradients, "run", twice)
+
+
+def _inputs_of_another() -> Any:
+    """Products of the output gradients of one micro-batch and the inputs that the one before had."""
+    product, last = deferred.weight_gradient, {}
+
+    def mixed(x: Any, dy: Any) -> Any:
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+        key = (x.shape[-1], dy.shape[-1])
+        other, last[key] = last.get(key, x), x
+        tokens = min(len(other), len(dy))
+        return product(other[:tokens], dy[:tokens])
+
+    return patch.object(deferred, "weight_gradient", mixed)
+
+
+@contextmanager
+def _recomputed_under_another_plan() -> Iterator[None]:
+    """As if the pack were in a global: a layer that is recomputed sees the one of the latest forward."""
+    attend, step, latest, replays = PackedCoreAttention.forward, schedule.backward_step, [], []
+
+    def attending(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        if not replays:
+            latest[:] = [packed_seq_params]
+        return attend(self, *args, packed_seq_params=latest[0], **kwargs)
+
+    def stepping(*args: Any) -> Any:
+        replays.append(1)
+        try:
+            return step(*args)
+        finally:
+            replays.clear()
+
+    with patch.object(PackedCoreAttention, "forward", attending), patch.object(schedule, "backward_step", stepping):
+        yield
+
+
+def _dx_of_one_rank() -> Any:
+    linear = WeightGradients.linear
+
+    def alone(self: Any, x: Any, weight: Any, bias: Any, sum_over: Any = None) -> Any:
+        return linear(self, x, weight, bias)
+
+    return patch.object(WeightGradients, "linear", alone)
+
+
+_FAULTS: dict[str, Any] = {
+    "no weight gradients": lambda: patch.object(PlannedStage, "_run_weights", lambda *_: None),
+    "empty W": _empty_pass,
+    "W twice": _computed_twice,
+    "inputs of another micro-batch": _inputs_of_another,
+    "recomputed under another plan": _recomputed_under_another_plan,
+    "dx of one rank": _dx_of_one_rank,
+    "nothing": partial(ExitStack),
+}

@@ -1,0 +1,225 @@
+"""Schedules of pipelines drawn by lot, with recomputation and weight gradients by the plan, against plain training."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from evenload.core.order import one_forward_one_backward
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from hypothesis import HealthCheck, given, settings
+
+pytestmark = pytest.mark.slow
+
+_spec = importlib.util.spec_from_file_location("random_pipelines", Path(__file__).with_name("random_pipelines.py"))
+_drawn = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_drawn)
+
+LENGTHS = [37, 5, 64, 2, 18, 41, 9, 23]
+LAYERS = 4
+WORDS = ("none", "some", "all")
+LAYOUTS = {
+    "pp2": (2, {"parallel__pp": 2}),
+    "pp4": (4, {"parallel__pp": 4}),
+    "pp2dp2": (4, {"parallel__pp": 2}),
+    "pp2tp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+}
+
+
+def drawn(seed, layout, lengths=LENGTHS, **how):
+    size, changes = LAYOUTS[layout]
+    stages = changes["parallel__pp"]
+    ranks = size // stages // changes.get("parallel__tp", 1)
+    draw = seed if isinstance(seed, Random) else Random(seed)
+    return _drawn.random_pipeline(
+        draw, lengths, num_ranks=ranks, num_stages=stages, layers_per_stage=LAYERS // stages, **how
+    )
+
+
+def assert_exact(results, layout, lengths=LENGTHS):
+    """All plans gave the reference, and the ranks ran every token's backward once at every stage."""
+    copies = LAYOUTS[layout][1].get("parallel__tp", 1) * LAYOUTS[layout][1]["parallel__pp"]
+    for plans in zip(*results, strict=True):
+        for found in plans:
+            assert found["loss"] < 1e-12
+            assert found["grad"] < 1e-9
+        ran = [(s.sequence, t) for found in plans for s in found["executed"] for t in range(s.start, s.stop)]
+        assert sorted(ran) == sorted((i, t) for i, n in enumerate(lengths) for t in range(n) for _ in range(copies))
+
+
+def run(on_ranks, layout, plans, lengths=LENGTHS, **more):
+    size, changes = LAYOUTS[layout]
+    return on_ranks(size, "piped", plans=[p.to_json() for p in plans], lengths=lengths, **changes, **more)
+
+
+def grid(layout):
+    """Recomputation by weight gradients, each none, some and all; replays in some; and two plans of sixteen slices."""
+    words = [(recompute, split) for recompute in WORDS for split in WORDS]
+    plans = [drawn(10 + i, layout, recompute=r, split=w) for i, (r, w) in enumerate(words)]
+    plans += [drawn(20 + i, layout, replay=replay, split="some") for i, replay in enumerate(("some", "all"))]
+    return plans + [drawn(30 + i, layout, pieces=[1, 16], split="some", recompute="some") for i in range(2)]
+
+
+def test_the_drawn_schedules_hold_what_they_are_to_prove():
+    plans = [plan for layout in LAYOUTS for plan in grid(layout)]
+    lengths = dict(enumerate(LENGTHS))
+
+    def ops(plan, kind):
+        return [op.micro_batch for op in plan.order[0] if op.kind == kind]
+
+    def places(plan):
+        for order in plan.order:
+            place = {op: at for at, op in enumerate(order)}
+            yield from (place[op] - place[Op("B", op.micro_batch)] for op in order if op.kind == "W")
+
+    wanted = {
+        "sixteen slices": lambda p: 16 in Counter(s.sequence for m in p.micro_batches for s in m.slices).values(),
+        "slices beside whole sequences": lambda p: any(
+            {s.length == lengths[s.sequence] for s in m.slices} == {True, False} for m in p.micro_batches
+        ),
+        "forwards in another order than launched": lambda p: ops(p, "F") != sorted(ops(p, "F")),
+        "backwards in another order than forwards reversed": lambda p: ops(p, "B") != ops(p, "F")[::-1],
+        "stages that interleave differently": lambda p: len(set(p.order)) > 1,
+        "a W right behind its B": lambda p: 1 in places(p),
+        "a W much later": lambda p: max(places(p), default=0) > 10,
+        "some W at one stage": lambda p: any(0 < len(s) < len(p.micro_batches) for s in p.split),
+        "all W": lambda p: all(len(s) == len(p.micro_batches) for s in p.split),
+        "replays with W": lambda p: p.replayed and any(p.split),
+        "layers recomputed by stage": lambda p: len(set(p.recompute)) > 1,
+    }
+    for name, holds in wanted.items():
+        assert any(holds(plan) for plan in plans), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
+    assert_exact(run(on_ranks, layout, grid(layout)), layout)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    draw=st.randoms(use_true_random=False),
+    lengths=st.sampled_from([LENGTHS, [50, 3, 1, 27], [90, 7]]),
+    replay=st.sampled_from(["none", "none", ""]),
+)
+def test_whatever_schedule_is_drawn(on_ranks, draw, lengths, replay):
+    plans = [drawn(draw, "pp2", lengths, pieces=(1, 3, 16), replay=replay)]
+    assert_exact(run(on_ranks, "pp2", plans, lengths), "pp2", lengths)
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(draw=st.randoms(use_true_random=False))
+def test_whatever_schedule_is_drawn_for_four_stages(on_ranks, draw):
+    plans = [drawn(draw, "pp4", pieces=(1, 2, 8))]
+    assert_exact(run(on_ranks, "pp4", plans), "pp4")
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen2"])
+def test_biases_are_in_the_backward(on_ranks, family):
+    plans = [drawn(seed, "pp2", split="all", recompute="some") for seed in (1, 2)]
+    assert_exact(run(on_ranks, "pp2", plans, model__family=family), "pp2")
+
+
+def test_every_rank_of_an_overlapping_distributed_optimizer_has_its_shard_of_the_sum(on_ranks):
+    size, changes = LAYOUTS["pp2dp2"]
+    plans = [drawn(seed, "pp2dp2", split=split).to_json() for seed, split in ((1, "all"), (2, "some"), (3, "none"))]
+    for errors in on_ranks(
+        size, "sharded", plans=plans, lengths=LENGTHS, megatron__overlap_grad_reduce=True, **changes
+    ):
+        assert max(errors) < 1e-9
+
+
+def test_the_same_in_float32_with_the_distributed_optimizer(on_ranks):
+    plans = [drawn(seed, "pp2dp2", split=split) for seed, split in ((1, "all"), (2, "some"))]
+    more = {"train__dtype": "fp32", "megatron__overlap_grad_reduce": True}
+    for rank in run(on_ranks, "pp2dp2", plans, **more):
+        assert max(found["grad"] for found in rank) < 2e-6
+
+
+def one_stage(seed, **how):
+    return _drawn.random_pipeline(Random(seed), LENGTHS, num_ranks=1, num_stages=1, layers_per_stage=LAYERS, **how)
+
+
+FAULTS = {
+    "no weight gradients": {"split": "some"},
+    "empty W": {"split": "some"},
+    "W twice": {"split": "some"},
+    "inputs of another micro-batch": {"split": "some"},
+    "dropped accumulator": {"split": "some"},
+    "recomputed under another plan": {"recompute": "all"},
+    "restarted positions": {"recompute": "some"},
+}
+
+
+def test_the_proof_catches_planted_faults(on_ranks):
+    for fault, how in FAULTS.items():
+        plans = [one_stage(seed, pieces=[1, 8], **how).to_json() for seed in (1, 2)]
+        for mutant in ("nothing", fault):
+            (found,) = on_ranks(1, "piped", plans=plans, lengths=LENGTHS, mutant=mutant)
+            caught = ["error" in one or one["grad"] > 1e-4 or one["loss"] > 1e-4 for one in found]
+            assert all(caught) if mutant == fault else not any(caught), (fault, mutant)
+
+
+def test_the_proof_catches_a_gradient_that_tensor_parallel_ranks_did_not_sum(on_ranks):
+    for found in run(on_ranks, "pp2tp2", [drawn(1, "pp2tp2", split="all")], mutant="dx of one rank"):
+        assert found[0]["grad"] > 1e-4
+
+
+def test_spans_tell_every_pass_and_weights_are_multiplied_in_their_own(on_ranks):
+    plan = drawn(4, "pp2", split="some", recompute="some")
+    for stage, found in enumerate(on_ranks(2, "passes", plan=plan.to_json(), lengths=LENGTHS, parallel__pp=2)):
+        layers, count = LAYERS // 2, len(plan.split[stage])
+        assert [(kind, number) for kind, number, _, _ in found["spans"]] == [*found["ops"], ("G", -1), ("U", -1)]
+        times = [t for _, _, start, end in found["spans"] for t in (start, end)]
+        assert times == sorted(times)
+        assert found["busy"][0] > found["busy"][1]
+        assert (found["B"], found["W"]) == (0, 4 * layers * count)
+        assert found["attention"] == layers * len(plan.micro_batches) + sum(plan.recompute[stage])
+        assert not found["patched"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_waits_for_a_weight_pass_is_what_the_limits_say(on_ranks, tp):
+    """In float64: inputs of the linear layers and gradients of their outputs, whether layers were recomputed or not."""
+    plan = drawn(5, "pp2", split="all", recompute="some")
+    changes = {"parallel__pp": 2, "parallel__tp": tp}
+    for found in on_ranks(2 * tp, "passes", plan=plan.to_json(), lengths=LENGTHS, **changes):
+        per_token = found["deferred_bytes_per_token"] * LAYERS // 2
+        assert dict(found["held"]) == {i: per_token * m.num_tokens for i, m in enumerate(plan.micro_batches)}
+
+
+def test_what_was_sent_is_freed_in_time_also_between_weight_passes(on_ranks):
+    """1F1B of twelve packs, each W two backwards late: a W takes nothing from a link."""
+    packs = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(12))
+    orders = []
+    for ahead in (1, 0):
+        ops = []
+        for op in one_forward_one_backward(range(12), ahead):
+            late = [Op("W", op.micro_batch - 2)] if op.kind == "B" and op.micro_batch > 1 else []
+            ops += [op, *late]
+        orders.append((*ops, Op("W", 10), Op("W", 11)))
+    limits = Limits(1, 4, num_stages=2, layers_per_stage=2, splits_backward=True)
+    plan = StepPlan(sequences([4] * 12), packs, limits, order=tuple(orders)).check()
+    for found in on_ranks(2, "passes", plan=plan.to_json(), lengths=[4] * 12, parallel__pp=2):
+        assert (found["sent"], found["most"]) == (12, 2)
+        assert not found["left_over"]
+
+
+REASONS = {
+    "someone else's": "has been replaced by someone else",
+    "a layer of another kind": "is in no column- or row-parallel layer",
+    "gradient_accumulation_fusion": "gradient_accumulation_fusion: ",
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_layers_that_cannot_leave_weight_gradients_are_refused_before_any_pass(on_ranks, why):
+    plan = one_stage(1, split="all").to_json()
+    (texts,) = on_ranks(1, "refused", plan=plan, lengths=LENGTHS, why=why)
+    assert len(texts) == 3
+    assert REASONS[why] in " ".join(texts)
+    assert "plugins.pipeline.split_backward=off" in texts[2]
