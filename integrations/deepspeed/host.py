@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from ..host import Mark, StepResult, no_mark
 from . import attention, checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
 from .jobs import num_added, passes_of_rank
-from .model import build_model, keeping_activations, recompute_layers
+from .model import build_model, recompute_layers, recomputing
 from .passes import Pass
 from .supported import refuse_unequal_replay, refuse_unsupported
 
@@ -156,7 +156,7 @@ class DeepSpeedHost:
             raise EvenloadError(
                 "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
             )
-        if plan.replayed:
+        if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
         self._tell_of_dummies(plan, passes)
         plane = self._plane_of(plan)
@@ -184,8 +184,7 @@ class DeepSpeedHost:
                         reduction.before_backward()
                         self.engine.backward(losses.pop(one.graph) * (share / num_targets), scale_wrt_gas=False)
                     else:
-                        keeping = keeping_activations(self.engine.module) if self._keeps(plan, one) else nullcontext()
-                        with keeping, self._offloading(plan, one):
+                        with self._recomputing(plan, one), self._offloading(plan, one):
                             losses[one.graph] = loss_sum(self.engine, pack)
                         total += losses[one.graph].detach().double()
                         reduction.after_forward()
@@ -216,15 +215,30 @@ class DeepSpeedHost:
             return nullcontext()
         return offloading(plan.offload[one.number], layers_of(self.engine.module), self.world.device)
 
-    def _keeps(self, plan: StepPlan, one: Pass) -> bool:
-        """Whether a forward keeps its activations although layers are recomputed: a replay is a recomputation already.
+    def _recomputing(self, plan: StepPlan, one: Pass) -> AbstractContextManager[None]:
+        """The layers that a forward's backward runs again: as many as the plan says, else what the recipe says.
 
-        ZeRO 3 gathers parameters in recomputed layers, so there the backwards of a step are all of one sort.
+        A replay is a recomputation already. ZeRO 3 gathers parameters in recomputed layers, so there the backwards of a
+        step are all of one sort: with a plan's numbers, of the one that recomputes most.
         """
+        if plan.recompute:
+            row = plan.recompute[0]
+            number = max(row) if self.stage == 3 else row[one.number] if one.number >= 0 else 0
+            return recomputing(self._checkpointed(), number)
         if not self.recipe.train.recompute:
-            return False
+            return nullcontext()
         mixed = any(plan.micro_batches[i].slices for i in plan.kept)
-        return (one.kind == "replay" or not one.micro_batch.slices) and not (mixed and self.stage == 3)
+        keeps = (one.kind == "replay" or not one.micro_batch.slices) and not (mixed and self.stage == 3)
+        return recomputing(self._checkpointed(), 0) if keeps else nullcontext()
+
+    def _checkpointed(self) -> Sequence[Any]:
+        """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
+        blocks: Sequence[Any] = layers_of(self.engine.module)
+        if not hasattr(blocks[0], "_gradient_checkpointing_func"):
+            recompute_layers(self.engine.module)
+            for block in blocks:
+                block.gradient_checkpointing = False
+        return blocks
 
     def _tell_of_dummies(self, plan: StepPlan, passes: tuple[Pass, ...]) -> None:
         """Warn once where ZeRO 3 makes ranks run passes for nothing."""

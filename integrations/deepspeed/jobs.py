@@ -88,15 +88,13 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
         found = f"a plan for {plan.limits.num_ranks} ranks in a world of {num_ranks}"
     elif any(len(m.ranks) > 1 and not m.engine for m in (*plan.micro_batches, *plan.backward)):
         found = "a micro-batch on several ranks that names no engine (static context parallelism)"
-    elif any(layers for row in plan.recompute for layers in row):
-        found = "layers to recompute in single micro-batches"
-    elif len(plan.order) > 1:
-        found = f"an order for {len(plan.order)} pipeline stages"
+    elif len(plan.order or plan.recompute) > 1:
+        found = f"a plan for {len(plan.order or plan.recompute)} pipeline stages"
     if found:
         raise EvenloadError(
             "trainer deepspeed cannot run this plan",
             found,
-            "plan for the ranks there are, share sequences by plugins.mesh, and set train.recompute for recomputation",
+            "plan for the ranks there are, and share sequences by plugins.mesh",
         )
 
 

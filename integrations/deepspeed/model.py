@@ -4,7 +4,7 @@ downloaded."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,19 @@ def recompute_layers(model: Any) -> None:
 
 
 @contextmanager
-def keeping_activations(model: Any) -> Iterator[None]:
-    """Forwards inside keep their activations although `recompute_layers` was called: their backward follows at once."""
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in layers:
-        module.gradient_checkpointing = False
+def recomputing(blocks: Sequence[Any], layers: int) -> Iterator[None]:
+    """Forwards inside keep the inputs alone of the first ``layers`` decoder layers, and the activations of the others.
+
+    `recompute_layers` must have been called. A layer asks in its forward; its backward does what that was told.
+    """
+    had = [block.gradient_checkpointing for block in blocks]
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = number < layers
     try:
         yield
     finally:
-        for module in layers:
-            module.gradient_checkpointing = True
+        for block, before in zip(blocks, had, strict=True):
+            block.gradient_checkpointing = before
 
 
 def _read(path: Path) -> Any:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -31,7 +30,7 @@ from ...core.recipe import Recipe
 from ...runtime.pack import Pack
 from . import attention
 from .engine import prepare_deepspeed
-from .model import build_model, recompute_layers
+from .model import build_model, recompute_layers, recomputing
 from .supported import refuse_unsupported
 
 _FINAL_NORM = {
@@ -94,8 +93,8 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         hidden_1TC = self.forward_funcs[0](pack.tokens_T[None]) if received_TC is None else received_TC[None]
         positions_1T = pack.positions_T[None]
         tables = self._rotary[0](hidden_1TC, positions_1T)
-        with _recomputing(self.blocks[:recomputed]):
-            for block in self.blocks:
+        with recomputing(blocks := self.blocks, recomputed):
+            for block in blocks:
                 hidden_1TC = block(
                     hidden_1TC,
                     attention_mask=None,
@@ -165,7 +164,7 @@ def _take_apart(recipe: Recipe, layout: Layout) -> _Parts:
     for broken, found, do in rules:
         if broken:
             raise EvenloadError("the model cannot be cut into pipeline stages", found, do)
-    recompute_layers(model)  # brings the means; `_recomputing` says when
+    recompute_layers(model)  # brings the means; `recomputing` says when
     base = model.base_model
     norm, blocks = getattr(base, _FINAL_NORM[config.model_type]), list(base.layers)
     for block in blocks:
@@ -173,15 +172,3 @@ def _take_apart(recipe: Recipe, layout: Layout) -> _Parts:
     layers = [model.get_input_embeddings(), *blocks, norm, model.get_output_embeddings()]
     names = {id(p): name for name, p in model.named_parameters()}
     return _Parts(config, base.rotary_emb, layers, names)
-
-
-@contextmanager
-def _recomputing(blocks: Sequence[Any]) -> Iterator[None]:
-    """Forwards of these layers inside keep their inputs alone; Hugging Face's own means, which ask in the forward."""
-    for block in blocks:
-        block.gradient_checkpointing = True
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block.gradient_checkpointing = False

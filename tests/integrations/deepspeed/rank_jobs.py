@@ -187,7 +187,6 @@ def refused_plans() -> list[str]:
     plans = [
         StepPlan(batch, whole, Limits(4, 64)),
         StepPlan(batch, (whole[0]._replace(ranks=(0, 1)), *whole[1:]), Limits(2, 64)),
-        StepPlan(batch, whole, Limits(2, 64), recompute=((1,) * len(whole),)),
         StepPlan(batch, whole, Limits(2, 64, num_stages=2), order=(both, both)),
     ]
     told = []

@@ -70,7 +70,7 @@ def hosted(pp: int, stage: int, **more: Any) -> Iterator[Any]:
 
 
 def planned(host: Any, name: str) -> StepPlan:
-    """`7`: a random plan of that seed; `7 W`: with weight gradients as passes; `7 shared`, `7 idle`, `whole`."""
+    """`7`: a random plan; `7 W`: with weight gradients as passes; `7 shared`, `7 idle`, `7 recompute`; `whole`."""
     seed, _, kind = name.partition(" ")
     layout = host.layout
     sizes = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 4 // layout.pp}
@@ -84,7 +84,8 @@ def planned(host: Any, name: str) -> StepPlan:
         return StepPlan(sequences(LENGTHS), micro_batches, limits).check()
     if kind == "shared":
         return random_shared_plan(int(seed), LENGTHS, heads=4, **sizes)
-    drawn = {"idle": (1,), "asymmetric": False} if kind == "idle" else {}
+    own = {"idle": {"idle": (1,), "asymmetric": False}, "recompute": {"recompute": True, "asymmetric": False}}
+    drawn: dict[str, Any] = own.get(kind, {})
     plan = random_plan(int(seed), LENGTHS, **sizes, **drawn)
     return with_weights(plan, np.random.default_rng(int(seed))) if kind == "W" else plan
 

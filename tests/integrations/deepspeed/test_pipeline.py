@@ -134,6 +134,13 @@ def test_two_stages_give_the_gradients_of_plain_training(on_ranks, stage, names,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_stage_recomputes_by_the_plan(on_ranks, stage):
+    names = ["3 recompute", "4 recompute"]
+    _assert_exact(on_ranks(2, "rank_pipeline.exactness", pp=1, stage=stage, names=names), names)
+
+
+@pytest.mark.slow
 def test_bf16_within_its_rounding(on_ranks):
     names = ["whole", "2 W"]
     results = on_ranks(2, "rank_pipeline.exactness", pp=2, stage=1, names=names, dtype="bf16")
