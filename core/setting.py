@@ -92,7 +92,7 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         beside=beside_of(memory, layers),
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
-        splits_backward=recipe.trainer == "megatron",
+        splits_backward=recipe.trainer == "megatron" or layout.pp > 1,
         deferred_bytes_per_token=shape.linear_values(layout.tp) * value_bytes,
     )
 

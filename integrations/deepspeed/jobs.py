@@ -104,8 +104,14 @@ def into_exactly(plan: StepPlan, count: int) -> tuple[tuple[MicroBatch, ...], ..
     For trainers whose number of micro-batches a step is fixed (``gradient_accumulation_steps``).
 
     Raises:
-        EvenloadError: a rank has more, or shares one with others.
+        EvenloadError: a rank has more, or shares one with others, or layers are to be recomputed.
     """
+    if any(layers for row in plan.recompute for layers in row):
+        raise EvenloadError(
+            "a training loop of your own decides itself what is recomputed",
+            f"a plan made by {plan.made_by or 'hand'} that says it by micro-batch",
+            "set plugins.pipeline.recompute=off, or use `evenload train`",
+        )
     if plan.shared:
         raise EvenloadError(
             "a training loop of your own runs every micro-batch on one rank",
