@@ -328,6 +328,18 @@ def chain_by_chain(plan: StepPlan) -> StepPlan:
     return replace(plan, order=tuple(map(tuple, rows)))
 
 
+def test_backwards_overtake_forwards_that_have_not_arrived_where_that_ends_sooner() -> None:
+    gains = []
+    for seed in range(3):
+        for stages in (2, 4):
+            plan, at = long_tailed(seed, stages)
+            lines, clock = lines_of(plan, 0), clock_of(plan, at)
+            slots = [in_slots(lines.forward, lines.backward, lines.owed, stages - 1 - stage) for stage in range(stages)]
+            gains.append(end_of(slots, clock) - end_of(ordered(plan, at).order, clock))
+    assert min(gains) == 0, "slots are the better order now and then"
+    assert max(gains) > 0
+
+
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_bubbles_shrink_with_the_order_the_forwards_ahead_and_the_weight_passes(seed: int, stages: int) -> None:
