@@ -47,9 +47,15 @@ _ROUNDS = 3
 class DoesNotFitError(EvenloadError):
     """A stage holds too much with every layer recomputed."""
 
-    def __init__(self, most: Most, missing_bytes: float, found: str, do: str) -> None:
-        self.stage, self.rank, self.missing_bytes = most.stage, most.rank, missing_bytes
+    def __init__(self, most: Most, missing_bytes: float, found: str, do: str, enough_gib: float | None) -> None:
+        self.most, self.missing_bytes = most, missing_bytes
+        self.enough_gib = enough_gib
+        """The cap on activations with which it would fit, if a device has as much."""
         super().__init__(f"stage {most.stage} of the pipeline does not fit into memory", found, do)
+
+    def advising(self, do: str) -> DoesNotFitError:
+        """The same with another remedy."""
+        return DoesNotFitError(self.most, self.missing_bytes, self.found, do, self.enough_gib)
 
 
 def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
@@ -211,9 +217,10 @@ def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> D
     uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
     least = rounded_up(most.held_bytes / GIB)
     if least * GIB <= room_bytes(situation.cluster, situation.costs.memory, uncapped):
-        return DoesNotFitError(most, missing, found, f"raise plugins.pipeline.activation_gib to {least:g} or more")
+        do = f"raise plugins.pipeline.activation_gib to {least:g} or more"
+        return DoesNotFitError(most, missing, found, do, least)
     do = "lower plugins.pipeline.max_tokens or data.max_length, or use more tensor or pipeline parallelism"
-    return DoesNotFitError(most, missing, found, do)
+    return DoesNotFitError(most, missing, found, do, None)
 
 
 def rounded_up(value: float) -> float:

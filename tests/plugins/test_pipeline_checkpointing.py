@@ -306,10 +306,10 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
         fitted(plan, situation(3), CONFIG)
     error = caught.value
     everything = plan.recomputing(((4,) * len(plan.micro_batches),) * 3)
-    peaks = [peaks_of_stage(everything, stage)[error.rank][0] for stage in range(3)]
-    assert peaks[error.stage] == max(peaks)
+    peaks = [peaks_of_stage(everything, stage)[error.most.rank][0] for stage in range(3)]
+    assert peaks[error.most.stage] == max(peaks)
     assert error.missing_bytes == pytest.approx(max(peaks) - room)
-    assert f"stage {error.stage}" in error.what
+    assert f"stage {error.most.stage}" in error.what
     assert f"{max(peaks) / GIB:.3g} GiB" in error.found
     assert f"{error.missing_bytes / GIB:.3g} GiB more" in error.found
     enough = re.search(r"activation_gib to (\S+)", error.do)

@@ -1,0 +1,90 @@
+"""What would fit where a batch does not: settings that were tried on it, not guessed.
+
+For each setting the mildest change that works, with every layer recomputed and chunks in elastic order. Memory of more
+stages is that of the same plane of ranks with as many times the devices: each holds a part of the layers and of what
+belongs to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from ...core.errors import EvenloadError
+from ...core.layout import Layout
+from ...core.memory import beside_of, room_bytes
+from ...core.registry import Situation
+from ...core.workload import Limits, StepPlan
+from .checkpointing import DoesNotFitError
+from .chunks import chunkings
+from .config import PipelineConfig
+from .elastic import ordered
+from .rows import Probes, fullest
+
+_TIMES = (2, 4, 8, 16)
+_CHUNKINGS = 6
+"""Of each setting, the most promising ones."""
+
+
+def refused(problem: DoesNotFitError, given: StepPlan, situation: Situation, config: PipelineConfig) -> DoesNotFitError:
+    """The refusal of a batch with what would fit instead of what might."""
+    found = list(_remedies(given, situation, config))
+    if problem.enough_gib:
+        found.insert(0, f"plugins.pipeline.activation_gib raised to {problem.enough_gib:g}")
+    if not found:
+        return problem
+    return problem.advising("this batch would fit with any of: " + "; ".join(found))
+
+
+def _remedies(given: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[str]:
+    limits = config.capped(given.limits)
+    fewer = [times for times in _TIMES if limits.max_tokens // times >= config.block_tokens]
+    lowered = (n for n in fewer if _fits(given, _of_tokens(limits, limits.max_tokens // n), situation, config))
+    raised = (n for n in _TIMES if _fits(given, _of_tokens(limits, limits.max_tokens * n), situation, config))
+    # More tokens leave sequences whole, whose K and V need not be kept.
+    words = [f"lowered to 1/{n} of it" for n in islice(lowered, 1)] or [
+        f"raised to {n} times" for n in islice(raised, 1)
+    ]
+    yield from (f"plugins.pipeline.max_tokens {one}" for one in words)
+    stages, layers = limits.num_stages, limits.layers_per_stage
+    deeper = (
+        times for times in _TIMES if not layers % times and _fits(given, *_deeper(limits, situation, times), config)
+    )
+    yield from (f"parallel.pp={stages * times} on {times} times as many devices" for times in islice(deeper, 1))
+    longest = max((s.length for s in given.sequences), default=0)
+    shorter = (
+        n for times in _TIMES if (n := longest // times) and _fits(_cut_off(given, n), limits, situation, config)
+    )
+    yield from (f"data.max_length={n}" for n in islice(shorter, 1))
+
+
+def _fits(given: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> bool:
+    room = room_bytes(situation.cluster, situation.costs.memory, limits)
+    bare = StepPlan(given.sequences, (), limits)
+    try:
+        for chunked in islice(chunkings(bare, limits, situation, config), _CHUNKINGS):
+            plan = ordered(chunked, situation)
+            if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= room:
+                return True
+    except EvenloadError:  # a sequence that is longer than a micro-batch, and may not be cut
+        return False
+    return False
+
+
+def _of_tokens(limits: Limits, tokens: int) -> Limits:
+    return replace(limits, max_tokens=tokens)
+
+
+def _cut_off(given: StepPlan, longest: int) -> StepPlan:
+    return replace(given, sequences=tuple(s._replace(length=min(s.length, longest)) for s in given.sequences))
+
+
+def _deeper(limits: Limits, situation: Situation, times: int) -> tuple[Limits, Situation]:
+    """So many times as many stages."""
+    costs = situation.costs.of_stage(Layout(pp=times))
+    stages, layers = limits.num_stages * times, limits.layers_per_stage // times
+    beside = beside_of(costs.memory, layers)
+    layout = replace(situation.layout, pp=situation.layout.pp * times)
+    deeper = replace(limits, num_stages=stages, layers_per_stage=layers, beside=beside)
+    return deeper, replace(situation, costs=costs, layout=layout)

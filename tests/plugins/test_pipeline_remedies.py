@@ -1,0 +1,94 @@
+"""What is said to fit does: every setting that a refusal names plans the batch that was refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.recipe import parse
+from evenload.core.workload import StepPlan, sequences
+from evenload.plugins.pipeline import remedies
+from evenload.plugins.pipeline.checkpointing import DoesNotFitError
+from evenload.plugins.pipeline.plan import plan
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 24), 16, 20000).astype(int)
+
+
+def chain(pp: int = 2, vocab: int = 1000, **words: Any) -> PlanChain:
+    recipe = parse(
+        {
+            "model": {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": vocab},
+            "parallel": {"pp": pp, "dp": 1},
+            "train": {"dtype": "bf16", "global_batch_size": 24},
+            "cluster": "a100",
+            "plugins": {"pipeline": {"enabled": True, "split_backward": "off", "max_extra": 0, **words}},
+        }
+    )
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+def asked(at: PlanChain, lengths: Any = LENGTHS) -> StepPlan:
+    """What the plugin plans."""
+    return plan(StepPlan(sequences(lengths), (), at.limits), at.situation, at.links[0][1]).check()
+
+
+def refusal(at: PlanChain) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as caught:
+        asked(at)
+    return remedies.refused(caught.value, StepPlan(sequences(LENGTHS), (), at.limits), at.situation, at.links[0][1])
+
+
+SETTINGS = {
+    "cut sequences": {"activation_gib": 0.3, "max_tokens": 2048},
+    "logits": {"activation_gib": 0.8, "max_tokens": 2048, "vocab": 32000},
+    "whole sequences": {"activation_gib": 0.15, "max_tokens": 4096},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_said_to_fit_does(name: str) -> None:
+    setting = SETTINGS[name]
+    do = refusal(chain(**setting)).do
+    assert do.startswith("this batch would fit with any of: ")
+    told = do.split(": ", 1)[1].split("; ")
+    patterns = {
+        r"plugins\.pipeline\.activation_gib raised to (\S+)": lambda n: asked(
+            chain(**{**setting, "activation_gib": n})
+        ),
+        r"plugins\.pipeline\.max_tokens lowered to 1/(\d+) of it": lambda n: asked(
+            chain(**{**setting, "max_tokens": setting["max_tokens"] // int(n)})
+        ),
+        r"plugins\.pipeline\.max_tokens raised to (\d+) times": lambda n: asked(
+            chain(**{**setting, "max_tokens": setting["max_tokens"] * int(n)})
+        ),
+        r"parallel\.pp=(\d+) on \d+ times as many devices": lambda n: asked(chain(**setting, pp=int(n))),
+        r"data\.max_length=(\d+)": lambda n: asked(chain(**setting), np.minimum(LENGTHS, int(n))),
+    }
+    for words in told:
+        ((make, value),) = [(make, m[1]) for pattern, make in patterns.items() if (m := re.fullmatch(pattern, words))]
+        assert make(value).micro_batches
+
+
+def test_deeper_pipelines_are_those_of_their_recipes() -> None:
+    at, deeper = chain(pp=2), chain(pp=8)
+    limits, situation = remedies._deeper(at.limits, at.situation, 4)
+    for name in (one.name for one in fields(limits)):
+        assert getattr(limits, name) == pytest.approx(getattr(deeper.limits, name)), name
+    for name, value in deeper.situation.costs.memory.model_dump(exclude_none=True).items():
+        assert getattr(situation.costs.memory, name) == pytest.approx(value), name
+    assert situation.layout == deeper.situation.layout
+
+
+def test_a_batch_that_nothing_helps_keeps_its_refusal() -> None:
+    at = chain(activation_gib=1e-6)
+    small = replace(at.situation, cluster=at.situation.cluster.model_copy(update={"memory_bytes": 1.0}))
+    given, config = StepPlan(sequences([8000]), (), at.limits), at.links[0][1]
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(given, small, config)
+    told = remedies.refused(caught.value, given, small, config)
+    assert str(told) == str(caught.value)
+    assert "activation_gib" not in told.do
