@@ -20,6 +20,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -36,8 +37,10 @@ Pack = list[Slice]
 
 TOLERANCE = 0.15
 """Share of a chunk's time by which a slice may exceed it, so that a sequence is not cut for so little."""
-FACTORS = (1.0, 0.6, 0.35)
-"""Numbers of chunks tried, over the one at which a launch more costs what the bubble loses."""
+FACTORS = (1.0, 0.6, 0.35, 1.6, 0.8, 0.45, 2.5)
+"""Numbers of chunks tried, over the one at which a launch more costs what the bubble loses: the first three, and more
+of them while all have no more than `CHEAP` chunks together."""
+CHEAP = 400
 
 
 def chunkings(bare: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
@@ -92,7 +95,9 @@ def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
     most = max(fewest, int(lengths.sum()) // limits.num_ranks)
     best = math.sqrt(ahead * mean_s / price.launch_s) if price.launch_s else 64.0 * ahead
     best = min(max(best, 2.0 * limits.num_stages), 96.0 * ahead)
-    return list(dict.fromkeys(min(most, max(fewest, round(best * factor))) for factor in FACTORS))
+    tried = list(dict.fromkeys(min(most, max(fewest, round(best * factor))) for factor in FACTORS))
+    sums = accumulate(count * limits.num_ranks for count in tried)
+    return [count for place, (count, sum_) in enumerate(zip(tried, sums, strict=True)) if place < 3 or sum_ <= CHEAP]
 
 
 def chunks_of(

@@ -20,6 +20,7 @@ class Judged(NamedTuple):
     """The most that a rank of any stage holds, weights included."""
     missing_bytes: float
     """By how much that is too much; not positive where it fits."""
+    bubble_frac: float
 
     @property
     def fits(self) -> bool:
@@ -31,7 +32,7 @@ def judged(plan: StepPlan, situation: Situation) -> Judged:
     memory = situation.costs.memory
     held = float(outcome.peak_bytes.max())
     room = max(room_bytes(situation.cluster, memory, plan.limits), memory.update_bytes)
-    return Judged(plan, outcome.step_s, held, held - fixed_bytes(memory, plan.limits) - room)
+    return Judged(plan, outcome.step_s, held, held - fixed_bytes(memory, plan.limits) - room, outcome.bubble_frac)
 
 
 def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 from ...core.errors import EvenloadError
 from ...core.order import orders_of_stage
@@ -28,18 +29,19 @@ from ...core.registry import Situation
 from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES
 from .checkpointing import fitted
-from .chunks import chunkings
+from .chunks import CHEAP, chunkings
 from .config import GIB, PipelineConfig
 from .elastic import ordered
 from .judge import Judged, judged, keeping_all
 from .weights import placed
 
-ALIKE = 0.005
+ALIKE = 0.002
 """Share of a step that plans may differ by and count as equally fast; the one that holds least is taken."""
 FINALISTS = 3
-"""Plans of least predicted time that get passes for their weight gradients."""
-GAIN_BY_W = 0.02
-"""Share of a step by which a plan may be behind the best one and still be among these."""
+"""Plans of least predicted time that get passes for their weight gradients; more while these have no more than `CHEAP`
+chunks together."""
+FILLED_BY_W = 0.6
+"""Share of a plan's waits that these passes may fill: as far as that it may be behind the best and still get them."""
 
 
 def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
@@ -97,14 +99,19 @@ class _Portfolio:
     def improve(self, given: StepPlan) -> None:
         """Candidates of our own, those first that are fastest where memory is left out, then variants of the best."""
         drafts = [draft for one in self._unordered(given) for draft in self._drafts(one)]
-        behind = GAIN_BY_W if self._splits else ALIKE
         fitting = []
         for draft in sorted(drafts, key=lambda one: one.step_s):
-            if draft.step_s < self._least_s * (1 + behind):
+            if self._hope_s(draft) < self._least_s * (1 + ALIKE):
                 fitting += self._add(draft)
-        fitting.sort(key=lambda one: one.step_s)
-        for one in fitting[: FINALISTS if self._splits else 1]:
-            self._refine(one)
+        fitting.sort(key=self._hope_s)
+        sums = accumulate(len(one.plan.micro_batches) for one in fitting)
+        for place, (one, chunks) in enumerate(zip(fitting, sums, strict=True)):
+            if place < FINALISTS or chunks <= CHEAP:
+                self._refine(one)
+
+    def _hope_s(self, draft: Judged) -> float:
+        """What a plan may come to with passes for its weight gradients."""
+        return draft.step_s * (1 - FILLED_BY_W * draft.bubble_frac) if self._splits else draft.step_s
 
     def _unordered(self, given: StepPlan) -> Iterator[StepPlan]:
         """Micro-batches of each rank in forward order, without an order of passes."""

@@ -58,7 +58,7 @@ def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length: int, count: int, 
         assert max(seconds([s]) for s in slices) - min(seconds([s]) for s in slices) <= block_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 3), st.integers(64, 1500), st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 4]))
 def test_chunkings_hold_every_token_once_in_order_under_the_cap(
     lengths: list[int], ranks: int, cap: int, most: int, stages: int
@@ -94,7 +94,7 @@ def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first() -> Non
     assert max(each) / np.mean(each) < 1 + TOLERANCE
     chains = [next((s.sequence for s in pack if s.length < lengths[s.sequence]), None) for pack in packs]
     sizes = [chains.count(one) if one is not None else 1 for one in chains]
-    assert sizes[0] > 4
+    assert sizes[0] >= 4
     assert all(a >= b for a, b in pairwise(sizes))
 
 

@@ -1,0 +1,157 @@
+"""The pipeline planner: lawful plans for every layout, never slower than the others, memory, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.memory import peaks_of_stage, room_bytes
+from evenload.core.recipe import parse
+from evenload.core.simulate import simulate
+from evenload.core.workload import StepPlan, sequences
+from evenload.face import load_plugins
+from evenload.plugins.pipeline.config import GIB
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+CAP = 256
+LENGTHS = st.lists(st.integers(1, 4 * CAP), min_size=1, max_size=24)
+SHORT = st.lists(st.integers(1, CAP), min_size=1, max_size=24)
+
+
+def chain(pp: int = 2, dp: int = 1, cp: int = 1, *, plugins: Any = (), train: Any = (), **pipeline: Any) -> PlanChain:
+    data = {
+        "parallel": {"pp": pp, "dp": dp, "cp": cp},
+        "train": {"global_batch_size": 4096, **dict(train)},
+        "plugins": {"pipeline": {"enabled": True, "max_tokens": CAP, **pipeline}, **dict(plugins)},
+    }
+    recipe = parse(data)
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+def step_s(plan: StepPlan, of: PlanChain) -> float:
+    return simulate(plan, of.situation, record=False).step_s
+
+
+def held_bytes(plan: StepPlan) -> float:
+    return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
+
+
+def long_tail(count: int, longest: int, seed: int = 0) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(np.log(longest / 16), 1.2, count)
+    return [int(n) for n in np.clip(drawn, 2, longest)]
+
+
+@settings(max_examples=25)
+@given(LENGTHS, st.sampled_from([(2, 1, 1), (4, 1, 1), (2, 3, 1), (2, 1, 2)]), st.booleans(), st.booleans())
+def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
+    lengths: list[int], layout: tuple[int, int, int], packed: bool, recompute: bool
+) -> None:
+    pp, dp, cp = layout
+    before = {"packing": {"enabled": True, "max_tokens": CAP}} if packed else {}
+    of = chain(pp, dp, cp, plugins=before, train={"recompute": recompute})
+    batch = sequences(lengths)
+    plan = of.plan(batch)  # has passed check()
+    assert plan.limits.max_tokens <= CAP
+    if cp > 1:
+        return  # lanes are planned by compute alone
+    names = ["whole_1f1b", "in_order", "fixed_chunks", "algorithm_1"]
+    theirs = [of.baseline(name, batch) for name in names if not packed or name != "in_order"]
+    room = room_bytes(of.situation.cluster, of.situation.costs.memory, plan.limits)
+    fair = [one for one in theirs if one.limits.max_tokens <= CAP and held_bytes(one) <= room]
+    if packed:
+        links = [link for link in of.links if link[0].name == "packing"]
+        fair.append(replace(of, links=tuple(links)).plan(batch))
+    assert all(step_s(plan, of) <= step_s(one, of) * (1 + 1e-9) for one in fair)
+
+
+@settings(max_examples=8)
+@given(LENGTHS, st.sampled_from([(2, 1), (2, 2)]))
+def test_plans_depend_on_the_batch_alone(lengths: list[int], layout: tuple[int, int]) -> None:
+    assert chain(*layout).plan(sequences(lengths)).digest == chain(*layout).plan(sequences(lengths)).digest
+
+
+@settings(max_examples=8)
+@given(SHORT)
+def test_hosts_of_whole_sequences_get_whole_sequences(lengths: list[int]) -> None:
+    of = chain()
+    uncut = replace(of, limits=replace(of.limits, whole_sequences=True))
+    for plan in (uncut.plan(sequences(lengths)), chain(chunks=1).plan(sequences(lengths))):
+        assert not plan.cut
+        assert sorted(s for m in plan.micro_batches for s in m.slices) == [(i, 0, n) for i, n in enumerate(lengths)]
+    with pytest.raises(EvenloadError, match=f"has {2 * CAP} tokens, the cap is {CAP}"):
+        uncut.plan(sequences([2 * CAP]))
+
+
+def test_long_tails_leave_small_bubbles_and_gain_on_all_others() -> None:
+    of = chain(4, max_tokens=4096)
+    batch = sequences(long_tail(64, 16384))
+    ours = simulate(of.plan(batch), of.situation, record=False)
+    others = {name: step_s(of.baseline(name, batch), of) for name in ("whole_1f1b", "in_order", "fixed_chunks")}
+    assert ours.bubble_frac <= 0.05
+    assert others["fixed_chunks"] >= 1.06 * ours.step_s
+    assert min(others["whole_1f1b"], others["in_order"]) >= 1.3 * ours.step_s
+    assert step_s(of.baseline("algorithm_1", batch), of) >= ours.step_s
+
+
+def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs() -> None:
+    batch = sequences(long_tail(32, 4096))
+    free = chain(max_tokens=1024).plan(batch)
+    assert not any(map(any, free.recompute))
+    cap = 0.5 * held_bytes(free)
+    plan = chain(max_tokens=1024, activation_gib=cap / GIB).plan(batch)
+    assert held_bytes(plan) <= cap * (1 + 1e-9)
+    assert any(map(any, plan.recompute))
+    whole = plan.recomputing(((plan.limits.layers_per_stage,) * len(plan.micro_batches),) * 2)
+    assert sum(map(sum, plan.recompute)) < sum(map(sum, whole.recompute))
+    with pytest.raises(EvenloadError, match="does not fit"):
+        chain(max_tokens=1024, activation_gib=cap / GIB / 50).plan(batch)
+    with pytest.raises(EvenloadError, match="recompute=auto"):
+        chain(max_tokens=1024, activation_gib=cap / GIB / 50, recompute="off").plan(batch)
+
+
+def test_a_recipe_that_recomputes_everything_does_so_only_where_it_must() -> None:
+    batch = sequences(long_tail(16, 1024))
+    plan = chain(train={"recompute": True}).plan(batch)
+    assert plan.recompute
+    assert not any(map(any, plan.recompute))
+    off = chain(train={"recompute": True}, recompute="off").plan(batch)
+    assert not off.recompute
+
+
+@pytest.mark.parametrize("word", ["off", "auto", "on"])
+def test_weight_gradients_are_passes_of_their_own_only_where_they_may_be(word: str) -> None:
+    batch = sequences(long_tail(32, 1024))
+    plan = chain(4, split_backward=word).plan(batch)
+    assert bool(any(plan.split)) == (word != "off")
+    never = chain(4, split_backward=word)
+    never = replace(never, limits=replace(never.limits, splits_backward=False))
+    assert not any(never.plan(batch).split)
+
+
+def test_one_stage_leaves_a_plan_as_it_is_and_says_so() -> None:
+    packing = {"packing": {"enabled": True, "max_tokens": CAP}}
+    of = chain(1, 2, plugins=packing)
+    batch = sequences([300, 200, 100, 50])
+    plan = of.plan(batch)
+    alone = replace(of, links=of.links[:1]).plan(batch)
+    assert plan.digest == alone.digest
+    assert plan.notes[-1] == "pipeline: one stage, nothing to order"
+    assert chain(1, 2).plan(batch).num_tokens == 650  # by itself it makes micro-batches
+
+
+def test_trainers_in_step_are_left_to_packing() -> None:
+    of = chain(1, 2)
+    in_step = replace(of, limits=replace(of.limits, equal_counts=True))
+    with pytest.raises(EvenloadError, match=r"plugins\.packing"):
+        in_step.plan(sequences([5, 6]))
+
+
+def test_a_cap_below_one_block_is_refused() -> None:
+    with pytest.raises(EvenloadError, match="smaller than one block"):
+        chain(max_tokens=2).plan(sequences([5]))
