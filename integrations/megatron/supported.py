@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -126,8 +127,9 @@ def why_stock(chunk: Any, stranger: str) -> Trouble | None:
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do
-    if getattr(ddp, "use_megatron_fsdp", False) or getattr(ddp, "use_custom_fsdp", False):
-        return "an order of a plan cannot run where parameters are sharded", "use_megatron_fsdp True", do
+    if ddp is not None and not isinstance(chunk, DistributedDataParallel):
+        found = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", found, do
     return None
 
 

@@ -236,7 +236,10 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
     )
-    splits = chain.limits.splits_backward and not why_in_backward(gpt)
+    together = why_in_backward(gpt)
+    if together and warn:
+        log.info("weight gradients stay in the backward: %s", together)
+    splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
     return _Loop(chain, by_token, only_stock)
 

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("megatron_script.py")
 CAP = 128
 ON = f"trainer: megatron\nplugins: {{packing: {{enabled: true, max_tokens: {CAP}}}}}\n"
+ORDERED = f"trainer: megatron\nplugins: {{pipeline: {{enabled: true, max_tokens: {CAP // 4}}}}}\n"
 OFF = "trainer: megatron\n"
 
 
@@ -88,10 +89,10 @@ def test_evaluation_is_left_alone(data_parallel):
         assert planned["evaluation"] == pytest.approx(stock["evaluation"], rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["--pp", "--tp"])
-def test_pipeline_or_tensor_parallel_beside_data_parallel(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "recipe"), [("--pp", ORDERED), ("--tp", ON)], ids=["pp", "tp"])
+def test_pipeline_or_tensor_parallel_beside_data_parallel(tmp_path, kind, recipe):
     words = ("--dtypes", "fp64", kind, "2", "--overlap")
-    stock, planned = start(tmp_path, "stock", OFF, 4, *words), start(tmp_path, "planned", ON, 4, *words)
+    stock, planned = start(tmp_path, "stock", OFF, 4, *words), start(tmp_path, "planned", recipe, 4, *words)
     for before, after in zip(stock["fp64"], planned["fp64"], strict=True):
         assert worst("gradients", after, before) < 1e-12
         assert worst("weights", after, before) < 1e-10
@@ -109,9 +110,11 @@ def load_script():
 
     bridge_cpu()
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1234)
     if "megatron_script" not in sys.modules:
         spec = importlib.util.spec_from_file_location("megatron_script", SCRIPT)
         sys.modules["megatron_script"] = importlib.util.module_from_spec(spec)

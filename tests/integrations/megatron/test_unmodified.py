@@ -30,6 +30,19 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(on_ranks, size, layou
         assert all(found["reports"] == found["losses"] for found in planned)
 
 
+@pytest.mark.parametrize(("size", "layout"), [(2, {"pp": 2}), (4, {"pp": 2, "overlap": True})], ids=["pp2", "dp2pp2"])
+def test_the_pipeline_plugin_orders_a_users_loop(on_ranks, size, layout):
+    settings = [{"max_tokens": 32}, {"max_tokens": 32, "activation_gib": 1.5e-4}]
+    for rank in on_ranks(size, "plugin_plans", settings=settings, **layout):
+        for found in rank:
+            assert found["made_by"] == "pipeline"
+            assert found["order"]
+            assert found["cut"]
+            assert found["tokens"] <= 32
+            assert found["grad"] < 1e-9
+        assert [bool(found["recomputed"]) for found in rank] == [False, True]
+
+
 CHAINS = {"pieces": [4], "asymmetric": False, "replay": "none", "recompute": True}
 MUTANTS = ["restarted positions", "shifted labels", "dropped accumulator", "plan of the latest", "uncounted tokens"]
 
@@ -55,6 +68,7 @@ def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
     (told,) = on_ranks(1, "refusals")
     wanted = {
         "stranger inside, ordered": "megatron_user_jobs.refusals.<locals>.louder (",
+        "stranger outside": "functools.partial functools.partial(<function get_forward_backward_func",
         "overlap_p2p_comm": "overlap_p2p_comm True",
         "num_microbatches_with_partial_activation_checkpoints": "Megatron's schedule says what is recomputed",
         "loss": "not connected to the model's output",
@@ -65,7 +79,9 @@ def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
     for name, part in wanted.items():
         assert part in told[name], f"{name}: {told[name]}"
     assert all(told[name] is None for name in runs), told
-    assert "already patched by someone else" in told["stranger inside, ordered"]
+    assert all(
+        "already patched by someone else" in told[f"stranger {where}"] for where in ("inside, ordered", "outside")
+    )
 
 
 def test_a_session_leaves_model_config_and_held_functions_as_they_were(on_ranks):

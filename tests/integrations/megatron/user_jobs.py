@@ -205,6 +205,32 @@ def user_plans(
     return results
 
 
+def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> list[dict[str, Any]]:
+    """The pipeline plugin in the user's loop, once with each of its settings."""
+    results, make = [], PlanChain.plan
+    with user_loop(**loop) as user:
+        stock = user.step()
+        for one in settings:
+
+            def plan(chain: PlanChain, lengths: list[int]) -> StepPlan:
+                return make(chain, sequences(lengths))
+
+            with evenload.enabled(recipe(pipeline={"enabled": True, **one})), planning(plan) as made:
+                found = user.step()
+            results.append(
+                {
+                    "grad": worst(found, stock),
+                    "made_by": made[0].made_by,
+                    "order": bool(made[0].order),
+                    "cut": len(made[0].cut),
+                    "weights": sum(map(len, made[0].split)),
+                    "recomputed": sum(map(sum, made[0].recompute)),
+                    "tokens": max(tokens for _, tokens in found["shapes"]),
+                }
+            )
+    return results
+
+
 class OtherRope(RotaryEmbedding):
     """Rotary embeddings that evenload does not know."""
 
@@ -264,6 +290,9 @@ def refusals(world: Any) -> dict[str, Any]:
         with patch.object(schedules, "forward_backward_no_pipelining", louder):
             for name, make in plans.items():
                 attempt(f"stranger inside, {name}", user, make)
+        ask = schedules.get_forward_backward_func
+        with patch.object(schedules, "get_forward_backward_func", functools.partial(ask)):
+            told["stranger outside"] = _refusal(recipe(pipeline={"enabled": True}))
         for name, value in (("overlap_p2p_comm", True), ("num_microbatches_with_partial_activation_checkpoints", 1)):
             user.model.config.__dict__[name], had = value, getattr(user.model.config, name)
             attempt(name, user, plans["ordered"])
@@ -277,6 +306,15 @@ def refusals(world: Any) -> dict[str, Any]:
         attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
         attempt("fine", user, plans["ordered"])
     return told
+
+
+def _refusal(the_recipe: Any) -> str | None:
+    """What enabling a recipe is told."""
+    try:
+        with evenload.enabled(the_recipe):
+            return None
+    except EvenloadError as error:
+        return str(error)
 
 
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
