@@ -159,6 +159,14 @@ def test_the_clock_is_the_simulator(case: tuple[StepPlan, Situation], split: boo
     assert max(ends) == pytest.approx(simulate(made, at, record=False).step_s, rel=1e-9)
 
 
+def test_a_link_carries_one_chunk_at_a_time() -> None:
+    batches = (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(0, 4, 6),), (0,)))
+    at = situation(2, state_bytes_per_token=3.0)
+    made = ordered(StepPlan(sequences([6]), batches, LIMITS), at).check()
+    # The last stage has F0 at 4 + 12, F1 at 16 + 6; B1 ends at 28, B0 at 36, and is there at 36 + 12.
+    assert end_of(made.order, clock_of(made, at)) == simulate(made, at).step_s == 56
+
+
 @settings(max_examples=40)
 @given(chunked(), st.data())
 def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, Situation], data: st.DataObject) -> None:
