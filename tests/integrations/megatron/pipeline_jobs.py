@@ -34,12 +34,16 @@ _kept: dict[str, Any] = {}
 def _host(world: Any, changes: dict[str, Any]) -> Any:
     """The host with these changes of the recipe; the one before is closed."""
     if _kept.get("changes") != changes:
-        if "stack" in _kept:
-            _kept["stack"].close()
-        _kept.clear()
+        close_host()
         stack = ExitStack()
         _kept.update(changes=changes, stack=stack, host=stack.enter_context(hosted(world, **changes)), references={})
     return _kept["host"]
+
+
+def close_host() -> None:
+    if "stack" in _kept:
+        _kept["stack"].close()
+    _kept.clear()
 
 
 def _reference(host: Any, lengths: list[int]) -> Any:
@@ -86,6 +90,7 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
 
     Megatron's sharded optimizer wants float32; its gradient buffers and their overlapped reduce-scatter do not.
     """
+    close_host()  # there is one at a time
     config, errors = model.DistributedDataParallelConfig, []
 
     def sharding_config(**fields: Any) -> Any:
@@ -154,7 +159,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
     }
 
 
-def refused(world: Any, *, plan: dict[str, Any], lengths: list[int], why: str) -> list[str]:
+def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int], why: str) -> list[str]:
     """The three parts of the error of a plan with W passes for a model that cannot run them, on one rank."""
     host = _host(world, {})
     layer = host.model.decoder.layers[1].mlp.linear_fc1

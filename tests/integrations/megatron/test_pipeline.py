@@ -219,7 +219,7 @@ REASONS = {
 @pytest.mark.parametrize("why", REASONS)
 def test_layers_that_cannot_leave_weight_gradients_are_refused_before_any_pass(on_ranks, why):
     plan = one_stage(1, split="all").to_json()
-    (texts,) = on_ranks(1, "refused", plan=plan, lengths=LENGTHS, why=why)
+    (texts,) = on_ranks(1, "unsplittable", plan=plan, lengths=LENGTHS, why=why)
     assert len(texts) == 3
     assert REASONS[why] in " ".join(texts)
     assert "plugins.pipeline.split_backward=off" in texts[2]
