@@ -33,7 +33,8 @@ class PipelineConfig(PluginConfig):
     max_extra: NonNegativeInt = 1
     """Forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds them."""
     solver_ms: int = Field(default=100, ge=0)
-    """Time box of one integer program for what is recomputed (PuLP, HiGHS); 0: the greedy rule alone."""
+    """About how long one program for what is recomputed may take (PuLP, HiGHS), told by its size so that all ranks find
+    the same; 0: greedy rules alone."""
 
     @field_validator("recompute", "split_backward", mode="before")
     @classmethod

@@ -28,11 +28,12 @@ from ...core.order import orders_of_stage
 from ...core.registry import Situation
 from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES
-from .checkpointing import fitted
+from .checkpointing import DoesNotFitError, fitted
 from .chunks import CHEAP, chunkings
 from .config import GIB, PipelineConfig
 from .elastic import ordered
 from .judge import Judged, judged, keeping_all
+from .remedies import refused
 from .weights import placed
 
 ALIKE = 0.002
@@ -59,7 +60,7 @@ def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepP
     found.keep(given)
     found.improve(given)
     found.keep_baselines(given)
-    return found.best()
+    return found.best(given)
 
 
 class _Portfolio:
@@ -68,28 +69,31 @@ class _Portfolio:
     def __init__(self, situation: Situation, config: PipelineConfig, limits: Limits) -> None:
         self._at, self._config, self._limits = situation, config, limits
         self._found: list[Judged] = []
-        self._problem: EvenloadError | None = None
-        """Why a candidate could not be made to fit."""
+        self._problem: DoesNotFitError | None = None
+        """Why a candidate could not be made to fit: of the one that lacks least."""
         self._bar_s = float("inf")
         """What the plan that came in and the baselines take where they fit: nothing slower is returned."""
         self._splits = limits.splits_backward and config.split_backward != "off"
 
     def keep(self, given: StepPlan) -> None:
-        """The plan that came in, if it has micro-batches."""
+        """The plan that came in, if it has micro-batches; with recomputation where it does not fit."""
         if given.micro_batches:
             cap = self._limits.max_activation_bytes
-            self._hold_to(judged(replace(given, limits=replace(given.limits, max_activation_bytes=cap)), self._at))
+            came = judged(replace(given, limits=replace(given.limits, max_activation_bytes=cap)), self._at)
+            self._hold_to(came)
+            if not came.fits and self._config.recompute == "auto":
+                self._add(came._replace(plan=_explicit(came.plan)))
 
     def keep_baselines(self, given: StepPlan) -> None:
         """Other people's plans under the same caps, as far as they are faster than what there is."""
         bare = replace(given, limits=self._limits)
-        for baseline in BASELINES.values():
+        for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
                 drafts = baseline.drafts(bare, self._at, self._config)
                 allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
                 best = baseline.best(allowed, self._at, self._config, self._least_s)
                 if best is not None:
-                    self._hold_to(best)
+                    self._hold_to(best._replace(plan=replace(best.plan, made_by=f"pipeline ({name})")))
 
     def _hold_to(self, judged: Judged) -> None:
         self._found.append(judged)
@@ -116,7 +120,8 @@ class _Portfolio:
     def _unordered(self, given: StepPlan) -> Iterator[StepPlan]:
         """Micro-batches of each rank in forward order, without an order of passes."""
         if given.micro_batches and not (given.backward or given.replayed or given.shared or given.offload):
-            yield replace(given, order=(), recompute=(), limits=self._limits)
+            made_by = f"{given.made_by}, pipeline" if given.made_by else "pipeline"
+            yield replace(given, order=(), recompute=(), limits=self._limits, made_by=made_by)
         yield from chunkings(given, self._limits, self._at, self._config)
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
@@ -132,8 +137,9 @@ class _Portfolio:
         if not draft.fits and self._config.recompute == "auto":
             try:
                 draft = judged(fitted(draft.plan, self._at, self._config, solver=False), self._at)
-            except EvenloadError as problem:
-                self._problem = problem
+            except DoesNotFitError as problem:
+                if self._problem is None or problem.missing_bytes < self._problem.missing_bytes:
+                    self._problem = problem
                 return []
         self._found.append(draft)
         return [draft] if draft.fits else []
@@ -152,13 +158,14 @@ class _Portfolio:
     def _least_s(self) -> float:
         return min((one.step_s for one in self._found if one.fits), default=float("inf"))
 
-    def best(self) -> StepPlan:
+    def best(self, given: StepPlan) -> StepPlan:
         """The fastest that fits; among those equally fast the one that holds least. Raises EvenloadError."""
         fitting = [one for one in self._found if one.fits]
         if not fitting:
-            raise self._problem or self._too_large()
+            raise refused(self._problem, given, self._at, self._config) if self._problem else self._too_large()
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
-        return min((one for one in fitting if one.step_s <= limit_s), key=lambda one: one.held_bytes).plan
+        best = min((one for one in fitting if one.step_s <= limit_s), key=lambda one: one.held_bytes).plan
+        return replace(best, notes=(*best.notes, *_notes(best)))
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)
@@ -167,6 +174,26 @@ class _Portfolio:
             f"the best one is {least.missing_bytes / GIB:.3g} GiB over",
             "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
         )
+
+
+def _explicit(given: StepPlan) -> StepPlan:
+    """With the host's own order written down, where the plan leaves the order to the host."""
+    if given.order:
+        return given
+    stages = range(given.limits.num_stages)
+    return replace(given, order=tuple(tuple(op for row in orders_of_stage(given, s) for op in row) for s in stages))
+
+
+def _notes(best: StepPlan) -> list[str]:
+    count, split = len(best.passes("B")), sum(map(len, best.split))
+    notes = []
+    if split:
+        of = count * best.limits.num_stages
+        notes.append(f"pipeline: {split} of {of} backward passes leave their weight gradients to passes of their own")
+    if any(map(any, best.recompute)):
+        means = ", ".join(f"{sum(row) / len(row):.2g}" for row in best.recompute)
+        notes.append(f"pipeline: recomputed layers a micro-batch, by stage: {means} of {best.limits.layers_per_stage}")
+    return notes
 
 
 def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
@@ -184,5 +211,4 @@ def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> Ste
     given = replace(given, limits=limits, notes=(*given.notes, note))
     if config.recompute == "off" or judged(given, situation).fits:
         return given
-    ops = tuple(tuple(op for row in orders_of_stage(given, s) for op in row) for s in range(limits.num_stages))
-    return fitted(replace(given, order=given.order or ops), situation, config)
+    return fitted(_explicit(given), situation, config)
