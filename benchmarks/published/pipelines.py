@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from common import MODELS
 from evenload.core.chain import PlanChain
+from evenload.core.events import play
 from evenload.core.memory import peaks_of_stage, room_bytes
+from evenload.core.passes import PassTimes
 from evenload.core.predict import layers_again
 from evenload.core.recipe import parse
 from evenload.core.registry import Situation
@@ -91,6 +94,22 @@ def judged(plan: StepPlan, situation: Situation) -> dict[str, Any]:
         "micro_batch_imbalance": max(each) * len(each) / sum(each),
         "layers_recomputed": layers_of(plan),
     }
+
+
+def noisy_seconds(plan: StepPlan, situation: Situation, spread: float, tries: int = 3) -> float:
+    """Until the last pass ends, where each takes more or less than predicted by a normal share; mean of some draws."""
+    work, rng = PassTimes(plan, situation), np.random.default_rng(0)
+    waits = situation.traffic.waits_for_sends and not plan.order
+    ends = []
+    for _ in range(tries):
+        events = play(
+            plan,
+            lambda stage, op: work.seconds(stage, op) * max(0.0, rng.normal(1.0, spread)),
+            work.hand_over,
+            waits=waits,
+        )
+        ends.append(max(event.free_s for event in events))
+    return float(np.mean(ends))
 
 
 def layers_of(plan: StepPlan) -> list[float]:
