@@ -18,6 +18,7 @@ is on the safe side for c = 0.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +34,8 @@ _NODES = 16
 _RELAXED_PER_MS, _SEARCHED_PER_MS = 400, 100
 """Numbers in the matrix of a program that is solved in a millisecond without integers, with them. 2,600 to 43,000 took
 16 to 105 ms and 37 to 310 ms on one core; the latter hardly depends on how many they are."""
+_ALIKE = 1e-9
+"""Of a layer: what sums of floats may differ by, so that machines that add them otherwise still find the same."""
 
 
 def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
@@ -62,12 +65,13 @@ def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
     by_own: dict[int, list[int]] = {}
     for row, column in enumerate(rows.own.tolist()):
         by_own.setdefault(column, []).append(row)
-    order = np.argsort(rows.saves.sum(axis=0) / np.maximum(weights, 1e-30), kind="stable")
+    worth = rows.saves.sum(axis=0) / np.maximum(weights, 1e-30)
+    order = np.argsort(np.round(worth / max(float(worth.max(initial=0.0)), 1e-30), 9), kind="stable")
     for column in order[layers[order] > 0].tolist():
         saves = rows.saves[:, column]
         waits = np.flatnonzero(saves)
         slack = rows.room - own[waits] + others[waits]
-        fewer = int((slack / saves[waits]).min()) if len(waits) else int(layers[column])
+        fewer = math.floor((slack / saves[waits]).min() + _ALIKE) if len(waits) else int(layers[column])
         least = max([0, int(layers[column]) - fewer, *(_least(rows, r, others[r]) for r in by_own.get(column, ()))])
         if least < layers[column]:
             others -= saves * (layers[column] - least)
@@ -79,9 +83,10 @@ def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
 def _least(rows: Rows, row: int, others: float) -> int:
     """The fewest layers of its own with which a row fits, when the others save so much; it fits with some number."""
     none, one, _ = rows.levels[:, row]
-    if none - others <= rows.room:
+    save = float(rows.own_saves[row])
+    if none - others - rows.room <= _ALIKE * save:
         return 0
-    return 1 + max(0, int(np.ceil((one - others - rows.room) / rows.own_saves[row])))
+    return 1 + max(0, math.ceil(float(one - others - rows.room) / save - _ALIKE))
 
 
 def _best(rows: Rows, weights: Floats, layers: int, found: list[Floats]) -> Ints | None:

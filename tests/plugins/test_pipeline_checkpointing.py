@@ -18,6 +18,7 @@ from evenload.core.order import in_slots, orders_of_stage
 from evenload.core.registry import Situation
 from evenload.core.simulate import simulate
 from evenload.core.workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
 from evenload.plugins.pipeline.config import GIB, PipelineConfig
@@ -357,3 +358,22 @@ def test_without_a_solver_the_quick_answer_stands(missing: str, monkeypatch: pyt
 def test_a_program_too_large_for_its_box_is_not_tried() -> None:
     rows = random_rows(0, 6, 2)
     assert solved(rows, np.ones(6), 2, solver_ms=0) is None
+
+
+def test_passes_that_delay_each_other_share_a_diagonal() -> None:
+    """The k-th backward of a stage, the (k+1)-th of the next; chunks go backward from the last."""
+    plan = chunked([30, 10, 10], 10, limits(3, 2))
+    backwards = checkpointing._backwards(plan)
+    assert backwards == [[2, 1, 0, 3, 4]]
+    found = checkpointing._diagonals(plan, backwards, [0, 1, 2, 3, 4])
+    assert found.tolist() == [[4, 3, 2, 5, 6], [3, 2, 1, 4, 5], [2, 1, 0, 3, 4]]
+
+
+def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_first_rank() -> None:
+    plan = shared(limits(2, 2))
+    assert checkpointing._teams(plan) == [[0, 1], [2]]
+    backwards = checkpointing._backwards(plan)
+    assert backwards == [[0, 1, 4], [0, 2, 4], [3, 5]]
+    first, last = checkpointing._diagonals(plan, backwards, [0, 1, 2, 4]).tolist()
+    # In the order of time: rank 0 has places 0, 1 and 2, rank 1 alone micro-batch 2 at place 1.
+    assert [last, first] == [[0, 1, 2, 3], [1, 3, 4, 5]]
