@@ -28,6 +28,9 @@ from deepspeed.utils import logger as deepspeed_logger
 from ...core.recipe import Recipe
 from .ds_config import ds_config
 
+BUCKET = 500_000_000
+"""DeepSpeed's ``reduce_bucket_size`` [values]."""
+
 
 def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
     """A `DeepSpeedEngine` around `model` with torch's AdamW. Collective; needs a process group.
@@ -42,7 +45,11 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
         [{"params": decayed, "weight_decay": recipe.train.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=0.0,
     )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(recipe, world_size))
+    config = ds_config(recipe, world_size)
+    # ZeRO takes a bucket, in pipelines two, of its full size, 2 GB in float32, however small the model is.
+    fitting = min(BUCKET, sum(p.numel() for p in model.parameters()))
+    config["zero_optimization"].setdefault("reduce_bucket_size", fitting)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # ... but counts as a step in AdamW's bias correction.
     engine.basic_optimizer.state.clear()
     return engine

@@ -126,9 +126,15 @@ def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, A
     return found
 
 
-def trained(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, Any]:
-    """Two clipped optimizer steps, and the same with plain torch: losses, norms, how far the weights are apart."""
+def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **more: Any) -> dict[str, Any]:
+    """Two clipped optimizer steps, and the same with plain torch: losses, norms, how far the weights are apart.
+
+    Args:
+        unmarked: parameters do not say that other stages have others.
+    """
     with hosted(pp, stage, clip_grad=0.5, **more) as host:
+        for parameter in host.module.parameters() if unmarked else ():
+            parameter.model_parallel = False
         start, model = host.weights(), build_model(host.recipe, attn_implementation="sdpa")
         model.load_state_dict(start)
         decayed = [p for p in model.parameters() if p.ndim >= 2]
