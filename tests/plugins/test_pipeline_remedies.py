@@ -39,7 +39,7 @@ def asked(at: PlanChain, lengths: Any = LENGTHS) -> StepPlan:
 def refusal(at: PlanChain) -> DoesNotFitError:
     with pytest.raises(DoesNotFitError) as caught:
         asked(at)
-    return remedies.refused(caught.value, StepPlan(sequences(LENGTHS), (), at.limits), at.situation, at.links[0][1])
+    return caught.value
 
 
 SETTINGS = {
@@ -83,12 +83,9 @@ def test_deeper_pipelines_are_those_of_their_recipes() -> None:
     assert situation.layout == deeper.situation.layout
 
 
-def test_a_batch_that_nothing_helps_keeps_its_refusal() -> None:
+def test_a_batch_that_nothing_helps_is_refused_with_what_might() -> None:
     at = chain(activation_gib=1e-6)
     small = replace(at.situation, cluster=at.situation.cluster.model_copy(update={"memory_bytes": 1.0}))
-    given, config = StepPlan(sequences([8000]), (), at.limits), at.links[0][1]
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(given, small, config)
-    told = remedies.refused(caught.value, given, small, config)
-    assert str(told) == str(caught.value)
-    assert "activation_gib" not in told.do
+    with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens or data\.max_length") as caught:
+        asked(replace(at, situation=small))
+    assert "activation_gib" not in caught.value.do
