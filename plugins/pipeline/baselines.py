@@ -42,26 +42,33 @@ MESHES = (4, 8, 16, 32, 64)
 """Slices of the longest sequence that ``algorithm_1`` tries."""
 
 Drafts = Callable[[StepPlan, Situation, PipelineConfig], Iterator[StepPlan]]
-Finish = Callable[[StepPlan, Situation, PipelineConfig], StepPlan]
+Change = Callable[[StepPlan, Situation, PipelineConfig], StepPlan]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Plans that need not fit, and what makes one fit."""
+    """Plans without an order, that need not fit; what orders one, and what makes it fit."""
 
     drafts: Drafts
-    finish: Finish
+    order: Change
+    finish: Change
 
     def __call__(self, bare: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
         drafts = list(self.drafts(bare, situation, config))
         best = self.best(drafts, situation, config)
-        return best.plan if best else drafts[0]
+        return best.plan if best else self.order(drafts[0], situation, config)
 
     def best(
         self, drafts: Iterable[StepPlan], situation: Situation, config: PipelineConfig, bar_s: float = math.inf
     ) -> Judged | None:
-        """The best of its drafts, finished, if it takes less than ``bar_s``."""
-        return best_of(drafts, lambda draft: self.finish(draft, situation, config), situation, bar_s)
+        """The best of its drafts, ordered and finished, if it takes less than ``bar_s``."""
+
+        def order(draft: StepPlan) -> StepPlan:
+            return keeping_all(self.order(draft, situation, config), situation, config)
+
+        if situation.costs.recompute:
+            bar_s = math.inf  # drafts know only of the recipe's recomputation until they are ordered
+        return best_of(drafts, order, lambda draft: self.finish(draft, situation, config), situation, bar_s)
 
 
 def whole_1f1b(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
@@ -98,8 +105,7 @@ def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -
         size = limits.max_tokens >> halving
         if not halving or size >= least:
             packs = [_fixed(mine, lengths, size) for mine in items]
-            plan = ordered(replace(assembled(bare, limits, packs), made_by="fixed_chunks"), situation)
-            yield keeping_all(plan, situation, config)
+            yield replace(assembled(bare, limits, packs), made_by="fixed_chunks")
 
 
 def algorithm_1(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
@@ -111,9 +117,22 @@ def algorithm_1(bare: StepPlan, situation: Situation, config: PipelineConfig) ->
     items = dealt(lengths, price, limits.num_ranks)
     for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
         packs = [on_one_mesh(mine, lengths, price, count, limits.max_tokens, config.block_tokens) for mine in items]
-        chunked = replace(assembled(bare, limits, packs), made_by="algorithm_1")
-        plan = flushed(chunked, grouped(chunked, situation, config), situation)
-        yield keeping_all(plan, situation, config)
+        yield replace(assembled(bare, limits, packs), made_by="algorithm_1")
+
+
+def as_the_host(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """In the order of the host's own schedule."""
+    return plan
+
+
+def elastically(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """1F1B over chunks."""
+    return ordered(plan, situation)
+
+
+def in_groups(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    """Pipelines by the dynamic program, one after the other."""
+    return flushed(plan, grouped(plan, situation, config), situation)
 
 
 def statically_recomputed(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
@@ -141,10 +160,10 @@ def adaptively_recomputed(plan: StepPlan, situation: Situation, config: Pipeline
 
 
 BASELINES: dict[str, Baseline] = {
-    "whole_1f1b": Baseline(whole_1f1b, statically_recomputed),
-    "in_order": Baseline(in_order, statically_recomputed),
-    "fixed_chunks": Baseline(fixed_chunks, statically_recomputed),
-    "algorithm_1": Baseline(algorithm_1, adaptively_recomputed),
+    "whole_1f1b": Baseline(whole_1f1b, as_the_host, statically_recomputed),
+    "in_order": Baseline(in_order, as_the_host, statically_recomputed),
+    "fixed_chunks": Baseline(fixed_chunks, elastically, statically_recomputed),
+    "algorithm_1": Baseline(algorithm_1, in_groups, adaptively_recomputed),
 }
 
 

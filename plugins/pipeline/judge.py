@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ...core.errors import EvenloadError
 from ...core.memory import fixed_bytes, room_bytes
+from ...core.passes import PassTimes
 from ...core.registry import Situation
 from ...core.simulate import simulate
 from ...core.workload import StepPlan
@@ -44,17 +46,20 @@ def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) ->
 
 def best_of(
     drafts: Iterable[StepPlan],
+    order: Callable[[StepPlan], StepPlan],
     finish: Callable[[StepPlan], StepPlan],
     situation: Situation,
-    bar_s: float = float("inf"),
+    bar_s: float = math.inf,
 ) -> Judged | None:
-    """The fastest draft that fits, finished where it did not; the one that lacks least where none does.
+    """The fastest draft that fits, ordered, and finished where it did not fit; the least too large where none does.
 
-    ``finish`` makes drafts fit, and never makes them faster. None where no draft takes less than ``bar_s``, or
-    `finish` refuses all with an EvenloadError.
+    ``order`` gives a draft its order of passes, ``finish`` makes it fit, and neither makes it compute less. None where
+    no draft takes less than ``bar_s``, or `finish` refuses all with an EvenloadError.
     """
+    # The busiest rank's own work is quickly known, and no order takes less.
+    hopeful = [one for one in drafts if bar_s == math.inf or PassTimes(one, situation).busy_s().max() < bar_s]
     found: list[Judged] = []
-    for draft in sorted((judged(one, situation) for one in drafts), key=lambda one: one.step_s):
+    for draft in sorted((judged(order(one), situation) for one in hopeful), key=lambda one: one.step_s):
         if draft.step_s >= min([bar_s, *(one.step_s for one in found if one.fits)]):
             break
         if not draft.fits:
