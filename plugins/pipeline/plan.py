@@ -177,8 +177,11 @@ class _Portfolio:
 
 
 def _explicit(given: StepPlan) -> StepPlan:
-    """With the host's own order written down, where the plan leaves the order to the host."""
-    if given.order:
+    """With the host's own order written down, where the plan leaves it to the host and ranks share nothing.
+
+    A shared micro-batch is in the lists of several ranks; a stage's order names it once.
+    """
+    if given.order or given.shared:
         return given
     stages = range(given.limits.num_stages)
     return replace(given, order=tuple(tuple(op for row in orders_of_stage(given, s) for op in row) for s in stages))

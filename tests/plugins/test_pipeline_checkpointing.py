@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
 from evenload.plugins.pipeline.config import GIB, PipelineConfig
 from evenload.plugins.pipeline.elastic import ordered
+from evenload.plugins.pipeline.plan import plan as plan_of_plugin
 from evenload.plugins.pipeline.program import GAP, lowered, solved
 from evenload.plugins.pipeline.rows import Probes, Rows, levels_of
 from hypothesis import given, settings
@@ -228,6 +230,7 @@ def test_the_program_finds_the_best_of_all_choices(seed: int) -> None:
     assert weights @ quick >= best - 1e-9
 
 
+@cache
 def ragged() -> StepPlan:
     """A long tail of sequences in 70 chunks and packs, in elastic order."""
     lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.2, 60), 2, 900).astype(int)
@@ -377,3 +380,14 @@ def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_
     first, last = checkpointing._diagonals(plan, backwards, [0, 1, 2, 4]).tolist()
     # In the order of time: rank 0 has places 0, 1 and 2, rank 1 alone micro-batch 2 at place 1.
     assert [last, first] == [[0, 1, 2, 3], [1, 3, 4, 5]]
+
+
+def test_shared_micro_batches_without_an_order_are_fitted_by_the_plugin_too() -> None:
+    """A stage's order would name a shared one once, its ranks' lists name it twice."""
+    parts = [(40, (0, 1)), (10, (0,)), (12, (1,))]
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))
+    given = capped(StepPlan(sequences([n for n, _ in parts]), micro_batches, limits(1, 4, ranks=2)), 0.3)
+    room = given.limits.max_activation_bytes
+    found = plan_of_plugin(given, situation(1, 2), PipelineConfig(activation_gib=room / GIB)).check()
+    assert any(map(any, found.recompute))
+    assert held(found) <= room
