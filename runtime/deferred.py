@@ -192,7 +192,7 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, item: list[_Left]) -> Tensor:
         ctx.item = item
-        return weight.new_zeros(())
+        return weight.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
