@@ -163,7 +163,7 @@ def _refuse_unsupported(batch: Any) -> None:
         raise EvenloadError(
             f"evenload packs batches of {', '.join(FIELDS)} (and {MASK})",
             f"the data iterator gives {found}",
-            "give batches as Megatron's GPTDataset does, or disable plugins.packing",
+            "give batches as Megatron's GPTDataset does, or disable evenload's plugins",
         )
     shapes = {name: tuple(getattr(batch[name], "shape", ())) for name in FIELDS}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
@@ -183,5 +183,5 @@ def _refuse_mask(mask: Any, lengths: list[int]) -> None:
         raise EvenloadError(
             "the attention mask is not the causal one",
             "a sample whose tokens do not all see its first token, or whose first token sees others",
-            "switch reset_attention_mask off, or disable plugins.packing",
+            "switch reset_attention_mask off, or disable evenload's plugins",
         )

@@ -56,13 +56,13 @@ def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
             rest.get("pg_collection") is not None or rest.get("p2p_communicator") is not None,
             "the schedule is given process groups of its own",
             "pg_collection or p2p_communicator",
-            "use those of megatron.core.parallel_state, or disable plugins.packing",
+            "use those of megatron.core.parallel_state, or disable evenload's plugins",
         ),
         (
             rest.get("adjust_tensor_shapes_fn") is not None,
             "packs set the shapes that pipeline stages exchange",
             "adjust_tensor_shapes_fn",
-            "leave it out, or disable plugins.packing",
+            "leave it out, or disable evenload's plugins",
         ),
         *_model_rules(config),
     ]
@@ -78,7 +78,7 @@ def bare_model(chunk: Any) -> Any:
         raise EvenloadError(
             "evenload packs the batches of Megatron-Core's GPTModel",
             f"a model of type {type(model).__name__}",
-            "disable plugins.packing",
+            "disable evenload's plugins",
         )
     cores = {type(m.core_attention) for m in model.modules() if hasattr(m, "core_attention")}
     unknown = sorted(c.__name__ for c in cores if not issubclass(c, _known_attention()))
@@ -86,21 +86,23 @@ def bare_model(chunk: Any) -> Any:
         raise EvenloadError(
             "a layer's core attention is not known to keep packed samples apart",
             ", ".join(unknown),
-            "use Megatron-Core's local or Transformer Engine layer spec, or disable plugins.packing",
+            "use Megatron-Core's local or Transformer Engine layer spec, or disable evenload's plugins",
         )
     return model
 
 
-def takes_parts(gpt: Any) -> bool:
-    """Whether packs of this GPTModel may hold parts of samples.
+def why_whole(gpt: Any) -> str:
+    """What keeps samples of a GPTModel whole; empty where its packs may hold parts of samples.
 
     Its attention must be one that reads their prefix, and rotary embeddings, if it has some, must give their angles by
     position: Transformer Engine's kernels and embeddings of other kinds know borders between samples alone.
     """
-    cores = [m.core_attention for m in gpt.modules() if hasattr(m, "core_attention")]
+    cores = {type(m.core_attention) for m in gpt.modules() if hasattr(m, "core_attention")}
+    odd = [core for core in cores if not issubclass(core, (DotProductAttention, PackedCoreAttention))]
     rope = getattr(gpt, "rotary_pos_emb", None)
-    plain = rope is None or type(rope) is RotaryEmbedding or isinstance(rope, TokenRope)
-    return plain and all(isinstance(core, (DotProductAttention, PackedCoreAttention)) for core in cores)
+    if rope is not None and type(rope) is not RotaryEmbedding and not isinstance(rope, TokenRope):
+        odd.append(type(rope))
+    return ", ".join(sorted(f"{one.__name__} knows borders between samples alone" for one in odd))
 
 
 def why_stock(chunk: Any, stranger: str) -> Trouble | None:
@@ -208,7 +210,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
 
 
 def _model_rules(config: Any) -> Iterable[Rule]:
-    do = "disable plugins.packing for this model"
+    do = "disable evenload's plugins for this model"
     settings = (
         ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
         ("virtual_pipeline_model_parallel_size", None, "the interleaved pipeline schedule is not planned for"),

@@ -52,9 +52,9 @@ from .supported import (
     for_config,
     refuse_attention,
     refuse_loop,
-    takes_parts,
     warn_of_dropout,
     why_stock,
+    why_whole,
 )
 from .unmodified_order import run_order, with_dummies
 from .unmodified_step import UserStep
@@ -230,9 +230,12 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
-    only_stock, by_token = why_stock(chunk, stranger), takes_parts(gpt)
+    only_stock, borders = why_stock(chunk, stranger), why_whole(gpt)
     shares = any(plugin.shares for plugin in recipe.enabled())
-    whole = only_stock is not None or shares or not by_token
+    whole = only_stock is not None or shares or bool(borders)
+    if whole and warn:
+        why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
+        log.warning("no sample is cut in this loop: %s", why)
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
     )
@@ -241,7 +244,7 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
         log.info("weight gradients stay in the backward: %s", together)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
-    return _Loop(chain, by_token, only_stock)
+    return _Loop(chain, not borders, only_stock)
 
 
 def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], gpt: Any, **rest: Any) -> Any:
@@ -267,6 +270,6 @@ def _only(thing: Any) -> Any:
         raise EvenloadError(
             "evenload does not run Megatron's interleaved pipeline schedule in a loop of your own",
             f"{len(thing)} model chunks",
-            "leave virtual_pipeline_model_parallel_size unset, or disable plugins.packing",
+            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
         )
     return thing[0]

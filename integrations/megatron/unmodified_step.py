@@ -70,7 +70,7 @@ class UserStep:
                 "forward_step does not give the model the batch that it took from its data iterator",
                 f"input_ids {None if tokens is None else tuple(tokens.shape)} for a pack of {slots} tokens, "
                 f"packed_seq_params {type(call.get('packed_seq_params')).__name__}",
-                "hand the batch on as it is, or disable plugins.packing",
+                "hand the batch on as it is, or disable evenload's plugins",
             )
         return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
 

@@ -58,6 +58,20 @@ def test_padding_and_dummies_carry_no_loss_and_overrun_no_positions(multiple):
     assert dummy.pack.num_targets == dummy.fields["loss_mask"].sum() == 0
 
 
+def test_a_part_of_a_sample_brings_its_own_labels_and_positions():
+    given = batch(["011111", "111000"])
+    samples, slices = dict(enumerate(split(given))), (Slice(1, 0, 3), Slice(0, 2, 4))
+    packed = lay_out(MicroBatch(slices, (0,)), samples, samples[0], multiple=4)
+    assert packed.fields["tokens"].tolist() == [[7, 8, 9, 3, 4, 0, 0, 0]]
+    assert packed.fields["labels"].tolist() == [[107, 108, 109, 103, 104, 0, 0, 0]]
+    assert packed.fields["position_ids"].tolist() == [[0, 1, 2, 2, 3, 3, 3, 3]]
+    pack = packed.pack
+    assert pack.positions_T.tolist() == [0, 1, 2, 2, 3, 3, 3, 3]
+    assert (pack.slices, pack.segments, pack.padding, pack.lengths) == (slices, (0, 3, 8), (0, 3), (3, 2))
+    assert pack.cu_seqlens.tolist() == [0, 3, 5]
+    assert pack.num_targets == packed.fields["loss_mask"].sum() == 5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_any_dtype_of_a_loss_mask_is_kept(dtype):
     samples = dict(enumerate(split(batch(["011"], dtype))))
