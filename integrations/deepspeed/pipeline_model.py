@@ -66,8 +66,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         super().__init__(layers, topology=topology)
         self.config = parts.config
         self._first, self._last = self.stage_id == 0, self.stage_id == layout.pp - 1
-        # Not a submodule: an engine in bfloat16 would round its frequencies.
-        self._rotary = (parts.rotary.to(device),)
+        self.rotary = parts.rotary.to(device)
         self._names = {parts.names[id(p)]: p for p in self.parameters()}
         for parameter in self.parameters():
             # DeepSpeed's clipping in float32 counts parameters behind the first stage only where they say so.
@@ -83,16 +82,16 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         """This stage's parameters by the names that they have in the whole model."""
         return self._names
 
-    def forward(self, received_TC: Tensor | None, pack: Pack, *, recomputed: int = 0, head: bool = True) -> Tensor:
-        """Hidden states [T, C] for the next stage; of the last one logits [T, V], unless ``head`` is off.
+    def forward(self, received_1TC: Tensor | None, pack: Pack, *, recomputed: int = 0, head: bool = True) -> Tensor:
+        """Hidden states [1, T, C] for the next stage; of the last one logits [1, T, V], unless ``head`` is off.
 
         Args:
-            received_TC: of the stage before; None at the first one.
+            received_1TC: of the stage before; None at the first one.
             recomputed: so many of the stage's decoder layers, the first ones, keep their inputs alone.
         """
-        hidden_1TC = self.forward_funcs[0](pack.tokens_T[None]) if received_TC is None else received_TC[None]
+        hidden_1TC = self.forward_funcs[0](pack.tokens_T[None]) if received_1TC is None else received_1TC
         positions_1T = pack.positions_T[None]
-        tables = self._rotary[0](hidden_1TC, positions_1T)
+        tables = self.rotary(hidden_1TC, positions_1T)
         with recomputing(blocks := self.blocks, recomputed):
             for block in blocks:
                 hidden_1TC = block(
@@ -105,7 +104,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
                 )
         for layer in self.forward_funcs[-2:] if self._last and head else ():
             hidden_1TC = layer(hidden_1TC)
-        return hidden_1TC[0]
+        return hidden_1TC
 
     def _partition_layers(self, method: str = "") -> None:
         """Equally many decoder layers for every stage, whatever DeepSpeed would count."""

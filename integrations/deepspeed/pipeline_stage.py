@@ -45,9 +45,9 @@ class _Graph(NamedTuple):
 
     pack: Pack
     received: Tensor | None
-    """The stage's input [T, C], a leaf; None at the first stage."""
+    """The stage's input [1, T, C], a leaf; None at the first stage."""
     output: Tensor
-    """Of the last stage: the loss. Of others hidden states [T, C] whose memory is gone."""
+    """Of the last stage: the loss. Of others hidden states [1, T, C] whose memory is gone."""
 
 
 class PlannedStage:
@@ -154,54 +154,55 @@ class PlannedStage:
             _hollow_out(tensor)  # what is under way is held by the links
 
     def _keep(self, op: Op) -> None:
-        pack, received_TC = self._open.pop(op)
-        assert received_TC is not None
-        self._tape.write(pack.slices, pack.segments, received_TC)
+        pack, received_1TC = self._open.pop(op)
+        assert received_1TC is not None
+        self._tape.write(pack.slices, pack.segments, received_1TC[0])
 
     def _forward(self, op: Op) -> None:
-        pack, received_TC = self._open.pop(op) if op in self._open else self._begin(op)
+        pack, received_1TC = self._open.pop(op) if op in self._open else self._begin(op)
         away = self._plan.offload[op.micro_batch] if self._plan.offload else 0.0
         with offloading(away, self._engine.module.blocks, self._engine.device):
             layers = self._layers(op, self._plan.limits.layers_per_stage if self._recomputes else 0)
-            self._run(op, "F", pack, received_TC, layers)
+            self._run(op, "F", pack, received_1TC, layers)
 
     def _replay(self, op: Op) -> None:
         self._tell(op)
-        pack, received_TC = self._load(op), None
+        pack, received_1TC = self._load(op), None
         if self._stage:
-            received_TC = self._tape.gather(pack.slices, pack.segments, self._room(pack))
+            received_1TC = self._room(pack)
+            self._tape.gather(pack.slices, pack.segments, received_1TC[0])
         # A replay is the recomputation: what the recipe recomputes need not run a third time.
-        self._run(op, "R", pack, received_TC, self._layers(op, 0))
+        self._run(op, "R", pack, received_1TC, self._layers(op, 0))
         if not self._last:
             _hollow_out(self._given.pop(op))
 
     def _fill_prefix(self, op: Op) -> None:
-        pack, received_TC = self._open[op] if op in self._open else self._begin(op)
+        pack, received_1TC = self._open[op] if op in self._open else self._begin(op)
         self._meet(op)
         with self._clock.running("F", op.micro_batch), torch.no_grad():
-            output = DeepSpeedEngine.forward(self._engine, received_TC, pack, head=False)
+            output = DeepSpeedEngine.forward(self._engine, received_1TC, pack, head=False)
         if not self._last:
             self._given[op] = output
 
-    def _run(self, op: Op, kind: Kind, pack: Pack, received_TC: Tensor | None, layers: int) -> None:
+    def _run(self, op: Op, kind: Kind, pack: Pack, received_1TC: Tensor | None, layers: int) -> None:
         """A forward that keeps its graph."""
-        if received_TC is not None:
-            received_TC.requires_grad_()
+        if received_1TC is not None:
+            received_1TC.requires_grad_()
         self._meet(op)
         backward = self._backward_of[op.micro_batch] if kind == "F" else op.micro_batch
         with self._clock.running(kind, op.micro_batch), self._leaving(backward):
-            output = DeepSpeedEngine.forward(self._engine, received_TC, pack, recomputed=layers)
+            output = DeepSpeedEngine.forward(self._engine, received_1TC, pack, recomputed=layers)
             if self._last:
-                output = _loss_sum(output, pack) * self._weight
+                output = _loss_sum(output[0], pack) * self._weight
         if self._last:
             self.loss_sum += output.detach().double()
         else:
             self._given[op] = output
-        self._graphs[buffer_of(self._plan, op)] = _Graph(pack, received_TC, output)
+        self._graphs[buffer_of(self._plan, op)] = _Graph(pack, received_1TC, output)
 
     def _backward(self, op: Op) -> None:
         engine, buffer = self._engine, buffer_of(self._plan, op)
-        pack, received_TC, output = self._graphs.pop(buffer)
+        pack, received_1TC, output = self._graphs.pop(buffer)
         if self._last:
             self._tell(op)
             engine.loss = output
@@ -213,9 +214,9 @@ class PlannedStage:
         with self._clock.running("B", op.micro_batch), self._leaving(op.micro_batch):
             engine._exec_backward_pass(buffer)
         engine.loss = engine.grad_layer = None
-        if received_TC is not None:
-            assert received_TC.grad is not None
-            self._given[op] = received_TC.grad
+        if received_1TC is not None:
+            assert received_1TC.grad is not None
+            self._given[op] = received_1TC.grad
         self.executed += pack.slices
 
     def _weights(self, op: Op) -> None:
@@ -253,9 +254,9 @@ class PlannedStage:
         return build_pack(micro_batch, self._tokens_of, self._engine.device, self._prefix, plane=self._plane)
 
     def _room(self, pack: Pack) -> Tensor:
-        """Space for a stage's input or the gradient of its output: [T, C]."""
+        """Space for a stage's input or the gradient of its output: [1, T, C]."""
         config, dtype = self._engine.module.config, next(self._engine.module.parameters()).dtype
-        return torch.empty(pack.num_slots, config.hidden_size, dtype=dtype, device=self._engine.device)
+        return torch.empty(1, pack.num_slots, config.hidden_size, dtype=dtype, device=self._engine.device)
 
     def _meet(self, op: Op) -> None:
         """Before a shared pass: be sure that its ranks are about to run the same one. Raises RankError."""
@@ -272,6 +273,7 @@ class PlannedStage:
 def _hollow_out(output: Tensor) -> None:
     """Free a stage output whose backward asks for its shape alone; without a graph it has none and stays."""
     if output.requires_grad:
+        assert not output._is_view(), "its base would keep the memory"
         output.data = output.new_empty(()).expand(output.shape)
 
 

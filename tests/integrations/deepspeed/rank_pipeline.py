@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -209,6 +210,31 @@ def memory(pp: int) -> dict[str, Any]:
             with patch.object(PlannedStage, "_backward", forward_alone), hooks:
                 host.gradients(plan, lambda _: np.arange(64) % 97)
     return kept
+
+
+def alive_after_sending(pp: int) -> int:
+    """Stage outputs whose memory is still taken when the first backward begins, of two that were sent."""
+    outputs: list[Any] = []
+    alive: list[int] = []
+    send, run = PlannedStage._send, PlannedStage._backward
+
+    def sending(stage: Any, op: Op) -> None:
+        if op.kind == "F":
+            outputs.append(weakref.ref(stage._given[op].untyped_storage()))
+        send(stage, op)
+
+    def backward(stage: Any, op: Op) -> None:
+        alive.append(sum(output() is not None for output in outputs))
+        run(stage, op)
+
+    with hosted(pp, 1) as host:
+        limits = Limits(1, 1 << 20, num_stages=pp, layers_per_stage=4 // pp)
+        order = (tuple(Op(kind, i) for kind in ("F", "B") for i in range(2)),) * pp  # type: ignore[arg-type]
+        micro_batches = tuple(MicroBatch((Slice(i, 0, 16),), (0,)) for i in range(2))
+        plan = StepPlan(sequences((16, 16)), micro_batches, limits, order).check()
+        with patch.object(PlannedStage, "_send", sending), patch.object(PlannedStage, "_backward", backward):
+            host.gradients(plan, lambda _: np.arange(16))
+    return alive[0]
 
 
 def save_and_go_on(pp: int, stage: int, folder: str, dtype: str) -> list[str]:

@@ -192,6 +192,11 @@ def test_recomputed_layers_keep_their_inputs_alone(on_ranks):
 
 
 @pytest.mark.slow
+def test_what_was_sent_is_not_kept(on_ranks):
+    assert on_ranks(2, "rank_pipeline.alive_after_sending", pp=2) == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16")])
 def test_resume_is_bit_equal(on_ranks, tmp_path, stage, dtype):
     arguments = {"pp": 2, "stage": stage, "dtype": dtype, "folder": str(tmp_path)}
