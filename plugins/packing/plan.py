@@ -118,9 +118,10 @@ def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:
 
 def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
     """The host's limits with this section's caps. Raises EvenloadError for a cap below one block."""
-    if config.max_tokens < config.block_tokens and config.slices != "off":
+    if config.max_tokens < 2 * config.block_tokens - 1 and config.slices != "off":
+        # No slice is shorter than a block, so what is left of a sequence can be almost two.
         raise EvenloadError(
-            "plugins.packing.max_tokens is smaller than one block",
+            "plugins.packing.max_tokens is smaller than two blocks",
             f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
             "raise max_tokens, or lower block_tokens",
         )

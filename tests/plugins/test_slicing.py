@@ -228,9 +228,11 @@ def test_replays_are_the_same_on_ranks_in_step() -> None:
     assert rows[0] == rows[1]
 
 
-def test_a_cap_below_one_block_is_refused() -> None:
-    with pytest.raises(EvenloadError, match="smaller than one block"):
-        planned([100], 1, max_tokens=8, block_tokens=16)
+@pytest.mark.parametrize(("cap", "block"), [(8, 16), (6, 4)])
+def test_a_cap_that_the_last_two_blocks_may_exceed_is_refused(cap: int, block: int) -> None:
+    with pytest.raises(EvenloadError, match="smaller than two blocks"):
+        planned([100], 1, max_tokens=cap, block_tokens=block)
+    assert planned([100], 1, max_tokens=2 * block - 1, block_tokens=block).check()
 
 
 def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
