@@ -31,9 +31,12 @@ def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
     )
     lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
-    # Each rank of a lane hands over its own share.
+    # Each rank of a lane hands over its own share, on the link of its own place.
     traffic = replace(situation.traffic, state_bytes_per_token=situation.traffic.state_bytes_per_token * share)
-    return lanes, replace(situation, costs=_shared(situation), layout=ranks, traffic=traffic)
+    nodes = situation.cluster.model_copy(
+        update={"ranks_per_node": max(1, situation.cluster.ranks_per_node // layout.cp)}
+    )
+    return lanes, replace(situation, costs=_shared(situation), layout=ranks, cluster=nodes, traffic=traffic)
 
 
 def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:

@@ -8,12 +8,13 @@ import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.lanes import narrow, widen
 from evenload.core.memory import peaks_of_stage, room_bytes
+from evenload.core.passes import PassTimes
 from evenload.core.predict import predict
 from evenload.core.recipe import load
 from evenload.core.setting import RECIPES
 from evenload.core.simulate import simulate
 from evenload.core.stock import stock_plan
-from evenload.core.workload import sequences
+from evenload.core.workload import Op, sequences
 from evenload.face import load_plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,17 @@ def test_a_lane_takes_as_long_as_its_ranks_with_their_all_to_all() -> None:
     assert on_ranks.exposed_s.max() > 0
     ends = [max(s.end_s for s in found.spans if s.kind in "FBC") for found in (simulate(lanes, of_lane), on_ranks)]
     assert ends[0] == pytest.approx(ends[1])
+
+
+def test_a_lane_hands_over_in_the_time_of_its_ranks() -> None:
+    made = chain(4, 2, "parallel.pp=2")
+    limits, of_lane = narrow(made.limits, made.situation)
+    lanes = stock_plan(sequences([800, 1200]), limits)
+    on_ranks = widen(lanes, made.limits, 4)
+    times = [PassTimes(lanes, of_lane), PassTimes(on_ranks, made.situation)]
+    each = [[of.hand_over(0, Op("F", i)) for i in range(2)] for of in times]
+    assert each[0] == pytest.approx(each[1])
+    assert each[0][1] > each[0][0] > 0
 
 
 def test_the_stock_plan_runs_one_sequence_a_lane() -> None:

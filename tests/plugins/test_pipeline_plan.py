@@ -14,6 +14,7 @@ from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
+from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import GIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,3 +156,48 @@ def test_trainers_in_step_are_left_to_packing() -> None:
 def test_a_cap_below_one_block_is_refused() -> None:
     with pytest.raises(EvenloadError, match="smaller than one block"):
         chain(max_tokens=2).plan(sequences([5]))
+
+
+def packs(plan: StepPlan) -> list[list[tuple[int, int, int]]]:
+    return [[tuple(s) for s in m.slices] for m in plan.micro_batches]
+
+
+def test_the_baselines_are_what_they_say() -> None:
+    of = chain(max_tokens=8)
+    batch = sequences([20, 3, 4, 6, 2])
+    whole = of.baseline("whole_1f1b", batch)
+    assert packs(whole) == [[(i, 0, s.length)] for i, s in enumerate(batch)]
+    assert whole.limits.max_tokens == 20
+    assert not whole.order
+    assert packs(of.baseline("in_order", batch)) == [[(0, 0, 20)], [(1, 0, 3), (2, 0, 4), (3, 0, 6), (4, 0, 2)]]
+    fixed = of.baseline("fixed_chunks", sequences([20, 3, 4, 6, 2]))
+    size = max(m.num_tokens for m in fixed.micro_batches)
+    assert size in (8, 4)
+    assert [s.length for m in fixed.micro_batches for s in m.slices if s.sequence == 0] == {
+        8: [8, 8, 4],
+        4: [4] * 5,
+    }[size]
+
+
+def test_algorithm_1_drains_a_pipeline_before_the_next_one_fills() -> None:
+    of = chain(4, max_tokens=4096)
+    bare = StepPlan(sequences([4000, 3000]), (), of.limits)
+    config = of.links[0][1]
+    draft = next(iter(BASELINES["algorithm_1"].drafts(bare, of.situation, config)))
+    count = len(draft.micro_batches)
+    first = [i for i, m in enumerate(draft.micro_batches) if m.slices[0].sequence == 0]
+    groups = [first, [i for i in range(count) if i not in first]]
+    assert all(groups)
+    plan = flushed(draft, groups, of.situation).check()
+    for ops in plan.order:
+        places = [[place for place, op in enumerate(ops) if op.micro_batch in group] for group in groups]
+        assert max(places[0]) < min(places[1])
+
+
+def test_a_plan_that_came_in_keeps_its_micro_batches_where_ranks_share_them() -> None:
+    of = chain(2, 2)
+    batch = sequences([512, 200, 100])
+    mesh = {"mesh": {"enabled": True, "max_tokens": CAP}}
+    shared = chain(2, 2, plugins=mesh)
+    came = replace(shared, links=tuple(link for link in shared.links if link[0].name == "mesh")).plan(batch)
+    assert step_s(shared.plan(batch), of) <= step_s(came, of) * (1 + 1e-9)
