@@ -61,6 +61,9 @@ _WHAT = {
     "whole": "whole sequences, balanced by cost",
     "chunks": "long sequences in chunks, the others packed",
     "in_order": "packed in the order of the batch",
+    "whole_1f1b": "a sequence a micro-batch",
+    "fixed_chunks": "chunks of equally many tokens, short sequences packed",
+    "algorithm_1": "InfiniPipe's algorithm 1, pipelines drain in between",
     "best_fit": "best-fit bins, dealt out in turn",
     "karmarkar_karp": "sequences to ranks by largest differencing of cost",
 }

@@ -32,6 +32,8 @@ from .outlook import what_it_does
 _MOST_ROWS = 32
 _MOST_NUMBERED = 16
 """Rows that are high enough for numbers."""
+_MOST_EDGED = 40
+"""Passes of a row that are parted by edges."""
 _OF_A_DIGIT = 0.006
 """Width of a digit, as a share of the longest step."""
 _DPI = 120
@@ -122,7 +124,9 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     found: set[Part] = set()
     for y, row in enumerate(rows):
         numbered = limits.num_stages > 1 and len(rows) <= _MOST_NUMBERED
-        edge = {"edgecolor": "#fcfcfa", "linewidth": 0.5} if numbered else {"linewidth": 0}
+        # Edges part neighbours; where passes are many they would hide them.
+        edged = numbered and len(pieces[row]) <= _MOST_EDGED
+        edge = {"edgecolor": "#fcfcfa", "linewidth": 0.5} if edged else {"linewidth": 0}
         for part in PARTS:
             spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
             if spans:

@@ -42,12 +42,18 @@ data: {max_length: 8192}
 plugins: {packing: {enabled: true, max_tokens: 8192}}
 """
 
+CHUNKS = [f"plugins.pipeline.{word}" for word in ("enabled=true", "max_tokens=8192", "split_backward=on")]
+
 PAGES = {
     "dp": ([], 3),
     "pipeline": (["parallel.pp=4"], 1),
     "context": (["parallel.cp=2"], 1),
     "many": (["parallel.dp=96", "train.global_batch_size=960"], 1),
     "stock": (["plugins.packing.enabled=false", "train.recompute=true"], 1),
+    "chunks": (
+        ["parallel.dp=1", "parallel.pp=4", "train.global_batch_size=24", "plugins.packing.enabled=false", *CHUNKS],
+        1,
+    ),
     "small": (["parallel.dp=1", "train.global_batch_size=2"], 1),
 }
 
@@ -179,7 +185,7 @@ def test_nothing_is_fetched_and_nothing_is_complained_about(browser: Any, pages:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["dp", "stock"])
+@pytest.mark.parametrize("name", ["dp", "stock", "chunks"])
 def test_texts_stand_out_from_what_is_behind_them(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
     texts = show(browser, pages[name], 1440, scheme)
     grounds = {t["ground"] for t in texts}

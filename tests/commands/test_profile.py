@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,7 +266,9 @@ def test_free_bytes_is_a_plausible_number() -> None:
 @pytest.mark.parametrize(
     ("trainer", "num_ranks", "more"), [("megatron", 2, "train.recompute=true"), ("deepspeed", 1, "")]
 )
-def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str, num_ranks: int, more: str) -> None:
+def test_profile_measures_a_real_trainer(
+    tmp_path: Path, trainer: str, num_ranks: int, more: str, forged: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     (tmp_path / "recipe.yaml").write_text(
         f"trainer: {trainer}\n"
         "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, num_query_groups: 2}\n"
@@ -274,16 +276,8 @@ def test_profile_measures_a_real_trainer(tmp_path: Path, trainer: str, num_ranks
         "plugins: {packing: {enabled: true, max_tokens: 1024}}\n"
     )
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 40)))
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     options = ["--nproc", str(num_ranks), "--out", "costs.yaml", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload", "profile", "recipe.yaml", *more.split(), *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=clean,
-    )
+    done = forged(tmp_path, "profile", "recipe.yaml", *more.split(), *options, ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) >= {"host", "passes", "update_s", "links", "fit_error", "samples", "out", "memory"}

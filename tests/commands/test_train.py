@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ def environment() -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, "OMP_NUM_THREADS": "1"}
 
 
-def evenload(place: Path, *arguments: str, limit_s: float = 280) -> subprocess.CompletedProcess[str]:
+def evenload(place: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command itself; ``more``: of its environment."""
     command = [sys.executable, "-m", "evenload", *arguments]
-    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit_s, env=environment())
+    env = environment() | more
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=280, env=env)
+
+
+Forged = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -48,25 +54,29 @@ def samples(log: Path) -> list[list[int]]:
     return [json.loads(line)["samples"] for line in log.read_text().splitlines()]
 
 
+def written(folder: Path) -> Path:
+    """The folder with a recipe for each trainer."""
+    for trainer in ("megatron", "deepspeed"):
+        (folder / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
+    return folder
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    for trainer in ("megatron", "deepspeed"):
-        (tmp_path / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
-    return tmp_path
+    return written(tmp_path)
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, place: Path) -> None:
+def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, place: Path, forged: Forged) -> None:
     recipe = f"{trainer}.yaml"
-    traced = evenload(
-        place, "train", recipe, "log.jsonl=whole.jsonl", "log.trace_steps=2", "--trace", "t.json", "--json"
-    )
+    run = evenload if trainer == "megatron" else forged  # once through the launcher
+    traced = run(place, "train", recipe, "log.jsonl=whole.jsonl", "log.trace_steps=2", "--trace", "t.json", "--json")
     whole = losses(traced)
     assert len(whole) == 4
     refuse_wrong_trace(json.loads((place / "t.json").read_text()), json.loads(traced.stdout))
     common = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
-    first = losses(evenload(place, "train", recipe, "train.steps=2", *common))
-    second = losses(evenload(place, "train", recipe, *common))
+    first = losses(forged(place, "train", recipe, "train.steps=2", *common))
+    second = losses(forged(place, "train", recipe, *common))
     assert first + second == whole, "neither a resume nor recording changes a loss"
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
     assert (place / "kept" / "latest").read_text() == "step00000004"
@@ -96,12 +106,12 @@ def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:
     assert all(row["predicted_s"] > 0 and 0 <= row["bubble_frac"] <= row["bubble_worst"] for row in result["steps"])
 
 
-def test_a_run_goes_on_with_another_layout(place: Path) -> None:
+def test_a_run_goes_on_with_another_layout(place: Path, forged: Forged) -> None:
     """Same batches in the same order, losses equal to rounding: a plan never changes the mathematics."""
-    whole = json.loads(evenload(place, "train", "megatron.yaml", "log.jsonl=whole.jsonl", "--json").stdout)["steps"]
+    whole = json.loads(forged(place, "train", "megatron.yaml", "log.jsonl=whole.jsonl", "--json").stdout)["steps"]
     save = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
-    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", *save))
-    moved = evenload(place, "train", "megatron.yaml", "parallel.dp=1", "parallel.tp=2", *save)
+    losses(forged(place, "train", "megatron.yaml", "train.steps=2", *save))
+    moved = forged(place, "train", "megatron.yaml", "parallel.dp=1", "parallel.tp=2", *save)
     assert moved.returncode == 0, moved.stderr[-3000:]
     rest = json.loads(moved.stdout)["steps"]
     assert [row["step"] for row in rest] == [2, 3]
@@ -122,9 +132,9 @@ def heavy_tail(place: Path) -> tuple[str, ...]:
     return "data.source=tail.jsonl", "data.max_length=512", "train.steps=5", "train.seed=4", delay
 
 
-def test_outliers_wait_for_each_other_also_across_a_resume(place: Path) -> None:
+def test_outliers_wait_for_each_other_also_across_a_resume(place: Path, forged: Forged) -> None:
     late = heavy_tail(place)
-    whole = evenload(place, "train", "megatron.yaml", *late, "log.jsonl=whole.jsonl", "--json")
+    whole = forged(place, "train", "megatron.yaml", *late, "log.jsonl=whole.jsonl", "--json")
     result, log = json.loads(whole.stdout), (place / "whole.jsonl").read_text().splitlines()
     assert result["delay_steps"] > 0
     assert max(row["delay_steps"] for row in result["steps"]) > result["delay_steps"]
@@ -132,30 +142,30 @@ def test_outliers_wait_for_each_other_also_across_a_resume(place: Path) -> None:
     assert len({len(batch) for batch in samples(place / "whole.jsonl")}) > 1
     cut = next(k for k, row in enumerate(result["steps"][:4]) if row["waiting"])
     save = (*late, f"checkpoint.every={cut + 1}", "log.jsonl=parts.jsonl", "--json")
-    first = evenload(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept", f"train.steps={cut + 1}")
+    first = forged(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept", f"train.steps={cut + 1}")
     waiting = result["steps"][cut]["waiting"]
     assert f"{waiting} samples still wait for a later batch; they are in the checkpoint" in first.stderr
     shutil.copytree(place / "kept", place / "alone")
-    second = evenload(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept")
+    second = forged(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept")
     assert losses(first) + losses(second) == losses(whole)
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
     one = ("parallel.dp=1", "log.jsonl=alone.jsonl", "checkpoint.dir=alone")
-    alone = evenload(place, "train", "megatron.yaml", *save, *one)
+    alone = forged(place, "train", "megatron.yaml", *save, *one)
     assert "as for the 2 ranks that the run began with" in alone.stderr
     assert samples(place / "alone.jsonl") == samples(place / "whole.jsonl")[cut + 1 :]
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path) -> None:
+def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path, forged: Forged) -> None:
     """Delay makes the first batch smaller than train.global_batch_size; gradients are still the reference's."""
     late = heavy_tail(place)
-    done = evenload(place, "verify", f"{trainer}.yaml", *late, "--json")
+    done = forged(place, "verify", f"{trainer}.yaml", *late, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["exact"]
     assert result["sequences"] < 6
     board = ("log.tensorboard=board", "planner.refit=true", "--against", "stock")
-    trained = evenload(place, "train", f"{trainer}.yaml", *late, *board, "--json")
+    trained = forged(place, "train", f"{trainer}.yaml", *late, *board, "--json")
     assert trained.returncode == 0, trained.stderr[-3000:]
     variants = json.loads(trained.stdout)["variants"]
     assert all(v["refit"]["prior"] != v["refit"]["newest"] for v in variants.values())
@@ -165,13 +175,16 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path)
     events = EventAccumulator(str(place / "board"))
     events.Reload()
     rows = json.loads(trained.stdout)["steps"]
+    wanted = ("imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
+    assert {f"evenload/{name}" for name in wanted} <= set(events.Tags()["scalars"])
+    assert [e.value for e in events.Scalars("evenload/loss")] == pytest.approx([r["loss"] for r in rows])
     assert [e.value for e in events.Scalars("evenload/delay_steps")] == pytest.approx([r["delay_steps"] for r in rows])
     assert [e.value for e in events.Scalars("evenload/waiting")] == [r["waiting"] for r in rows]
 
 
-def test_against_trains_each_variant_on_equal_batches(place: Path) -> None:
+def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forged) -> None:
     asked = ("--against", "stock,in_order", "train.dtype=fp64", "train.steps=3", "--trace", "t.json.gz", "--json")
-    done = evenload(place, "train", "megatron.yaml", *asked)
+    done = forged(place, "train", "megatron.yaml", *asked)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert set(result["variants"]) == {"stock", "in_order", "evenload"}
@@ -185,37 +198,18 @@ def test_against_trains_each_variant_on_equal_batches(place: Path) -> None:
     assert shown == [f"{name}, {kind}" for name in ("evenload", "stock", "in_order") for kind in kinds]
 
 
-def test_metrics_reach_tensorboard(place: Path) -> None:
-    done = evenload(place, "train", "megatron.yaml", "train.steps=2", "log.tensorboard=board", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(place / "board"))
-    board.Reload()
-    wanted = ("loss", "imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
-    assert {f"evenload/{name}" for name in wanted} <= set(board.Tags()["scalars"])
-    recorded = [event.value for event in board.Scalars("evenload/loss")]
-    assert recorded == pytest.approx([row["loss"] for row in json.loads(done.stdout)["steps"]])
-
-
-def test_a_full_disk_keeps_the_old_checkpoint(place: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(place: Path, forged: Forged) -> None:
     """A limit on file sizes stands in for the disk: the second save fails half-way on every rank."""
-    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+    losses(forged(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
     before = sorted(p.name for p in (place / "kept" / "step00000002").rglob("*"))
-    limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
-    limited += "sys.argv[0] = 'evenload'; import os; "
-    limited += (
-        "os.execv(sys.executable, [sys.executable, '-m', 'evenload', 'train', 'megatron.yaml', 'checkpoint.dir=kept'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", limited], cwd=place, capture_output=True, text=True, timeout=280, env=environment()
-    )
+    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", planted=limited)
     assert done.returncode == 1, (done.stdout, done.stderr[-2000:])
     assert "the checkpoint step00000004 was not written" in done.stderr
     assert "the last good checkpoint is step00000002" in done.stderr
     assert sorted(p.name for p in (place / "kept" / "step00000002").rglob("*")) == before
-    resumed = evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "--json")
+    resumed = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "--json")
     assert [row["step"] for row in json.loads(resumed.stdout)["steps"]] == [2, 3]
 
 
@@ -238,9 +232,17 @@ def rank_process(parent: int, rank: int) -> int | None:
     return None
 
 
+@pytest.fixture(scope="module")
+def eight_steps(tmp_path_factory: pytest.TempPathFactory, forged: Forged) -> list[str]:
+    """Losses of a run that nothing disturbs."""
+    place = written(tmp_path_factory.mktemp("eight"))
+    return losses(forged(place, "train", "megatron.yaml", "train.steps=8", "--json"))
+
+
 @pytest.mark.parametrize(("how", "word"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "is gone")])
-def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how: int, word: str, place: Path) -> None:
-    whole = losses(evenload(place, "train", "megatron.yaml", "train.steps=8", "--json"))
+def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(
+    how: int, word: str, place: Path, forged: Forged, eight_steps: list[str]
+) -> None:
     command = [sys.executable, "-m", "evenload", "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8"]
     command += ["log.jsonl=log.jsonl", "safety.gone_s=4", "safety.stuck_s=60"]
     job = subprocess.Popen(
@@ -257,8 +259,8 @@ def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(how:
     assert job.returncode == 1, errors[-2000:]
     assert errors.count("evenload: rank 1 of 2") == 1, errors[-2000:]
     assert word in errors
-    resumed = losses(evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8", "--json"))
-    assert whole[-len(resumed) :] == resumed
+    resumed = losses(forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8", "--json"))
+    assert eight_steps[-len(resumed) :] == resumed
     assert 0 < len(resumed) < 8
 
 
@@ -281,22 +283,11 @@ if os.path.exists("mutant"):
 """
 
 
-def test_costs_follow_the_steps_and_ranks_and_resumes_plan_alike(place: Path) -> None:
+def test_costs_follow_the_steps_and_ranks_and_resumes_plan_alike(place: Path, forged: Forged) -> None:
     """Busy seconds are planted, so that two runs measure the same: attention takes 30 times what the costs say."""
-    (place / "planted.py").write_text(PLANTED)
-    start = "import sys; sys.argv[0] = 'evenload'; from evenload.cli import main; import planted; main()"
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        (place / "start.py").write_text(start)
-        return subprocess.run(
-            [*torchrun, "start.py", "train", "megatron.yaml", "planner.refit=true", *arguments, "--json"],
-            cwd=place,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            env={**environment(), "PYTHONPATH": str(place)},
-        )
+        return forged(place, "train", "megatron.yaml", "planner.refit=true", *arguments, "--json", planted=PLANTED)
 
     uneven = heavy_tail(place)[:2]  # samples of one length show nothing but sums
     done = run(*uneven, "train.steps=9", "checkpoint.every=6", "checkpoint.dir=kept", "checkpoint.keep=9")
@@ -337,16 +328,15 @@ if os.environ.get("RANK") == "1":
         ),
     ],
 )
-def test_a_rank_that_raises_or_hangs_is_named(trainer: str, fault: str, words: tuple[str, ...], place: Path) -> None:
-    (place / "sitecustomize.py").write_text(FAULT.replace("FAULT", fault))
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload", "train", f"{trainer}.yaml", "safety.stuck_s=6"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**environment(), "PYTHONPATH": str(place)},
-    )
+def test_a_rank_that_raises_or_hangs_is_named(
+    trainer: str, fault: str, words: tuple[str, ...], place: Path, forged: Forged
+) -> None:
+    planted = FAULT.replace("FAULT", fault)
+    if trainer == "deepspeed":
+        done = forged(place, "train", "deepspeed.yaml", "safety.stuck_s=6", planted=planted)
+    else:  # through the launcher
+        (place / "sitecustomize.py").write_text(planted)
+        done = evenload(place, "train", "megatron.yaml", "safety.stuck_s=6", PYTHONPATH=str(place))
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("evenload: rank 1 of 2") == 1, done.stderr[-3000:]
     assert "evenload: rank 0" not in done.stderr
@@ -354,9 +344,9 @@ def test_a_rank_that_raises_or_hangs_is_named(trainer: str, fault: str, words: t
         assert word in done.stderr
 
 
-def test_a_checkpoint_of_other_data_is_refused(place: Path) -> None:
-    losses(evenload(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
-    done = evenload(place, "train", "megatron.yaml", "checkpoint.dir=kept", "data.max_length=200")
+def test_a_checkpoint_of_other_data_is_refused(place: Path, forged: Forged) -> None:
+    losses(forged(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+    done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "data.max_length=200")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "the checkpoint was made with other data" in done.stderr
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.slow
+
+Verify = Callable[..., tuple[int, dict[str, Any]]]
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}
@@ -58,39 +60,36 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verify(place: Path, *words: str, fault: str = "") -> tuple[int, dict[str, object]]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    if fault:
-        # Every rank runs the same command, so the fault is planted where Python starts.
-        (place / "sitecustomize.py").write_text(
-            "import os\nif 'RANK' in os.environ:\n" + "".join(f"    {line}\n" for line in fault.strip().splitlines())
-        )
-        environment["PYTHONPATH"] = str(place)
-    command = [sys.executable, "-m", "evenload", "verify", "recipe.yaml", *words, "--json"]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    assert done.stdout, done.stderr[-3000:]
-    return done.returncode, json.loads(done.stdout)
+@pytest.fixture
+def verify(place: Path, forged: Callable[..., subprocess.CompletedProcess[str]]) -> Verify:
+    """Exit code and result of ``evenload verify`` with these words."""
+
+    def run(*words: str, fault: str = "") -> tuple[int, dict[str, Any]]:
+        done = forged(place, "verify", "recipe.yaml", *words, "--json", planted=fault)
+        assert done.returncode in (0, 1), done.stderr[-3000:]
+        assert done.stdout, done.stderr[-3000:]
+        return done.returncode, json.loads(done.stdout)
+
+    return run
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_exact(name: str, place: Path) -> None:
+def test_every_layout_is_exact(name: str, verify: Verify) -> None:
     words, tolerance = LAYOUTS[name]
-    code, result = verify(place, *words)
+    code, result = verify(*words)
     assert code == 0
-    assert result["grad_rel_err"] <= tolerance  # type: ignore[operator]
-    assert result["loss_rel_err"] <= tolerance  # type: ignore[operator]
+    assert result["grad_rel_err"] <= tolerance
+    assert result["loss_rel_err"] <= tolerance
     assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
     assert result["uncompared_parameters"] == []
     assert result["planner"] == "packing"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault: str, place: Path) -> None:
-    code, result = verify(place, "parallel.dp=2", fault=FAULTS[fault])
+def test_planted_faults_are_caught(fault: str, verify: Verify) -> None:
+    code, result = verify("parallel.dp=2", fault=FAULTS[fault])
     assert code == 1
     assert result["exact"] is False
-    assert result["grad_rel_err"] > 1e-4  # type: ignore[operator]
+    assert result["grad_rel_err"] > 1e-4
     if fault == "dropped token":
         assert result["tokens_missing"]

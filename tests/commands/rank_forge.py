@@ -1,0 +1,124 @@
+"""Forks the ranks of jobs from one process that has imported a trainer already (see conftest.py).
+
+rank_forge.py TRAINER. A job is a line of JSON on stdin: its folder, the arguments of ``evenload``, its ranks, a port,
+the folder of its outputs, and whether planted.py in there runs first in every rank. The answer on stdout is the list of
+the ranks' exit codes, negative for a signal. A rank of the forge is as one of torchrun: the launcher alone is left out.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+GRACE_S = 30.0
+"""After one rank has failed the others have this long to end by themselves, as under the launcher."""
+
+
+MODULES = {
+    "megatron": ("evenload.integrations.megatron.host", "evenload.integrations.megatron.verify"),
+    "deepspeed": (
+        "evenload.integrations.deepspeed.host",
+        "evenload.integrations.deepspeed.verify",
+        "transformers.models.llama.modeling_llama",
+    ),
+}
+
+
+def warm(trainer: str) -> None:
+    """Import what a rank imports, and start neither a thread nor a group."""
+    from evenload.commands import bench, profile, tables, train, verify  # noqa: F401
+
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+    if trainer == "megatron":
+        from evenload.patches import bridge_cpu
+
+        bridge_cpu()
+    for name in MODULES[trainer]:
+        import_module(name)
+
+
+def plant(path: Path) -> None:
+    """Run a script that replaces functions of modules; who has imported such a function by name gets the new one."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "evenload"]
+    before = [
+        (module, name, value)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if isinstance(value, FunctionType)
+    ]
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "planted"})
+    changed = {id(value): vars(module)[name] for module, name, value in before if vars(module).get(name) is not value}
+    for module, name, value in before:
+        if id(value) in changed:
+            setattr(module, name, changed[id(value)])
+
+
+def rank_of(job: dict[str, Any], rank: int) -> int:
+    """Process id of a new rank; its output goes into files."""
+    child = os.fork()
+    if child:
+        return child
+    code = 3
+    try:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{job['outputs']}/{name}.{rank}", os.O_CREAT | os.O_WRONLY), stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(job["place"])
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job["ranks"]),
+            "LOCAL_WORLD_SIZE": str(job["ranks"]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job["port"]),
+        }
+        sys.argv = ["evenload", *job["arguments"]]
+        if job["planted"]:
+            plant(Path(job["outputs"]) / "planted.py")
+        from evenload.cli import main
+
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(job: dict[str, Any]) -> list[int]:
+    """Exit codes of the job's ranks."""
+    waiting = {rank_of(job, rank): rank for rank in range(job["ranks"])}
+    codes = [0] * job["ranks"]
+    deadline = time.monotonic() + job["limit_s"]
+    while waiting:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
+            for pid in waiting:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return codes
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warm(sys.argv[1])
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line))) + "\n")
+        answers.flush()
