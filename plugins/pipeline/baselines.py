@@ -143,7 +143,7 @@ def statically_recomputed(plan: StepPlan, situation: Situation, config: Pipeline
     stages = range(plan.limits.num_stages)
 
     def recomputing(count: int) -> StepPlan:
-        return plan.recomputing(((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
+        return plan.revised(recompute=((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
 
     low, high = 0, plan.limits.layers_per_stage
     while low < high:

@@ -41,7 +41,7 @@ def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) ->
     """With nothing recomputed where plans may say so, whatever the recipe recomputes."""
     if not situation.costs.recompute or config.recompute == "off":
         return plan
-    return plan.recomputing(((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
+    return plan.revised(recompute=((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
 
 
 def best_of(

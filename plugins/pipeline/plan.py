@@ -93,7 +93,7 @@ class _Portfolio:
                 allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
                 best = baseline.best(allowed, self._at, self._config, self._least_s)
                 if best is not None:
-                    self._hold_to(best._replace(plan=replace(best.plan, made_by=f"pipeline ({name})")))
+                    self._hold_to(best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})")))
 
     def _hold_to(self, judged: Judged) -> None:
         self._found.append(judged)
@@ -165,7 +165,7 @@ class _Portfolio:
             raise refused(self._problem, given, self._at, self._config) if self._problem else self._too_large()
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
         best = min((one for one in fitting if one.step_s <= limit_s), key=lambda one: one.held_bytes).plan
-        return replace(best, notes=(*best.notes, *_notes(best)))
+        return best.revised(notes=(*best.notes, *_notes(best)))
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)

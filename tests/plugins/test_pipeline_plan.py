@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs() -> None:
     plan = chain(max_tokens=1024, activation_gib=cap / GIB).plan(batch)
     assert held_bytes(plan) <= cap * (1 + 1e-9)
     assert any(map(any, plan.recompute))
-    whole = plan.recomputing(((plan.limits.layers_per_stage,) * len(plan.micro_batches),) * 2)
+    whole = plan.revised(recompute=((plan.limits.layers_per_stage,) * len(plan.micro_batches),) * 2)
     assert sum(map(sum, plan.recompute)) < sum(map(sum, whole.recompute))
     with pytest.raises(EvenloadError, match="does not fit"):
         chain(max_tokens=1024, activation_gib=cap / GIB / 50).plan(batch)
