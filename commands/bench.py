@@ -10,9 +10,10 @@ Beside each measured step stands what `core.simulate` predicts for its plan with
 says how good the costs are: compute of the busiest rank, predicted against measured.
 
 ``bubble_frac`` is what ranks and stages wait (`bubbles`), from the spans of the timed steps themselves: recording them
-costs 2 us a pass. ``peak_activation_bytes`` is what the passes of a step hold at once above the level before it, on the
-rank of the most, and by stage: of one more step each, with the batch of which most is predicted, not timed, as counting
-slows it. Gradients that the trainer makes anew in every step are part of it, the update's own needs are not.
+costs about 1 us a pass on a CPU. ``peak_activation_bytes`` is what the passes of a step hold at once above the level
+before it, on the rank of the most, and by stage. It is of one more step each, of the batch of which most is predicted,
+not timed, as counting slows it. Gradients that the trainer makes anew in every step are part of it, the update's own
+needs are not.
 
 ``repeats`` trains every batch so many times with each variant, in turn; of every number the median of the runs counts.
 """

@@ -107,6 +107,7 @@ def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
 
 
 def _profile(job: Job, out: Path) -> dict[str, Any]:
+    job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
     config = getattr(recipe.plugins, "packing", None)
     cap = config.max_tokens if config and config.enabled else recipe.data.max_length

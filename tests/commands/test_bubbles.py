@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from evenload.commands import tables
 from evenload.commands.bubbles import Bubbles, Waits, bubbles_of
 from evenload.commands.recording import _shown
 from evenload.core.chain import PlanChain
@@ -13,6 +15,7 @@ from evenload.core.recipe import parse
 from evenload.core.simulate import Span, simulate
 from evenload.core.workload import sequences
 from evenload.face import load_plugins
+from rich.console import Console
 
 HAND = (
     # Stage 0 fills until nothing, waits between its passes, and for the sum of the gradients with nobody.
@@ -88,3 +91,15 @@ def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_ran
     assert [s for s in shown if s.kind == "F"] == [first[0], other[0]]
     assert {(s.start_s, s.end_s) for s in shown if s.kind == "G"} == {(3.0, 4.0)}
     assert bubbles_of([shown]).waits[0, 0] == Waits(0.0, 0.0, 2.0)
+
+
+def test_of_many_ranks_the_table_shows_those_that_wait_most() -> None:
+    rows = Bubbles(1.0, {(0, rank): Waits(0.0, 0.0, rank / 1000) for rank in range(100)}).rows(Bubbles(1.0, {}))
+    table = tables._bubbles("evenload", rows)
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert table.row_count == 32
+    assert "stage 0, rank 99" in text
+    assert "stage 0, rank 67 " not in text
+    assert "32 of 100 that wait most" in text
