@@ -68,7 +68,7 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
     Raises DoesNotFitError, about the stage that lacks most.
     """
     room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
-    bare = plan.recomputing(())
+    bare = plan.revised(recompute=())
     if plan.backward:  # groups of its own: no law says which layers of which forward a backward would run again
         most = fullest(bare, levels_of(bare))
         if most.held_bytes > room:
@@ -156,7 +156,7 @@ def _with(plan: StepPlan, teams: list[_Team], chosen: list[Ints]) -> StepPlan:
     layers = np.zeros((plan.limits.num_stages, len(plan.micro_batches)), dtype=np.int64)
     for team, of_team in zip(teams, chosen, strict=True):
         layers[:, team.numbers] = of_team
-    return plan.recomputing(tuple(map(tuple, layers.tolist())))
+    return plan.revised(recompute=tuple(map(tuple, layers.tolist())))
 
 
 def _ends(plan: StepPlan, teams: list[_Team], situation: Situation) -> list[float]:

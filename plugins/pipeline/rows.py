@@ -97,7 +97,7 @@ class Probes:
         """The plan with so many layers of every micro-batch whose activations wait."""
         plan, kept = self._plan, self._plan.kept
         row = tuple(layers if i in kept else 0 for i in range(len(plan.micro_batches)))
-        return plan.recomputing((row,) * plan.limits.num_stages)
+        return plan.revised(recompute=(row,) * plan.limits.num_stages)
 
     def levels(self, layers: int) -> list[list[list[float]]]:
         """Bytes by stage, rank and place in the rank's order."""

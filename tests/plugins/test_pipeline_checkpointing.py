@@ -150,7 +150,7 @@ def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> No
     plan = data.draw(plans())
     chosen = choices(plan, data.draw)
     columns = {i: i for i in range(len(plan.micro_batches))}
-    walked = levels_of(plan.recomputing(chosen))
+    walked = levels_of(plan.revised(recompute=chosen))
     for stage in range(plan.limits.num_stages):
         for rank, ops in enumerate(orders_of_stage(plan, stage)):
             rows = Probes(plan).rows(stage, [rank], columns, 0.0)
@@ -164,7 +164,7 @@ def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> No
 def test_the_pass_after_a_forward_holds_at_least_as_much(data: st.DataObject) -> None:
     """Why forwards need no row."""
     plan = data.draw(plans())
-    walked = levels_of(plan.recomputing(choices(plan, data.draw)))
+    walked = levels_of(plan.revised(recompute=choices(plan, data.draw)))
     for stage in range(plan.limits.num_stages):
         for ops, levels in zip(orders_of_stage(plan, stage), walked[stage], strict=True):
             pairs = list(itertools.pairwise(zip(ops, levels, strict=True)))
@@ -186,7 +186,7 @@ def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
         for number, layers in enumerate(row):
             if layers:
                 less = (*row[:number], layers - 1, *row[number + 1 :])
-                one_less = found.recomputing((*found.recompute[:stage], less, *found.recompute[stage + 1 :]))
+                one_less = found.revised(recompute=(*found.recompute[:stage], less, *found.recompute[stage + 1 :]))
                 peaks = peaks_of_stage(one_less, stage)
                 assert max(peak for peak, _ in peaks) > room * (1 - 1e-6)
 
@@ -246,14 +246,15 @@ def test_the_program_gains_where_chunks_are_unlike() -> None:
     same = min(
         simulate(one, at).step_s
         for n in range(9)
-        if held(one := plan.recomputing(((n,) * len(plan.micro_batches),) * 4)) <= plan.limits.max_activation_bytes
+        if held(one := plan.revised(recompute=((n,) * len(plan.micro_batches),) * 4))
+        <= plan.limits.max_activation_bytes
     )
     assert slow < quick < same
 
 
 def test_equal_questions_have_equal_answers() -> None:
     plan, at = ragged(), situation(4)
-    every = plan.recomputing(((5,) * len(plan.micro_batches),) * 4)
+    every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
     assert fitted(plan, at, CONFIG).digest == fitted(every, at, CONFIG).digest
 
 
@@ -278,7 +279,7 @@ def test_ranks_that_share_nothing_do_not_matter_to_each_other() -> None:
 
 def test_nothing_is_recomputed_where_all_fits() -> None:
     plan = capped(chunked([90, 40, 20], 20, limits(4, 5)), 1.0)
-    every = plan.recomputing(((5,) * len(plan.micro_batches),) * 4)
+    every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
     assert fitted(every, situation(4), CONFIG).recompute == ()
 
 
@@ -309,7 +310,7 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         fitted(plan, situation(3), CONFIG)
     error = caught.value
-    everything = plan.recomputing(((4,) * len(plan.micro_batches),) * 3)
+    everything = plan.revised(recompute=((4,) * len(plan.micro_batches),) * 3)
     peaks = [peaks_of_stage(everything, stage)[error.most.rank][0] for stage in range(3)]
     assert peaks[error.most.stage] == max(peaks)
     assert error.missing_bytes == pytest.approx(max(peaks) - room)
@@ -341,7 +342,7 @@ def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
 
 def test_replays_keep_nothing_to_recompute() -> None:
     plan = chunked([60, 30, 20], 20, limits(2, 4))
-    replayed = capped(plan.replaying((0, 1)), 0.3)
+    replayed = capped(plan.revised(replayed=(0, 1)), 0.3)
     found = fitted(replayed, situation(2), CONFIG).check()
     assert held(found) <= replayed.limits.max_activation_bytes
     assert all(row[0] == row[1] == 0 for row in found.recompute)
