@@ -19,6 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.utils import groups
 
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
@@ -54,6 +55,7 @@ class PipelineHost:
         self.layout = recipe.layout(world.size)
         self.world, self.recipe = world, recipe
         module = build_stage(recipe, self.layout, world.rank, world.device)
+        self._grid_before = groups.mpu
         self.engine = make_engine(module, recipe, self.layout.dp)
         self.module: StageModule = self.engine.module
         self.stage = int(self.engine.zero_optimization_stage())
@@ -134,6 +136,8 @@ class PipelineHost:
             self._plane.close()
             self._plane = None
         self.engine.destroy()
+        # DeepSpeed would lay out the next engine of this process as this one.
+        groups.mpu = self._grid_before
 
     def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
         """Forward and backward of this rank's micro-batches, gradients reduced; `StepResult` but for norm and spans."""
