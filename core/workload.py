@@ -224,12 +224,6 @@ class StepPlan:
         vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
-    def replaying(self, replayed: tuple[int, ...]) -> StepPlan:
-        return self.revised(replayed=replayed)
-
-    def recomputing(self, recompute: tuple[tuple[int, ...], ...]) -> StepPlan:
-        return self.revised(recompute=recompute)
-
     @cached_property
     def forward_of(self) -> tuple[int | None, ...]:
         """For each micro-batch of the backward pass the forward one whose activations it uses; None: replayed."""

@@ -73,7 +73,7 @@ def fitted(plan: StepPlan, room: float) -> StepPlan:
                 chains.setdefault(s.sequence, []).append(number)
     for keep in range(max(map(len, chains.values()), default=1), 0, -1):
         early = tuple(sorted(i for chain in chains.values() for i in chain[: max(0, len(chain) - keep)]))
-        tried = plan.replaying(early)
+        tried = plan.revised(replayed=early)
         stages = range(plan.limits.num_stages)
         if max(peak for stage in stages for peak, _ in peaks_of_stage(tried, stage)) <= room:
             return tried

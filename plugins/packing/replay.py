@@ -31,7 +31,7 @@ def fit_memory(plan: StepPlan) -> StepPlan:
 
     def planned() -> StepPlan:
         replayed = sorted(i for rank in ranks for chain in chains[rank] for i in chain[: -keep[rank]])
-        return plan if plan.backward else plan.replaying(tuple(replayed))
+        return plan if plan.backward else plan.revised(replayed=tuple(replayed))
 
     over = _over(plan)
     low = dict.fromkeys(over, 1)
