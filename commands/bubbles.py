@@ -7,6 +7,9 @@ last rank of its stage has come, the update from when all have. The step lasts f
 the last span of any rank. Waiting falls into three parts: before a rank's first pass (the fill of a pipeline), between
 its passes, and after its last one (the drain, slower ranks), so that a reader sees which of them to fight.
 
+Spans are wall time: where other programs use the cores of a CPU, what they take inside a pass counts as work. (`train`
+has `bubble_frac` of every step besides: 1 - compute / step, in which that, gradient sum and update are idleness.)
+
 Several steps are summed, seconds over seconds. `core.simulate.Simulation.bubble_frac` is the same of one step, but for
 a host that waits until its sends have arrived: there that counts as communication.
 """
