@@ -16,7 +16,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.order import orders_of_stage
 from evenload.core.setting import limits_of, situation_of
 from evenload.core.workload import Limits, StepPlan, sequences
-from evenload.integrations.megatron import linears, model, schedule
+from evenload.integrations.megatron import linears, model, open_host, schedule
 from evenload.integrations.megatron.attention import PackedCoreAttention
 from evenload.integrations.megatron.schedule import PlannedStage
 from evenload.integrations.megatron.verify import grad_rel_err, reference
@@ -25,7 +25,7 @@ from evenload.runtime import deferred
 from evenload.runtime.busy import BusyClock
 from evenload.runtime.deferred import WeightGradients
 from evenload.runtime.stage_links import StageLinks
-from megatron_jobs import CPU, hosted, tokens
+from megatron_jobs import CPU, hosted, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
 
 _kept: dict[str, Any] = {}
@@ -35,14 +35,13 @@ def _host(world: Any, changes: dict[str, Any]) -> Any:
     """The host with these changes of the recipe; the one before is closed."""
     if _kept.get("changes") != changes:
         close_host()
-        stack = ExitStack()
-        _kept.update(changes=changes, stack=stack, host=stack.enter_context(hosted(world, **changes)), references={})
+        _kept.update(changes=changes, host=open_host(recipe(**changes), world), references={})
     return _kept["host"]
 
 
 def close_host() -> None:
-    if "stack" in _kept:
-        _kept["stack"].close()
+    if "host" in _kept:
+        _kept["host"].close()
     _kept.clear()
 
 
