@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +126,5 @@ def test_into_exactly_pads_and_refuses():
     assert [[len(m.slices) for m in rank] for rank in mine] == [[1, 1, 1, 0], [1, 0, 0, 0]]
     with pytest.raises(EvenloadError, match=r"gradient_accumulation_steps to 3, or packing\.max_tokens"):
         into_exactly(plan, 2)
+    with pytest.raises(EvenloadError, match="decides itself what is recomputed"):
+        into_exactly(replace(plan, recompute=((1, 0, 0, 0),)), 4)
