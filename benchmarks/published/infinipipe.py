@@ -11,7 +11,8 @@ over its 8 ranks, states divided over these (the paper's FSDP; what that moves i
                the fastest of 1, 2 and 4 contexts that fits (a guess)
     FlexSP     ZeRO-3, likewise recomputed; in its place evenload's mesh plugin with all-to-all alone on powers of two
                of ranks, heads not counted: FlexSP's own problem, solved at least as well (benchmarks/mesh.py)
-    Seq1F1B    as the paper has it: chunks of equally many tokens, one number of layers recomputed; the fastest size
+    Seq1F1B    as the paper has it: chunks of equally many tokens, one number of layers recomputed; the fastest of eight
+               sizes, 1K to 128K
     Alg. 1     InfiniPipe's own algorithms as evenload's baseline ``algorithm_1`` runs them
     evenload   the pipeline plugin
     own states evenload with the states that its runtime keeps today: those of the optimizer are divided, weights and
@@ -25,7 +26,7 @@ here; its numbers are those of its text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -162,9 +163,9 @@ def flexsp(model: str) -> PlanChain:
 
 
 @cache
-def pipeline(model: str, planner: str = "", *, fsdp: bool = True) -> PlanChain:
+def pipeline(model: str, planner: str = "", cap: int = CAP, *, fsdp: bool = True) -> PlanChain:
     """A pipeline of nodes; with ``fsdp`` all states are divided over the ranks of a node."""
-    chain = Pipeline(model, STAGES, RANKS // STAGES, CLUSTER).chain("pipeline", CAP, planner)
+    chain = Pipeline(model, STAGES, RANKS // STAGES, CLUSTER).chain("pipeline", cap, planner)
     if not fsdp:
         return chain
     costs = chain.situation.costs
@@ -182,12 +183,13 @@ def result_of(plan: StepPlan, chain: PlanChain) -> Row:
     return judged(plan, chain.situation)
 
 
-def fastest_of(options: Iterator[tuple[PlanChain, int]], batch: Batch) -> Row:
-    """Of chains with layers to recompute. Raises EvenloadError where none fits."""
+def fastest_of(options: Iterable[tuple[PlanChain, int | None]], batch: Batch) -> Row:
+    """Of chains with layers to recompute; None: as the plan says. Raises EvenloadError where none fits."""
     found, why = [], None
     for chain, layers in options:
         try:
-            found.append(result_of(with_layers(chain.plan(batch), layers), chain))
+            plan = chain.plan(batch)
+            found.append(result_of(plan if layers is None else with_layers(plan, layers), chain))
         except EvenloadError as error:
             why = error
     if not found:
@@ -198,25 +200,20 @@ def fastest_of(options: Iterator[tuple[PlanChain, int]], batch: Batch) -> Row:
 def step_of(setting: Setting, batch: Batch) -> dict[str, Row]:
     """Every column of one batch; a system that cannot run it says why."""
     own, model = THEIRS[setting.model], setting.model
-    zero = ((zero_3(model, own.sp, n * setting.context // own.sp), own.zero_layers) for n in (1, 2, 4))
-    columns = {
-        "Megatron": ((megatron(setting, packing), own.megatron_layers) for packing in ("in_order", "best_fit")),
-        "DeepSpeed": zero,
-        "FlexSP": iter([(flexsp(model), own.zero_layers)]),
-    }
-    chains = {
-        "Seq1F1B": pipeline(model, "fixed_chunks"),
-        "Alg. 1": pipeline(model, "algorithm_1"),
-        "evenload": pipeline(model),
-        "own states": pipeline(model, fsdp=False),
+    shares = (setting.context // own.sp * n for n in (1, 2, 4))
+    columns: dict[str, list[tuple[PlanChain, int | None]]] = {
+        "Megatron": [(megatron(setting, packing), own.megatron_layers) for packing in ("in_order", "best_fit")],
+        "DeepSpeed": [(zero_3(model, own.sp, tokens), own.zero_layers) for tokens in shares],
+        "FlexSP": [(flexsp(model), own.zero_layers)],
+        "Seq1F1B": [(pipeline(model, "fixed_chunks", cap), None) for cap in (CAP, CAP // 16)],
+        "Alg. 1": [(pipeline(model, "algorithm_1"), None)],
+        "evenload": [(pipeline(model), None)],
+        "own states": [(pipeline(model, fsdp=False), None)],
     }
     found: dict[str, Row] = {}
     for name in COLUMNS:
         try:
-            if name in columns:
-                found[name] = fastest_of(columns[name], batch)
-            else:
-                found[name] = result_of(chains[name].plan(batch), chains[name])
+            found[name] = fastest_of(columns[name], batch)
         except EvenloadError as error:
             found[name] = {"failed": str(error)}
     return found
