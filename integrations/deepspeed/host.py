@@ -37,7 +37,7 @@ from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
 from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
 from ...runtime.world import World
-from ..host import Mark, StepResult, no_mark
+from ..host import UPDATE, Mark, StepResult, no_mark
 from . import attention, checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
 from .jobs import num_added, passes_of_rank
@@ -92,7 +92,7 @@ class DeepSpeedHost:
         """See `Host.train_step`."""
         clock = BusyClock(self.world.device, record=record)
         result = self._accumulate(plan, tokens_of, mark, clock)
-        mark("update")
+        mark(UPDATE)
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         with clock.noting("U"):

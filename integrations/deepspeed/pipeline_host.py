@@ -30,7 +30,7 @@ from ...runtime.pack import TokensOf, count_targets
 from ...runtime.plane import Plane
 from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
-from ..host import Mark, StepResult, no_mark
+from ..host import UPDATE, Mark, StepResult, no_mark
 from . import checkpoint
 from .engine import discard_gradients, full_gradients, full_weights, make_engine
 from .host import norm_of, refuse_impossible
@@ -75,7 +75,7 @@ class PipelineHost:
         """See `Host.train_step`."""
         clock = BusyClock(self.world.device, record=record)
         result = self._accumulate(plan, tokens_of, mark, clock)
-        mark("update")
+        mark(UPDATE)
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         with clock.noting("U"):

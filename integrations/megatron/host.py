@@ -19,7 +19,7 @@ from ...runtime.kernels import choose_kernel
 from ...runtime.plane import Plane
 from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
-from ..host import Mark, StepResult, TokensOf, no_mark
+from ..host import UPDATE, Mark, StepResult, TokensOf, no_mark
 from . import checkpoint
 from .batch import PlannedBatches, is_stock
 from .forward import Forward
@@ -82,7 +82,7 @@ class MegatronHost:
         """Forward, backward, reduction, clipping and update of one planned step. Collective; see `Host.train_step`."""
         clock = BusyClock(self._device, record=record)
         totals, busy, executed = self._run(plan, tokens_of, mark, clock, whole=False)
-        mark("update")
+        mark(UPDATE)
         set_lr(self.optimizer, lr)
         with clock.noting("U"):
             norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
