@@ -59,6 +59,17 @@ def test_forward_and_backward_are_counted_apart(one_thread):
     assert after.total_s == after.forward_s + after.backward_s
 
 
+@pytest.mark.parametrize("kind", ["R", "W"])
+def test_replays_and_weight_gradients_are_parts_of_the_backward(one_thread, kind):
+    clock = BusyClock(CPU)
+    x = torch.randn(256, 256)
+    with clock.running(kind, 1):
+        x @ x
+    found = clock.read()
+    assert found.forward_s == 0
+    assert found.backward_s > 0
+
+
 def test_an_output_without_gradient_is_not_watched():
     BusyClock(CPU).watch_backward(torch.zeros(3))
 
