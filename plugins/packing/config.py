@@ -41,7 +41,9 @@ class PackingConfig(PluginConfig):
         return "off" if value is False else value
 
     def on_lane(self, num_ranks: int) -> PackingConfig:
-        return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})
+        # What ranks share runs backward in the groups of its forward.
+        asymmetric = self.asymmetric and num_ranks == 1
+        return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks, "asymmetric": asymmetric})
 
     def capped(self, limits: Limits) -> Limits:
         cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes

@@ -42,6 +42,13 @@ def test_every_planner_is_lawful_on_lanes(lengths: list[int], cp: int) -> None:
         assert simulate(plan, made.situation, record=False).step_s > 0
 
 
+def test_ranks_that_share_and_recompute_run_backward_as_forward() -> None:
+    made = chain(2, 2, "train.recompute=true", "parallel.pp=2")
+    plan = made.plan(sequences([4 * CAP, CAP, 700, 600, 500, 400, 300, 200]))
+    assert plan.cut
+    assert not plan.backward
+
+
 def test_a_lane_holds_as_many_tokens_as_its_ranks_together() -> None:
     plan = chain(4, 2, "plugins.packing.slices=off").plan(sequences([4 * CAP, 4 * CAP]))
     assert {len(m.slices) for m in plan.micro_batches} == {1}
