@@ -201,3 +201,23 @@ def test_a_plan_that_came_in_keeps_its_micro_batches_where_ranks_share_them() ->
     shared = chain(2, 2, plugins=mesh)
     came = replace(shared, links=tuple(link for link in shared.links if link[0].name == "mesh")).plan(batch)
     assert step_s(shared.plan(batch), of) <= step_s(came, of) * (1 + 1e-9)
+
+
+def test_costs_without_memory_are_enough_to_plan() -> None:
+    recipe = parse(
+        {
+            "parallel": {"pp": 2, "dp": 1},
+            "costs": "flexsp-gpt-7b-a100",
+            "plugins": {"pipeline": {"enabled": True, "max_tokens": CAP}},
+        }
+    )
+    of = PlanChain.of_recipe(recipe, recipe.layout())
+    free = {name: 0.0 for name in type(of.limits).__dataclass_fields__ if name.endswith("_per_token")}
+    memory = of.situation.costs.memory.model_copy(
+        update={name: 0.0 for name in type(of.situation.costs.memory).model_fields if name != "fit_error"}
+    )
+    costs = of.situation.costs.model_copy(update={"memory": memory})
+    of = replace(of, limits=replace(of.limits, **free), situation=replace(of.situation, costs=costs))
+    plan = of.plan(sequences([900, 300, 20, 10]))
+    assert not any(map(any, plan.recompute))
+    assert plan.cut == {0, 1}
