@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_jobs import hosted, tokens
 from megatron_random_plans import random_plan
 from megatron_shared_plans import HAND_LENGTHS, by_hand, random_shared_plan
+from megatron_slice_jobs import errors_of_plans
 
 
 def sharing(host: Any, which: str | int, lengths: Any = HAND_LENGTHS, **drawn: Any) -> StepPlan:
@@ -46,28 +47,9 @@ def shared(
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """Errors of plans against plain training, one reference for all of them."""
-    found = []
     with hosted(world, **changes) as host:
-        data = tokens(lengths)
-        expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
-        for which in plans:
-            the_plan = sharing(host, which, lengths, **(drawn or {}))
-            with fault(mutant):
-                try:
-                    result, gradients = host.gradients(the_plan, data)
-                except EvenloadError as error:
-                    found.append({"plan": which, "error": error.what})
-                    continue
-            found.append(
-                {
-                    "plan": which,
-                    "loss": abs(result.loss - expected_loss) / expected_loss,
-                    "grad": grad_rel_err(gradients, expected),
-                    "targets": result.num_targets,
-                    "executed": result.executed,
-                }
-            )
-    return found
+        named = ((which, sharing(host, which, lengths, **(drawn or {}))) for which in plans)
+        return errors_of_plans(host, named, lengths, lambda: fault(mutant))
 
 
 def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> list[float]:

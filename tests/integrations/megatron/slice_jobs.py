@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -43,27 +43,33 @@ def sliced(
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """Errors of random plans against plain training, one reference for all of them."""
-    found = []
     with hosted(world, **changes) as host:
-        data = tokens(lengths)
-        expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
-        for seed in seeds:
-            the_plan = planned(host, seed, lengths, **(drawn or {}))
-            with fault(mutant):
-                try:
-                    result, gradients = host.gradients(the_plan, data)
-                except EvenloadError as error:
-                    found.append({"seed": seed, "error": error.what})
-                    continue
-            found.append(
-                {
-                    "seed": seed,
-                    "loss": abs(result.loss - expected_loss) / expected_loss,
-                    "grad": grad_rel_err(gradients, expected),
-                    "targets": result.num_targets,
-                    "executed": result.executed,
-                }
-            )
+        plans = ((seed, planned(host, seed, lengths, **(drawn or {}))) for seed in seeds)
+        return errors_of_plans(host, plans, lengths, lambda: fault(mutant))
+
+
+def errors_of_plans(
+    host: Any, plans: Iterable[tuple[Any, StepPlan]], lengths: Any, planted: Callable[[], AbstractContextManager[None]]
+) -> list[dict[str, Any]]:
+    """Loss and gradients of named plans against plain training, or what the host said of a planted fault."""
+    data, found = tokens(lengths), []
+    expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
+    for name, the_plan in plans:
+        with planted():
+            try:
+                result, gradients = host.gradients(the_plan, data)
+            except EvenloadError as error:
+                found.append({"plan": name, "error": error.what})
+                continue
+        found.append(
+            {
+                "plan": name,
+                "loss": abs(result.loss - expected_loss) / expected_loss,
+                "grad": grad_rel_err(gradients, expected),
+                "targets": result.num_targets,
+                "executed": result.executed,
+            }
+        )
     return found
 
 
@@ -170,7 +176,7 @@ def fault(name: str) -> Iterator[None]:
         yield
 
 
-def _dropped_accumulator() -> Any:
+def dropped_accumulator() -> Any:
     settle = prefix.PrefixStore.settle
 
     def alone(self: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
@@ -225,7 +231,7 @@ def _replay_without_grad() -> Any:
 
 
 _FAULTS = {
-    "dropped accumulator": _dropped_accumulator,
+    "dropped accumulator": dropped_accumulator,
     "restarted positions": _restarted_positions,
     "loss booked twice": _loss_booked_twice,
     "shifted tape": _shifted_tape,

@@ -39,8 +39,8 @@ def _exact(results, layout, lengths=LENGTHS):
     copies = layout.get("parallel__tp", 1) * layout.get("parallel__pp", 1)
     for plans in zip(*results, strict=True):
         for found in plans:
-            assert found["loss"] < 1e-12, found["seed"]
-            assert found["grad"] < 1e-9, found["seed"]
+            assert found["loss"] < 1e-12, found["plan"]
+            assert found["grad"] < 1e-9, found["plan"]
             assert found["targets"] == sum(lengths) - len(lengths)
         ran = [(s.sequence, t) for found in plans for s in found["executed"] for t in range(s.start, s.stop)]
         assert sorted(ran) == sorted((i, t) for i, n in enumerate(lengths) for t in range(n) for _ in range(copies))

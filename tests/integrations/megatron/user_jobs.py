@@ -27,13 +27,13 @@ from evenload.face import load_plugins
 from evenload.integrations.megatron import unmodified, unmodified_order
 from evenload.integrations.megatron.setup import leave_groups
 from evenload.integrations.megatron.unmodified_step import UserStep
-from evenload.runtime import prefix
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_random_plans import random_plan
+from megatron_slice_jobs import dropped_accumulator
 
 SCRIPT = Path(__file__).parents[2] / "hosts" / "megatron_script.py"
 
@@ -381,17 +381,6 @@ def _shifted_labels() -> Any:
     return patch.object(unmodified, "lay_out", shifted)
 
 
-def _dropped_accumulator() -> Any:
-    settle = prefix.PrefixStore.settle
-
-    def alone(self: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
-        own = dk[piece.start :].clone(), dv[piece.start :].clone()
-        settle(self, layer, piece, dk, dv)
-        return own
-
-    return patch.object(prefix.PrefixStore, "settle", alone)
-
-
 def _plan_of_the_latest() -> Any:
     """Recomputed layers see the pack that ran last instead of their own."""
     run, attend, latest = UserStep.run, unmodified.packed_attention, []
@@ -422,7 +411,7 @@ def _uncounted_tokens() -> Any:
 _FAULTS = {
     "restarted positions": _restarted_positions,
     "shifted labels": _shifted_labels,
-    "dropped accumulator": _dropped_accumulator,
+    "dropped accumulator": dropped_accumulator,
     "plan of the latest": _plan_of_the_latest,
     "uncounted tokens": _uncounted_tokens,
 }
