@@ -221,3 +221,15 @@ def test_costs_without_memory_are_enough_to_plan() -> None:
     plan = of.plan(sequences([900, 300, 20, 10]))
     assert not any(map(any, plan.recompute))
     assert plan.cut == {0, 1}
+
+
+def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> None:
+    packing = {"packing": {"enabled": True, "max_tokens": CAP}}
+    batch = sequences([300, 200, 100, 50, 700, 255])
+    free = chain(1, 2, plugins=packing).plan(batch)
+    cap = 0.7 * held_bytes(free)
+    plan = chain(1, 2, plugins=packing, activation_gib=cap / GIB).plan(batch)
+    assert plan.micro_batches == free.micro_batches
+    assert held_bytes(plan) <= cap
+    assert any(plan.recompute[0])
+    assert not all(plan.recompute[0])
