@@ -22,11 +22,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...core.bound import lower_bound_s
 from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp
 from ...core.registry import Situation
 from ...core.workload import Slice, StepPlan
 from .assemble import assemble
-from .bound import lower_bound_s
 from .config import PackingConfig
 from .ways import chunked
 from .whole import whole_packs

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...core.bound import lower_bound_s
 from ...core.costs import Costs
 from ...core.errors import EvenloadError
 from ...core.memory import peaks_of_stage, room_bytes
@@ -30,7 +31,6 @@ from ...core.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.registry import Situation
 from ...core.simulate import simulate
 from ...core.workload import Limits, StepPlan
-from .bound import lower_bound_s
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
 from .ways import portfolio, whole

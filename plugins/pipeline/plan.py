@@ -24,6 +24,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+
+from ...core.bound import lower_bound_s
 from ...core.errors import EvenloadError
 from ...core.order import orders_of_stage
 from ...core.registry import Situation
@@ -169,7 +172,15 @@ class _Portfolio:
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
         alike = [one for one in fitting if one.step_s <= limit_s]
         best = min(alike, key=lambda one: one.step_s * max(1.0, one.held_bytes) ** MEMORY_WORTH).plan
-        return best.revised(notes=(*best.notes, *_notes(best)))
+        return best.revised(notes=(*best.notes, *_notes(best)), bound_s=self._bound_s(best, given))
+
+    def _bound_s(self, best: StepPlan, given: StepPlan) -> float:
+        """Of the plan that came in where its ranks share sequences; nothing recomputed is in it otherwise."""
+        if best.shared:
+            return given.bound_s
+        lengths = np.array([s.length for s in best.sequences], dtype=np.int64)
+        costs = self._at.costs
+        return lower_bound_s(lengths, best.limits, costs.kept() if costs.recompute else costs)
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)

@@ -10,6 +10,7 @@ import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.memory import peaks_of_stage, room_bytes
+from evenload.core.predict import predict
 from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan, sequences
@@ -69,6 +70,7 @@ def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
         links = [link for link in of.links if link[0].name == "packing"]
         fair.append(replace(of, links=tuple(links)).plan(batch))
     assert all(step_s(plan, of) <= step_s(one, of) * (1 + 1e-9) for one in fair)
+    assert 0 < plan.bound_s <= max(predict(plan, of.situation.costs).busy_s) * (1 + 1e-9)
 
 
 @settings(max_examples=8)

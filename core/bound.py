@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.costs import Costs
-from ...core.partition import Ints
-from ...core.workload import Limits
+from .costs import Costs
+from .partition import Ints
+from .workload import Limits
 
 
 def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs) -> float:
