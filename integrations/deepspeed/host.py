@@ -17,33 +17,28 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
-import transformers
 from torch.nn.functional import cross_entropy
 
-from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from ...core.simulate import Kind
-from ...core.workload import StepPlan
+from ...core.workload import Slice, StepPlan
 from ...runtime.busy import BusyClock, counts_waiting
-from ...runtime.kernels import choose_kernel
 from ...runtime.offload import layers_of, offloading
-from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack, count_targets
+from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.plane import Plane
 from ...runtime.prefix import PrefixStore
 from ...runtime.world import World
-from ..host import UPDATE, Mark, StepResult, no_mark
-from . import attention, checkpoint
-from .engine import discard_gradients, full_gradients, full_weights, make_engine, one_reduction
+from ..host import Mark
+from . import attention
+from .engine import full_gradients, full_weights, make_engine, one_reduction
+from .engine_host import EngineHost
 from .jobs import num_added, passes_of_rank
 from .model import build_model, recompute_layers, recomputing
 from .passes import Pass
-from .supported import refuse_unequal_replay, refuse_unsupported
+from .supported import refuse_unsupported
 
 log = logging.getLogger("evenload")
 
@@ -51,29 +46,19 @@ KINDS: dict[str, Kind] = {"forward": "F", "prefix": "F", "replay": "R", "backwar
 """How the busy clock counts a pass."""
 
 
-class DeepSpeedHost:
-    """Runs plans on DeepSpeed. Making one is collective.
+class DeepSpeedHost(EngineHost):
+    """Runs plans on DeepSpeed's engine.
 
     ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
     inside every pass, and ranks that share a micro-batch exchange keys and values there, so then, by wall time or on a
     GPU, it holds the waiting for other ranks as well.
-
-    Args:
-        recipe: with ``model.vocab_size`` resolved, or ``model.config``.
-        world: this process.
-
-    Raises:
-        EvenloadError: the recipe asks for what DeepSpeed cannot honour here.
     """
 
     pipeline_stage = 0
 
     def __init__(self, recipe: Recipe, world: World) -> None:
-        refuse_impossible(recipe)
-        self.layout = recipe.layout(world.size)
+        super().__init__(recipe, world)
         self.plane_rank = world.rank
-        self.world = world
-        self.recipe = recipe
         model = build_model(recipe)
         refuse_unsupported(model.config, recipe.data.max_length)
         if recipe.train.recompute:
@@ -84,80 +69,20 @@ class DeepSpeedHost:
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
         self._told_of_dummies = False
-        self._plane: Plane | None = None
-
-    def train_step(
-        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
-    ) -> StepResult:
-        """See `Host.train_step`."""
-        clock = BusyClock(self.world.device, record=record)
-        result = self._accumulate(plan, tokens_of, mark, clock)
-        mark(UPDATE)
-        for group in self.engine.basic_optimizer.param_groups:
-            group["lr"] = lr
-        with clock.noting("U"):
-            # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-            norm = norm_of(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
-            self.engine.step()
-            if norm is None:
-                norm = float(self.engine.get_global_grad_norm())
-        return StepResult(grad_norm=norm, **result, spans=clock.spans(self.pipeline_stage, self.plane_rank))
-
-    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
-        """See `Host.gradients`."""
-        result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.world.device))
-        gradients = full_gradients(self.engine)
-        discard_gradients(self.engine)
-        return StepResult(grad_norm=norm_of(gradients.values()), **result), gradients
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the forward uses, by name, float32 on the CPU. Collective."""
         return full_weights(self.engine)
 
-    def save(self, directory: Path) -> None:
-        """See `Host.save`."""
-        checkpoint.save(self.engine, directory)
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return full_gradients(self.engine)
 
-    def load(self, directory: Path) -> None:
-        """See `Host.load`. Raises EvenloadError where there is nothing to load."""
-        checkpoint.load(self.engine, directory)
+    def _update(self) -> None:
+        self.engine.step()
 
-    def describe(self) -> dict[str, Any]:
-        """See `Host.describe`."""
-        config = self.engine.module.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = torch.bfloat16 if self.recipe.train.dtype == "bf16" else torch.float32
-        return {
-            "trainer": "deepspeed",
-            "deepspeed": deepspeed.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "zero_stage": self.stage,
-            "dtype": self.recipe.train.dtype,
-            "recompute": self.recipe.train.recompute,
-            "model": config.model_type,
-            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
-            "attention": choose_kernel(self.world.device, dtype, head_dim).name,
-            "device": str(self.world.device),
-        }
-
-    def close(self) -> None:
-        """See `Host.close`."""
-        if self._plane is not None:
-            self._plane.close()
-            self._plane = None
-        self.engine.destroy()
-
-    def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
-        """Forward and backward of this rank's micro-batches, gradients reduced; `StepResult` but for norm and spans."""
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+    ) -> tuple[torch.Tensor, tuple[Slice, ...]]:
         passes = passes_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
-        num_targets = count_targets(plan.sequences)
-        if num_targets == 0:
-            raise EvenloadError(
-                "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
-            )
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(self.engine.module)
         self._tell_of_dummies(plan, passes)
         plane = self._plane_of(plan)
         mark("loading the samples")
@@ -193,15 +118,7 @@ class DeepSpeedHost:
                 open_step.close()
         if prefix is not None:
             prefix.check_empty()
-        dist.all_reduce(total)
-        busy = clock.read()
-        return {
-            "loss": float(total) / num_targets,
-            "num_targets": num_targets,
-            "busy_s": busy.total_s,
-            "forward_s": busy.forward_s,
-            "executed": tuple(piece for one in passes if one.is_backward for piece in packs[one.micro_batch].slices),
-        }
+        return total, tuple(piece for one in passes if one.is_backward for piece in packs[one.micro_batch].slices)
 
     def _plane_of(self, plan: StepPlan) -> Plane | None:
         """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
@@ -274,23 +191,3 @@ def call_of(pack: Pack) -> dict[str, Any]:
 
 def _parameters(model: Any) -> Mapping[str, Any]:
     return inspect.signature(model.forward).parameters
-
-
-def norm_of(tensors: Any) -> float:
-    """Of all values of some tensors, in float64; None among them count as zeros."""
-    norms = [t.detach().double().norm() for t in tensors if t is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0
-
-
-def refuse_impossible(recipe: Recipe) -> None:
-    """Raise EvenloadError for what no engine of DeepSpeed does here."""
-    degrees = {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep")}
-    wanted = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    if wanted:
-        raise EvenloadError(
-            "trainer deepspeed divides a model over pipeline stages alone",
-            ", ".join(wanted),
-            "set these parallel.* to 1, or use trainer: megatron",
-        )
-    if recipe.train.dtype == "fp64":
-        raise EvenloadError("DeepSpeed's engine cannot train in float64", "train.dtype fp64", "use fp32")

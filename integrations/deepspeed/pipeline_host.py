@@ -11,49 +11,32 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.utils import groups
 
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
-from ...core.workload import StepPlan
+from ...core.workload import Slice, StepPlan
 from ...runtime.busy import BusyClock, counts_waiting
-from ...runtime.kernels import choose_kernel
-from ...runtime.pack import TokensOf, count_targets
+from ...runtime.pack import TokensOf
 from ...runtime.plane import Plane
 from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
-from ..host import UPDATE, Mark, StepResult, no_mark
-from . import checkpoint
-from .engine import discard_gradients, full_gradients, full_weights, make_engine
-from .host import norm_of, refuse_impossible
+from ..host import Mark
+from .engine import full_gradients, full_weights, make_engine
+from .engine_host import EngineHost
 from .pipeline_model import StageModule, build_stage
 from .pipeline_stage import PlannedStage
-from .supported import refuse_unequal_replay
 
 
-class PipelineHost:
-    """Runs plans on DeepSpeed's pipelines. Making one is collective.
-
-    Args:
-        recipe: with ``parallel.pp`` above 1, and ``model.vocab_size`` resolved or ``model.config``.
-        world: this process.
-
-    Raises:
-        EvenloadError: the recipe asks for what DeepSpeed cannot honour here.
-    """
+class PipelineHost(EngineHost):
+    """Runs plans on DeepSpeed's pipelines; ``parallel.pp`` of its recipe is above 1."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
-        refuse_impossible(recipe)
-        self.layout = recipe.layout(world.size)
-        self.world, self.recipe = world, recipe
+        super().__init__(recipe, world)
         module = build_stage(recipe, self.layout, world.rank, world.device)
         self._grid_before = groups.mpu
         self.engine = make_engine(module, recipe, self.layout.dp)
@@ -65,90 +48,32 @@ class PipelineHost:
         self._stages = grid.get_pipe_parallel_group()
         self._links = StageLinks(rows_of_all(grid.pp_group))
         self._rows = rows_of_all(grid.dp_group)
-        self._plane: Plane | None = None
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
 
-    def train_step(
-        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
-    ) -> StepResult:
-        """See `Host.train_step`."""
-        clock = BusyClock(self.world.device, record=record)
-        result = self._accumulate(plan, tokens_of, mark, clock)
-        mark(UPDATE)
-        for group in self.engine.basic_optimizer.param_groups:
-            group["lr"] = lr
-        with clock.noting("U"):
-            # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-            norm = self._norm(p.grad for p in self.module.parameters()) if self.stage == 0 else None
-            self.engine._exec_optimizer_step()
-            if norm is None:
-                norm = float(self.engine.get_global_grad_norm())
-        return StepResult(grad_norm=norm, **result, spans=clock.spans(self.pipeline_stage, self.plane_rank))
-
-    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
-        """See `Host.gradients`."""
-        result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.world.device))
-        gradients = full_gradients(self.engine, self.module.global_parameters())
-        discard_gradients(self.engine)
-        return StepResult(grad_norm=self._norm(gradients.values()), **result), gradients
-
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the forward uses, of all stages, by name, float32 on the CPU. Collective."""
         own = full_weights(self.engine, self.module.global_parameters())
         stages: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layout.pp)]
         dist.all_gather_object(stages, own, group=self._stages)
         return {name: weight for stage in stages for name, weight in stage.items()}
 
-    def save(self, directory: Path) -> None:
-        """See `Host.save`."""
-        checkpoint.save(self.engine, directory)
-
-    def load(self, directory: Path) -> None:
-        """See `Host.load`. Raises EvenloadError where there is nothing to load."""
-        checkpoint.load(self.engine, directory)
-
-    def describe(self) -> dict[str, Any]:
-        """See `Host.describe`."""
-        config = self.module.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = torch.bfloat16 if self.recipe.train.dtype == "bf16" else torch.float32
-        return {
-            "trainer": "deepspeed",
-            "deepspeed": deepspeed.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "zero_stage": self.stage,
-            "pp": self.layout.pp,
-            "dp": self.layout.dp,
-            "dtype": self.recipe.train.dtype,
-            "recompute": self.recipe.train.recompute,
-            "model": config.model_type,
-            "parameters_on_rank": sum(p.numel() for p in self.module.parameters()),
-            "attention": choose_kernel(self.world.device, dtype, head_dim).name,
-            "device": str(self.world.device),
-        }
-
     def close(self) -> None:
         """See `Host.close`."""
         self._links.close()
-        if self._plane is not None:
-            self._plane.close()
-            self._plane = None
-        self.engine.destroy()
+        super().close()
         # DeepSpeed would lay out the next engine of this process as this one.
         groups.mpu = self._grid_before
 
-    def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
-        """Forward and backward of this rank's micro-batches, gradients reduced; `StepResult` but for norm and spans."""
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return full_gradients(self.engine, self.module.global_parameters())
+
+    def _update(self) -> None:
+        self.engine._exec_optimizer_step()
+
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+    ) -> tuple[torch.Tensor, tuple[Slice, ...]]:
         self._refuse(plan)
-        num_targets = count_targets(plan.sequences)
-        if num_targets == 0:
-            raise EvenloadError(
-                "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
-            )
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(self.module)
         stage = PlannedStage(
             self.engine,
             plan,
@@ -162,19 +87,10 @@ class PipelineHost:
             mark=mark,
         )
         stage.run()
-        dist.all_reduce(stage.loss_sum)
-        busy = clock.read()
-        return {
-            "loss": float(stage.loss_sum),
-            "num_targets": num_targets,
-            "busy_s": busy.total_s,
-            "forward_s": busy.forward_s,
-            "executed": tuple(stage.executed),
-        }
+        return stage.loss_sum, tuple(stage.executed)
 
     def _norm(self, gradients: Any) -> float:
-        """Of the gradients of all stages. Collective."""
-        square = torch.tensor(norm_of(gradients) ** 2, dtype=torch.float64, device=self.world.device)
+        square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
         dist.all_reduce(square, group=self._stages)
         return float(square.sqrt())
 

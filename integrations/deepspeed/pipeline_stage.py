@@ -93,7 +93,7 @@ class PlannedStage:
         self.executed: list[Slice] = []
         """Slices whose backward has run; of a shared micro-batch the pieces that this rank has."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-        """Of the token losses that this rank has computed, weighted."""
+        """Of the token losses that this rank has computed."""
 
     def run(self) -> None:
         """All passes, and the reduction; the engine holds the reduced gradients then, ready for its update."""
@@ -193,9 +193,10 @@ class PlannedStage:
         with self._clock.running(kind, op.micro_batch), self._leaving(backward):
             output = DeepSpeedEngine.forward(self._engine, received_1TC, pack, recomputed=layers)
             if self._last:
-                output = _loss_sum(output[0], pack) * self._weight
+                loss = _loss_sum(output[0], pack)
+                output = loss * self._weight
         if self._last:
-            self.loss_sum += output.detach().double()
+            self.loss_sum += loss.detach().double()
         else:
             self._given[op] = output
         self._graphs[buffer_of(self._plan, op)] = _Graph(pack, received_1TC, output)

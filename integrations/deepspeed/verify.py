@@ -14,13 +14,12 @@ from torch.nn.functional import cross_entropy
 from ...core.recipe import Recipe
 from ...core.workload import Sequence
 from ...runtime.pack import TokensOf
-from .host import DeepSpeedHost
+from .engine_host import EngineHost
 from .model import build_model
-from .pipeline_host import PipelineHost
 
 
 def reference(
-    recipe: Recipe, host: DeepSpeedHost | PipelineHost, tokens_of: TokensOf, sequences: Iterable[Sequence]
+    recipe: Recipe, host: EngineHost, tokens_of: TokensOf, sequences: Iterable[Sequence]
 ) -> tuple[float, Mapping[str, torch.Tensor]]:
     """Loss and gradients, by parameter name, of the mean token loss of a global batch.
 

@@ -11,8 +11,8 @@ from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.integrations.deepspeed import engine as engine_module
+from evenload.integrations.deepspeed import engine_host, open_host
 from evenload.integrations.deepspeed import host as host_module
-from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.verify import reference, relative_error
 from evenload.runtime.world import init_world
 
@@ -113,10 +113,10 @@ def mutants(stage: int) -> dict[str, float]:
         errors[name] = error()
     host_module.build_pack = build
 
-    count = host_module.count_targets
-    host_module.count_targets = lambda batch: count(batch) + 6
+    count = engine_host.count_targets
+    engine_host.count_targets = lambda batch: count(batch) + 6
     errors["wrong scale"] = error()
-    host_module.count_targets = count
+    engine_host.count_targets = count
 
     if stage == 3:
         forwards_first = PLANS["forwards first"]()
