@@ -19,6 +19,7 @@ and a sequence on two ranks of the plane (`mesh` does that before; its micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,7 @@ import numpy as np
 
 from ...core.bound import lower_bound_s
 from ...core.errors import EvenloadError
+from ...core.memory import room_bytes
 from ...core.order import orders_of_stage
 from ...core.registry import Situation
 from ...core.workload import Limits, StepPlan
@@ -131,9 +133,11 @@ class _Portfolio:
         yield from chunkings(given, self._limits, self._at, self._config)
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
-        """In elastic order: run ahead as far as the settings let it, and less where that does not fit."""
-        for extra in range(self._config.max_extra, -1, -1):
-            draft = judged(keeping_all(ordered(chunked, self._at, extra=extra), self._at, self._config), self._at)
+        """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
+        most, room = self._config.max_extra, room_bytes(self._at.cluster, self._at.costs.memory, self._limits)
+        for cap_bytes in (math.inf, room):
+            order = ordered(chunked, self._at, extra=most, cap_bytes=cap_bytes)
+            draft = judged(keeping_all(order, self._at, self._config), self._at)
             yield draft
             if draft.fits:
                 break
