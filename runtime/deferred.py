@@ -16,8 +16,7 @@ with every backward that reaches it, gradient or not, and then may miss it. Arou
 layers that are recomputed there. Passes outside of it run the layers' own code.
 
 `run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as ever, and dW is taken
-over, not copied as it would be if it were handed in with a root. Nothing is computed twice. Two layers of Megatron,
-hidden 256, on one core of a CPU, backward of 1024 tokens: 134 ms as it is, 100 + 35 ms in two.
+over, not copied as it would be if it were handed in with a root. Nothing is computed twice.
 """
 
 from __future__ import annotations
