@@ -1,5 +1,6 @@
-# make train   a small GPT on this machine, stock and evenly, in one run     make check   quick feedback
-# make test    every test that needs no GPU                                  make docs    generated pages
+# make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
+# make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
+# make docs    generated pages
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -7,7 +8,7 @@ FLOORS := core data runtime plugins integrations patches commands
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check lint types contracts docs clean
+.PHONY: train test check explore lint types contracts docs clean
 
 train: $(READY)
 	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
@@ -17,6 +18,10 @@ test: $(READY)
 
 check: lint types contracts
 	$(BIN)/pytest -m "not gpu and not slow" -q
+
+# Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
+explore: $(READY)
+	$(BIN)/pytest -m "hypothesis and not gpu" --hypothesis-profile=explore -q
 
 lint: $(READY)
 	$(BIN)/ruff check .

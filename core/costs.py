@@ -98,12 +98,12 @@ class PassCost(_Frozen):
 
     def tokens_within(self, prefix: int, budget_s: float) -> float:
         """How many tokens after ``prefix`` cost ``budget_s``."""
-        linear = self.token_s + self.pair_s * prefix
         if budget_s <= 0:
             return 0.0
-        if self.pair_s == 0:
-            return budget_s / linear if linear else math.inf
-        return (math.sqrt(linear * linear + 2 * self.pair_s * budget_s) - linear) / self.pair_s
+        # The root that subtracts nothing, since after a long prefix ``linear`` is nearly the square root; per budget.
+        linear, square = (self.token_s + self.pair_s * prefix) / budget_s, self.pair_s / budget_s
+        slope = linear + math.sqrt(linear * linear + 2 * square)
+        return 2 / slope if slope else math.inf
 
     def of(self, work: Work) -> float:
         """Seconds of all of it."""

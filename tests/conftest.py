@@ -17,9 +17,12 @@ from typing import Any
 import hypothesis
 import pytest
 
-# A busy machine is no failure: nothing here is timed.
-hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("untimed")
+# A busy machine is no failure: nothing here is timed. Draws are the same from run to run, so that a tree that passed
+# passes again; `make explore` draws anew.
+_UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("explore", _UNTIMED)
+hypothesis.settings.register_profile("again", _UNTIMED, derandomize=True)
+hypothesis.settings.load_profile("again")
 
 _CHILD = Path(__file__).with_name("world_child.py")
 

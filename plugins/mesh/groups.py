@@ -34,7 +34,7 @@ _CLOSE = 1.001
 _STEPS = 64
 """Most moves and swaps out of the busiest group."""
 _WORTH_POLISHING = 1.04
-"""Time over the best one known up to which a multiset is polished before it is judged."""
+"""Time over the best one known up to which a neighbour is polished before it is judged; every seed is."""
 _AT_ONCE = (1, 2, 4)
 
 Counts = tuple[int, ...]
@@ -146,7 +146,7 @@ class _Search:
         every = tuple(range(len(self._degrees)))
         area, _, longest = self._sums_over(every)
         enough = max(area / self._num_ranks, longest) * _CLOSE
-        best = self._better(None, self._seeds())
+        best = self._better(None, self._seeds(), np.inf)
         explored: set[Counts] = set()
         while best is not None and best.seconds > enough and self._placements < _PLACEMENTS:
             near = [one for one in self._known if one.counts not in explored]
@@ -154,11 +154,15 @@ class _Search:
                 break
             start = min(near, key=lambda one: one.seconds)
             explored.add(start.counts)
-            best = self._better(best, self._neighbours(start.counts))
+            best = self._better(best, self._neighbours(start.counts), _WORTH_POLISHING)
         return best
 
-    def _better(self, best: _Filling | None, candidates: Iterator[Counts]) -> _Filling | None:
-        """The best of the candidates, the most promising first, and of what was known."""
+    def _better(self, best: _Filling | None, candidates: Iterator[Counts], worth: float) -> _Filling | None:
+        """The best of the candidates, the most promising first, and of what was known.
+
+        Args:
+            worth: time over the best known one up to which a candidate is polished before it is judged.
+        """
         new = {counts for counts in candidates if counts not in self._tried}
         for bound, counts in sorted((self._bound(counts), counts) for counts in new):
             if bound >= (best.seconds if best else np.inf) or self._placements >= _PLACEMENTS:
@@ -167,7 +171,7 @@ class _Search:
             degrees = [d for d, n in zip(self._degrees[::-1], counts[::-1], strict=True) for _ in range(n)]
             if places_of(degrees, self._num_ranks, self._node_ranks) is None:
                 continue
-            filled = self._filled(counts, best.seconds if best else np.inf)
+            filled = self._filled(counts, best.seconds * worth if best else np.inf)
             if filled is not None:
                 self._known.append(filled)
                 best = min(best or filled, filled, key=lambda one: one.seconds)
@@ -225,10 +229,9 @@ class _Search:
         area, work, longest = self._sums_over(used)
         return max(area / sum(self._degrees[j] * counts[j] for j in used), work / sum(counts), longest)
 
-    def _filled(self, counts: Counts, best_s: float) -> _Filling | None:
-        """Filled by time; by tokens where that finds no room. None: no room, or far from the best known."""
+    def _filled(self, counts: Counts, limit: float) -> _Filling | None:
+        """Filled by time; by tokens where that finds no room. None: no room, or a group beyond the limit [s]."""
         self._placements += len(self._order) + _OVERHEAD
-        limit = best_s * _WORTH_POLISHING
         degree_of = [j for j in range(len(counts) - 1, -1, -1) for _ in range(counts[j])]
         group_of, full = self._dealt(self._rows, degree_of, limit)
         if full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -55,9 +56,23 @@ def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
     return np.clip(draw, 2, longest).astype(np.int64)
 
 
-@given(st.integers(0, 10**6), st.floats(1.0, 1e7))
+@given(st.integers(0, 10**9), st.floats(1e-9, 1e9))
 def test_tokens_for_inverts_the_price(prefix: int, budget_s: float) -> None:
-    assert PRICE.seconds(PRICE.tokens_within(prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-6)
+    assert PRICE.seconds(PRICE.tokens_within(prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("price", "budget_s", "tokens"),
+    [
+        (PRICE, 0.0, 0.0),
+        (PRICE, math.inf, math.inf),
+        (PassCost(token_s=2.0), 8.0, 4.0),
+        (PassCost(token_s=0.0, pair_s=2.0), 16.0, 4.0),
+        (PassCost(token_s=0.0), 1.0, math.inf),
+    ],
+)
+def test_tokens_at_the_ends_of_the_price(price: PassCost, budget_s: float, tokens: float) -> None:
+    assert price.tokens_within(0, budget_s) == tokens
 
 
 @settings(max_examples=150)
