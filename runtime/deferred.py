@@ -178,7 +178,7 @@ class _Linear(torch.autograd.Function):
         dx, work = dy @ weight, None
         if sum_over is not None:
             work = dist.all_reduce(dx, group=sum_over, async_op=True)
-        left.append(_Left(weight, x, dy))
+        left.append(_Left(weight, x.detach(), dy))  # with its history, x would keep the inputs of all layers before
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         if work is not None:
             work.wait()

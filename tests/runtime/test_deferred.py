@@ -176,6 +176,21 @@ def test_what_waits_is_counted_once_and_freed_by_its_run():
     assert all(reference() is None for reference in gone)
 
 
+@pytest.mark.parametrize("recompute", ["", "reentrant"])
+def test_what_waits_keeps_nothing_else_of_the_pass(recompute):
+    """Not the pass's input and its gradient, nor those of layers that are recomputed."""
+    net, (x,), later, gone = Net(), inputs(1), WeightGradients(), []
+    norm = nn.LayerNorm(6).double()
+    net.norm.register_forward_pre_hook(lambda _, args: gone.append(weakref.ref(args[0])))
+    with leaving(net.linears, later):
+        split_backward(later, 0, lambda x: net(norm(x), recompute), x)
+    gone += [weakref.ref(x), weakref.ref(x.grad)]
+    del x
+    gc.collect()
+    assert later.held_bytes() > 0
+    assert all(reference() is None for reference in gone)
+
+
 def test_frozen_weights_and_inputs_without_gradient_leave_nothing():
     net, (x,), later = Net(), inputs(1), WeightGradients()
     net.b.weight.requires_grad_(False)
