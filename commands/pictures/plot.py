@@ -32,9 +32,9 @@ from .outlook import what_it_does
 _MOST_ROWS = 32
 _MOST_NUMBERED = 16
 """Rows that are high enough for numbers."""
-_MOST_EDGED = 40
-"""Passes of a row that are parted by edges."""
-_OF_A_DIGIT = 0.006
+_EDGED = 0.004
+"""Passes that are longer are parted by edges, which would hide shorter ones; as a share of the longest step."""
+_OF_A_DIGIT = 0.007
 """Width of a digit, as a share of the longest step."""
 _DPI = 120
 _INK, _SOFT, _RULE, _MARK = "#1d1f21", "#5c6166", "#e2e1dc", "#c2410c"
@@ -95,7 +95,8 @@ def write_plot(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        first.set_xlabel("seconds of the first step, predicted")
+        numbers = "; numbers are micro-batches" if facts.ours.steps[0].plan.limits.num_stages > 1 else ""
+        first.set_xlabel(f"seconds of the first step, predicted{numbers}")
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
         _draw_legend(figure, parts, facts.first_bound_s, partly=partly)
@@ -124,14 +125,14 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     found: set[Part] = set()
     for y, row in enumerate(rows):
         numbered = limits.num_stages > 1 and len(rows) <= _MOST_NUMBERED
-        # Edges part neighbours; where passes are many they would hide them.
-        edged = numbered and len(pieces[row]) <= _MOST_EDGED
-        edge = {"edgecolor": "#fcfcfa", "linewidth": 0.5} if edged else {"linewidth": 0}
         for part in PARTS:
             spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
             if spans:
                 found.add(part)
-                axes.broken_barh(spans, (y - 0.43, 0.86), facecolor=_COLOURS[part], **edge)
+                widths = [0.5 if numbered and length_s > _EDGED * most_s else 0.0 for _, length_s in spans]
+                axes.broken_barh(
+                    spans, (y - 0.43, 0.86), facecolor=_COLOURS[part], edgecolor="#fcfcfa", linewidths=widths
+                )
         for piece in (p for p in pieces[row] if p.again):
             # Downwards is up: the axis is turned round.
             low = 0.86 * FOOT * piece.again
@@ -155,7 +156,8 @@ def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -
     """The number of a pass in its box, where it has room."""
     for piece in pieces:
         text = str(piece.number)
-        if piece.number >= 0 and piece.length_s > _OF_A_DIGIT * len(text) * most_s:
+        # Half a digit of air: numbers of neighbours must not run into one.
+        if piece.number >= 0 and piece.length_s > _OF_A_DIGIT * (len(text) + 0.5) * most_s:
             ink = "#ffffff" if piece.part in ("forward", "weights") else _INK
             axes.text(piece.start_s + piece.length_s / 2, y, text, color=ink, fontsize=6, ha="center", va="center")
 
