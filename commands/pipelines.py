@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.memory import peaks_of_stage
 from ..core.order import orders_of_stage
 from ..core.simulate import Simulation
 from ..core.workload import Op, StepPlan
@@ -28,7 +29,8 @@ def describe(plan: StepPlan, outcome: Simulation) -> Row | None:
     ``chunks`` are the slices of sequences that are cut, ``most_chunks`` those of the sequence with the most. By stage:
     ``recomputed_layers`` of ``layers`` (of a stage, times micro-batches), ``weight_passes`` (backwards whose weight
     gradients are a pass of their own), ``in_flight`` (the most micro-batches between forward and backward on a rank),
-    ``bubble_frac`` and ``peak_bytes`` (the most of a rank).
+    ``bubble_frac``, ``peak_activation_bytes`` (the most of a rank: what a cap counts and `bench` measures) and
+    ``peak_bytes`` (with weights and optimizer).
     """
     limits = plan.limits
     if limits.num_stages == 1 and not plan.recompute:
@@ -52,6 +54,7 @@ def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
         "weight_passes": len(plan.split[stage]) if plan.split else 0,
         "in_flight": max((_in_flight(ops) for ops in orders_of_stage(plan, stage)), default=0),
         "bubble_frac": max(0.0, 1.0 - working_s / outcome.step_s) if outcome.step_s else 0.0,
+        "peak_activation_bytes": max(peak for peak, _ in peaks_of_stage(plan, stage)),
         "peak_bytes": float(outcome.peak_bytes[stage].max()),
     }
 

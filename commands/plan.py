@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.chain import PlanChain
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, PlanError
 from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
 from ..core.simulate import Simulation, simulate
-from ..core.workload import Sequence, StepPlan, sequences
+from ..core.workload import Limits, Sequence, StepPlan, sequences
 from ..data.cut import cut
 from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
@@ -153,8 +153,22 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
         "tokens": plan.num_tokens,
         "notes": [*plan.notes, *_bound_note(plan, chain)],
         "delay_steps": step.delay_steps,
-        "baselines": {name: _outcome_json(one, chain) for name, one in step.baselines.items()},
+        "baselines": {
+            name: {**_outcome_json(one, chain), "over_caps": over_caps(one.plan, plan.limits)}
+            for name, one in step.baselines.items()
+        },
     }
+
+
+def over_caps(baseline: StepPlan, limits: Limits) -> str | None:
+    """Which of the caps on tokens and activations that evenload's plan keeps a baseline breaks; None: no cap."""
+    tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
+    capped = replace(baseline.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
+    try:
+        replace(baseline, limits=capped).check()
+    except PlanError as error:
+        return f"{error.what} ({error.found})"
+    return None
 
 
 def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:

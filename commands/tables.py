@@ -166,7 +166,7 @@ def plan(result: Result) -> Group:
             percent(s["bubble_frac"]),
             percent(s["exposed_frac"]),
             _directions(s["micro_batch_imbalance"]),
-            f"{s['peak_bytes'] / 2**30:.2f} GiB",
+            gib(s["peak_bytes"]),
         )
         for s in result["steps"]
     ]
@@ -194,17 +194,21 @@ def _pipeline(steps: list[Result]) -> Table:
                 sum(one["weight_passes"] for one in each),
                 max(one["in_flight"] for one in each),
                 percent(sum(one["bubble_frac"] for one in each) / len(each)),
+                gib(max(one["peak_activation_bytes"] for one in each)),
                 gib(max(one["peak_bytes"] for one in each)),
             )
         )
     micro_batches, cut, chunks = (sum(s[key] for s in steps) for key in ("micro_batches", "cut_sequences", "chunks"))
+    most = max(s["most_chunks"] for s in steps)
+    cuts = f"{cut:,} sequences are cut into {chunks:,} chunks, at most {most} each" if cut else "no sequence is cut"
     caption = (
-        f"{micro_batches:,} micro-batches; {cut:,} sequences are cut into {chunks:,} chunks, at most "
-        f"{max(s['most_chunks'] for s in steps)} each\n"
-        "weight gradients apart: backwards that leave them to a pass of their own; in flight: micro-batches between "
-        "forward and backward, the most of a rank"
+        f"predicted; {micro_batches:,} micro-batches; {cuts}\n"
+        "layers recomputed: of a stage's layers times micro-batches; in flight: micro-batches between forward and "
+        "backward, the most of a rank\n"
+        "weight gradients apart: backwards that leave them to a pass of their own\n"
+        "activations: the most of a rank, what plugins.*.activation_gib caps; holds: with weights and optimizer"
     )
-    head = ("", "layers recomputed", "weight gradients apart", "in flight", "bubble", "holds")
+    head = ("", "layers recomputed", "weight gradients apart", "in flight", "bubble", "activations", "holds")
     return grid("pipeline", head, rows, caption)
 
 
@@ -263,22 +267,26 @@ def _planners(steps: list[Result]) -> Table:
         if all(name in s["baselines"] for s in steps):
             named[name] = [s["baselines"][name] for s in steps]
     ours_s = sum(s["step_s"] for s in steps)
-    rows = [
-        (
-            name,
-            seconds(sum(s["step_s"] for s in row)),
-            f"{sum(s['step_s'] for s in row) / ours_s:.2f}x",
-            sum(s["imbalance"] for s in row) / len(row),
-            _directions(
-                {
-                    kind: sum(s["micro_batch_imbalance"][kind] for s in row) / len(row)
-                    for kind in ("forward", "backward")
-                }
-            ),
+    rows, over = [], []
+    for name, row in named.items():
+        total_s = sum(s["step_s"] for s in row)
+        kinds = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
+        rows.append(
+            (
+                "stock (padded)" if name == "padded" else name,
+                seconds(total_s),
+                f"{total_s / ours_s:.2f}x",
+                sum(s["imbalance"] for s in row) / len(row),
+                percent(sum(s["bubble_frac"] for s in row) / len(row)),
+                _directions(kinds),
+                gib(max(s["peak_bytes"] for s in row)),
+            )
         )
-        for name, row in named.items()
-    ]
-    return grid("planners", ("", "all steps", "against evenload", "imbalance", "micro-batches F, B"), rows)
+        broken = next((s["over_caps"] for s in row if s.get("over_caps")), None)
+        if broken and total_s < ours_s:
+            over.append(f"{name} is faster, but breaks a cap of the recipe: {broken}")
+    head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
+    return grid("planners", head, rows, "\n".join(["predicted", *over]))
 
 
 def _directions(imbalance: dict[str, float]) -> str:

@@ -26,4 +26,4 @@ def factor(ratio: float) -> Markup:
 
 def gib(num_bytes: float) -> str:
     size = num_bytes / GIB
-    return f"{size:.0f} GiB" if size >= 100 else f"{size:.3g} GiB" if size >= 0.1 else f"{1024 * size:.3g} MiB"
+    return f"{size:.0f} GiB" if size >= 100 else f"{size:.3g} GiB" if size >= 1 else f"{1024 * size:.0f} MiB"

@@ -16,7 +16,8 @@ from evenload.commands.pictures import plot
 from evenload.commands.pictures.facts import PARTS, facts_of, parts_of, pieces_of
 from evenload.commands.pictures.report import page_of
 from evenload.commands.pipelines import describe
-from evenload.commands.plan import Outlook, PlannedStep, Simulated, look_ahead
+from evenload.commands.plan import Outlook, PlannedStep, Simulated, look_ahead, over_caps
+from evenload.core.memory import peaks_of_stage
 from evenload.core.simulate import simulate
 from evenload.core.workload import MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.face import load_recipe
@@ -74,6 +75,9 @@ def test_json_tells_the_pipeline_stage_by_stage(outlook: Outlook) -> None:
     outcome = step_of(outlook).ours.outcome
     assert np.mean([s["bubble_frac"] for s in found["stages"]]) == pytest.approx(outcome.bubble_frac)
     assert max(s["peak_bytes"] for s in found["stages"]) == outcome.peak_bytes.max()
+    # What `bench` predicts and measures, and what activation_gib caps.
+    plan = step_of(outlook).ours.plan
+    assert [s["peak_activation_bytes"] for s in found["stages"]] == [peaks_of_stage(plan, s)[0][0] for s in (0, 1)]
 
 
 def test_the_table_of_plan_has_a_row_a_stage(outlook: Outlook) -> None:
@@ -82,6 +86,24 @@ def test_the_table_of_plan_has_a_row_a_stage(outlook: Outlook) -> None:
     text = console.export_text()
     assert re.search(r"stage 0 +│ +5 of 12: 41\.7 % │ +2 │ +2 │", text)
     assert "3 micro-batches; 1 sequences are cut into 2 chunks, at most 2 each" in text
+
+
+def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(outlook: Outlook) -> None:
+    step = step_of(outlook)
+    limits = replace(step.ours.plan.limits, max_tokens=1024)
+    assert "a micro-batch is over the token cap" in (over_caps(step.baselines["padded"].plan, limits) or "")
+    assert over_caps(step.baselines["chunks"].plan, limits) is None
+    assert over_caps(step.ours.plan, replace(limits, max_activation_bytes=1.0)) is not None
+
+    ours = replace(step.ours, plan=replace(step.ours.plan, limits=limits))
+    for step_s, is_said in ((1e-9, False), (1e9, True)):
+        timed = replace(step, ours=replace(ours, outcome=replace(ours.outcome, step_s=step_s)))
+        console = Console(width=160, record=True, file=StringIO())
+        console.print(tables.plan(replace(outlook, steps=(timed,)).to_json()))
+        text = " ".join(console.export_text().split())
+        assert ("padded is faster, but breaks a cap of the recipe: a micro-batch is over" in text) == is_said
+        assert "chunks is faster" not in text
+        assert re.search(r"stock \(padded\) .* % .* [GM]iB", text)
 
 
 def test_one_stage_that_recomputes_nothing_is_no_pipeline(outlook: Outlook) -> None:
