@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FLOORS := core data runtime plugins integrations patches commands
+# Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
@@ -14,14 +17,14 @@ train: $(READY)
 	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
 
 test: $(READY)
-	$(BIN)/pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 check: lint types contracts
-	$(BIN)/pytest -m "not gpu and not slow" -q
+	$(PYTEST) -m "not gpu and not slow" -q
 
 # Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
 explore: $(READY)
-	$(BIN)/pytest -m "hypothesis and not gpu" --hypothesis-profile=explore -q
+	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=explore -q
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -24,6 +24,14 @@ hypothesis.settings.register_profile("explore", _UNTIMED)
 hypothesis.settings.register_profile("again", _UNTIMED, derandomize=True)
 hypothesis.settings.load_profile("again")
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where workers share the files, those that take long come first: short ones fill the end."""
+    if hasattr(config, "workerinput"):
+        long = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long)
+
+
 _CHILD = Path(__file__).with_name("world_child.py")
 
 
