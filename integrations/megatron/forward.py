@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...core.simulate import Kind
@@ -61,7 +62,9 @@ def headless(gpt: Any) -> Iterator[None]:
 def recomputing(config: Any, layers: int | None) -> Iterator[None]:
     """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
 
-    Megatron reads these fields in the forward only, and its closures keep what they were given.
+    Args:
+        config: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
+            they were given.
     """
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     had = [getattr(config, name) for name in names]
@@ -71,6 +74,25 @@ def recomputing(config: Any, layers: int | None) -> Iterator[None]:
         yield
     finally:
         _set(config, names, had)
+
+
+@contextmanager
+def reaching_recomputed(gpt: Any) -> Iterator[None]:
+    """What the embedding gives needs a gradient, also where its weights are frozen.
+
+    Megatron's checkpoints have a backward only where their input needs a gradient: without this, a recomputed layer
+    behind a frozen embedding would leave no gradients, silently.
+    """
+
+    def need_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+        return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
+
+    hook = gpt.embedding.register_forward_hook(need_gradient) if gpt.pre_process else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _set(config: Any, names: tuple[str, ...], values: list[Any]) -> None:

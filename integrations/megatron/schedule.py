@@ -41,7 +41,7 @@ from ...runtime.tape import Tape
 from ..host import Mark
 from .attention import seq_params
 from .batch import Batch
-from .forward import Forward, headless, recomputing
+from .forward import Forward, headless, reaching_recomputed, recomputing
 from .linears import leaving_weights
 from .plane import meet
 
@@ -102,7 +102,12 @@ class PlannedStage:
     def run(self) -> None:
         """All passes of the step; the gradients are summed over this rank's micro-batches then."""
         passes = {"F": self._run_forward, "B": self._run_backward, "W": self._run_weights}
-        with leaving_weights(self._gpt, self._later) if self._split else nullcontext():
+        rows = self._plan.recompute
+        recomputed = self._gpt.config.recompute_granularity or any(rows[self._stage] if rows else ())
+        with (
+            leaving_weights(self._gpt, self._later) if self._split else nullcontext(),
+            reaching_recomputed(self._gpt) if recomputed else nullcontext(),
+        ):
             for op in self._ops:
                 self._mark(f"{WORDS[op.kind]} of micro-batch {op.micro_batch}")
                 passes[op.kind](op)
@@ -177,7 +182,7 @@ class PlannedStage:
         backward = self._backward_of.get(number, -1) if op.kind == "F" else number
         forward = partial(self._forward, kind="F" if op.kind == "F" else "R", number=number, backward=backward)
         with (
-            recomputing(self._config, layers),
+            recomputing(self._gpt.config, layers),
             offloading(self._away(op), self._blocks, self._device),
             self._splitting(backward),
         ):

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
+from ...core.workload import StepPlan
 from .attention import PackedCoreAttention, _refuse_unsupported
 from .rope import TokenRope
 
@@ -80,14 +81,17 @@ def bare_model(chunk: Any) -> Any:
             f"a model of type {type(model).__name__}",
             "disable evenload's plugins",
         )
-    cores = {type(m.core_attention) for m in model.modules() if hasattr(m, "core_attention")}
-    unknown = sorted(c.__name__ for c in cores if not issubclass(c, _known_attention()))
+    cores = [m.core_attention for m in model.modules() if hasattr(m, "core_attention")]
+    unknown = sorted({type(core).__name__ for core in cores if not isinstance(core, _known_attention())})
     if unknown:
         raise EvenloadError(
             "a layer's core attention is not known to keep packed samples apart",
             ", ".join(unknown),
             "use Megatron-Core's local or Transformer Engine layer spec, or disable evenload's plugins",
         )
+    for core in cores:
+        if isinstance(core, DotProductAttention):
+            refuse_attention(core)
     return model
 
 
@@ -125,6 +129,11 @@ def why_stock(chunk: Any, stranger: str) -> Trouble | None:
         ("fine_grained_activation_offloading", False, "activations are offloaded in the order of Megatron's schedule"),
         ("num_microbatches_with_partial_activation_checkpoints", None, "Megatron's schedule says what is recomputed"),
         ("overlap_p2p_comm", False, "hand-over between stages is Megatron's"),
+        ("num_layers_in_first_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("num_layers_in_last_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("account_for_embedding_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
     )
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
@@ -142,6 +151,16 @@ def warn_of_dropout(config: Any) -> None:
             "hidden_dropout %g, attention_dropout %g: a packed step draws other dropout masks than a stock one",
             config.hidden_dropout,
             config.attention_dropout,
+        )
+
+
+def refuse_replays(plan: StepPlan, config: Any) -> None:
+    """Raise EvenloadError for replays under dropout: they draw other masks than the keys and values that were kept."""
+    if plan.replayed and config.hidden_dropout > 0:
+        raise EvenloadError(
+            "a plan with replayed micro-batches cannot run a model with dropout",
+            f"hidden_dropout {config.hidden_dropout:g}, {len(plan.replayed)} replays",
+            "set hidden_dropout=0, or plan without replays (packing.asymmetric false, no activation cap)",
         )
 
 

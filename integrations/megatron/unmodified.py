@@ -52,6 +52,7 @@ from .supported import (
     for_config,
     refuse_attention,
     refuse_loop,
+    refuse_replays,
     warn_of_dropout,
     why_stock,
     why_whole,
@@ -139,9 +140,10 @@ class PlannedSteps:
         if is_stock(plan):
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
-            return _run_stock(stock, step, packs, gpt, model=model, **rest)
+            return _run_stock(stock, step, packs, config, model=model, **rest)
         if loop.only_stock is not None:
             raise EvenloadError(*loop.only_stock)
+        refuse_replays(plan, config)
         if loop.links is None and plan.limits.num_stages > 1:
             pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
             loop.links = StageLinks(rows_of_all(dist.get_process_group_ranks(pipeline)))
@@ -247,9 +249,9 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
     return _Loop(chain, not borders, only_stock)
 
 
-def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], gpt: Any, **rest: Any) -> Any:
+def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:
     """Megatron's own schedule over packs."""
-    config, coming = gpt.config, iter(packs)
+    coming = iter(packs)
 
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
         return step.run(next(coming), chunk, *more)

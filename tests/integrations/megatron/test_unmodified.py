@@ -10,7 +10,7 @@ SEEDS = [1, 2, 3]
 SHARES = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
-    pytest.param(2, {"pp": 2}, id="pp2"),
+    pytest.param(2, {"pp": 2, "frozen": "embedding"}, id="pp2, embedding frozen"),
     pytest.param(2, {"overlap": True}, id="dp2"),
     pytest.param(4, {"pp": 2, "overlap": True}, id="dp2pp2"),
     pytest.param(4, {"pp": 2, **SHARES}, id="tp2pp2 in shares"),
@@ -71,6 +71,9 @@ def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
         "stranger outside": "functools.partial functools.partial(<function get_forward_backward_func",
         "overlap_p2p_comm": "overlap_p2p_comm True",
         "num_microbatches_with_partial_activation_checkpoints": "Megatron's schedule says what is recomputed",
+        "num_layers_in_first_pipeline_stage": "stages have unequal numbers of layers",
+        "hidden_dropout": "a plan with replayed micro-batches cannot run a model with dropout",
+        "attention dropout": "attention_dropout 0.1",
         "loss": "not connected to the model's output",
         "no loss": "does not return (sum of token losses",
     }

@@ -57,16 +57,29 @@ _plain_norm = WrappedTorchNorm.__new__
 
 
 @contextmanager
-def user_loop(tp: int = 1, pp: int = 1, overlap: bool = False, **config: Any) -> Iterator[Loop]:
-    """The script's model on a layout of its own; ``config`` changes fields of its TransformerConfig."""
+def user_loop(tp: int = 1, pp: int = 1, overlap: bool = False, frozen: str = "", **config: Any) -> Iterator[Loop]:
+    """The script's model on a layout of its own.
+
+    Args:
+        frozen: weights whose name holds this need no gradient; "": all do.
+        config: changes fields of its TransformerConfig.
+    """
     spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
         parallel_state.initialize_model_parallel(tp, pp)
-        make = script.TransformerConfig
+        make, make_model = script.TransformerConfig, script.GPTModel
+
+        def partly_frozen(**fields: Any) -> Any:
+            model = make_model(**fields)
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(not (frozen and frozen in name))
+            return model
+
         try:
+            script.GPTModel = partly_frozen
             script.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": 4, **config})
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
@@ -100,7 +113,8 @@ class Loop:
             micro_batch_size=self.script.MICRO_BATCH,
             forward_only=False,
         )
-        gradients = {name: p.main_grad.clone() for name, p in self.model.module.named_parameters()}
+        trained = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
+        gradients = {name: p.main_grad.clone() for name, p in trained.items()}
         return {"gradients": gradients, "reports": [r["lm loss"] for r in reports], "shapes": self.shapes}
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -295,10 +309,21 @@ def refusals(world: Any) -> dict[str, Any]:
         ask = schedules.get_forward_backward_func
         with patch.object(schedules, "get_forward_backward_func", functools.partial(ask)):
             told["stranger outside"] = _refusal(recipe(pipeline={"enabled": True}))
-        for name, value in (("overlap_p2p_comm", True), ("num_microbatches_with_partial_activation_checkpoints", 1)):
+        replayed = drawn(1, pieces=(1,), asymmetric=False, replay="all")
+        for name, value, make in (
+            ("overlap_p2p_comm", True, plans["ordered"]),
+            ("num_microbatches_with_partial_activation_checkpoints", 1, plans["ordered"]),
+            ("num_layers_in_first_pipeline_stage", 1, plans["ordered"]),
+            ("hidden_dropout", 0.1, replayed),
+        ):
             user.model.config.__dict__[name], had = value, getattr(user.model.config, name)
-            attempt(name, user, plans["ordered"])
+            attempt(name, user, make)
             user.model.config.__dict__[name] = had
+        with patch.object(
+            user.model.module.decoder.layers[-1].self_attention.core_attention.attention_dropout, "p", 0.1
+        ):
+            attempt("attention dropout", user, plans["ordered"])
+            assert not user.shapes, "told after a forward"
 
         def unconnected(data_iterator: Any, model: Any) -> Any:
             output, loss_func = user.forward_step(data_iterator, model)
