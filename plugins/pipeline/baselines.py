@@ -104,9 +104,10 @@ def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
     items = dealt(lengths, _price(situation), limits.num_ranks)
-    least = max(config.block_tokens, -(-longest // config.chunks))
+    block = 1 if uncut else config.block_tokens
+    least = max(block, -(-longest // config.chunks))
     for halving in range(1 if uncut else SIZES):
-        size = limits.max_tokens >> halving
+        size = (limits.max_tokens >> halving) // block * block
         if not halving or size >= least:
             packs = [_fixed(mine, lengths, size) for mine in items]
             yield replace(assembled(bare, limits, packs), made_by="fixed_chunks")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from ...core.errors import EvenloadError
 from ...core.registry import PluginConfig
 from ...core.workload import Limits
 
@@ -49,9 +50,13 @@ class PipelineConfig(PluginConfig):
         return self.model_copy(update={"chunks": 1})
 
     def capped(self, limits: Limits) -> Limits:
+        """Raises EvenloadError where a micro-batch would hold less than one block."""
         cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
-        return replace(
-            limits,
-            max_tokens=min(self.max_tokens, limits.max_tokens),
-            max_activation_bytes=min(cap, limits.max_activation_bytes),
-        )
+        max_tokens = min(self.max_tokens, limits.max_tokens)
+        if max_tokens < self.block_tokens:
+            raise EvenloadError(
+                "a micro-batch of the pipeline is smaller than one block",
+                f"max_tokens {max_tokens} (the least of all plugins'), block_tokens {self.block_tokens}",
+                "raise max_tokens, or lower plugins.pipeline.block_tokens",
+            )
+        return replace(limits, max_tokens=max_tokens, max_activation_bytes=min(cap, limits.max_activation_bytes))

@@ -55,12 +55,6 @@ FILLED_BY_W = 0.6
 
 def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
     """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
-    if config.max_tokens < config.block_tokens:
-        raise EvenloadError(
-            "plugins.pipeline.max_tokens is smaller than one block",
-            f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
-            "raise max_tokens, or lower block_tokens",
-        )
     limits = config.capped(given.limits)
     if limits.equal_counts or (given.micro_batches and limits.num_stages == 1):
         return _alone(given, situation, config)

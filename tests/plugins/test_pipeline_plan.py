@@ -156,8 +156,19 @@ def test_trainers_in_step_are_left_to_packing() -> None:
 
 
 def test_a_cap_below_one_block_is_refused() -> None:
-    with pytest.raises(EvenloadError, match="smaller than one block"):
-        chain(max_tokens=2).plan(sequences([5]))
+    packing = {"packing": {"enabled": True, "max_tokens": 2, "block_tokens": 1}}
+    alone, behind = chain(max_tokens=2), chain(plugins=packing)
+    batch = sequences([50, 5])
+    for make in (alone.plan, behind.plan, lambda batch: alone.baseline("algorithm_1", batch)):
+        with pytest.raises(EvenloadError, match="smaller than one block\n.*max_tokens 2 .*, block_tokens 4"):
+            make(batch)
+
+
+def test_chunks_of_equally_many_tokens_start_at_blocks_too() -> None:
+    of = chain(max_tokens=90, block_tokens=16)
+    plan = of.baseline("fixed_chunks", sequences([500, 89, 81, 7]))
+    assert plan.cut
+    assert all(s.start % 16 == 0 for m in plan.micro_batches for s in m.slices)
 
 
 def packs(plan: StepPlan) -> list[list[tuple[int, int, int]]]:
