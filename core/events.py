@@ -96,7 +96,7 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         left -= len(members)
         yield Event(stage, op, members, start, end, goes_on)
     if left:
-        raise PlanError("the order deadlocks", "; ".join(_stuck(orders, at)[:8]), "let ranks meet in one order")
+        raise PlanError("the order deadlocks", "; ".join(_stuck(orders, at)[:8]), "let ranks and stages meet in order")
 
 
 def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
