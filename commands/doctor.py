@@ -17,6 +17,7 @@ def doctor() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "hosts": _hosts(),
         "attention": _attention(),
+        "solver": _solver(),
         "patches": _patches(),
         "trainers": {name: all(need.satisfied() for need in needs) for name, needs in TRAINERS.items()},
     }
@@ -33,6 +34,12 @@ def _hosts() -> list[dict[str, Any]]:
         }
         for need in needs.values()
     ]
+
+
+def _solver() -> list[dict[str, Any]]:
+    """What `plugins.pipeline` solves its integer program with; without it, rules that are about as good."""
+    status = {name: find_spec(module) is not None for name, module in (("PuLP", "pulp"), ("HiGHS", "highspy"))}
+    return [{"name": name, "status": "available" if here else "not here"} for name, here in status.items()]
 
 
 def _attention() -> list[dict[str, Any]]:

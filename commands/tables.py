@@ -320,7 +320,7 @@ def _errors(errors: dict[str, float]) -> str:
 
 def doctor(result: Result) -> Table:
     rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
-    rows += [(f"attention: {r['name']}", "", "", r["status"]) for r in result["attention"]]
+    rows += [(f"{kind}: {r['name']}", "", "", r["status"]) for kind in ("attention", "solver") for r in result[kind]]
     groups = Counter((r["name"].partition(".")[0], r["supports"], r["status"]) for r in result["patches"])
     rows += [
         (f"patches: {name}", f"{count} rows", supports, status) for (name, supports, status), count in groups.items()

@@ -65,6 +65,7 @@ def test_plan_and_doctor_work_without_torch(place: Path) -> None:
     report = json.loads(done.stdout)
     assert report["trainers"] == {"megatron": False, "deepspeed": False}
     assert {row["status"] for row in report["hosts"]} == {"missing"}
+    assert [row["name"] for row in report["solver"]] == ["PuLP", "HiGHS"]
 
 
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
