@@ -209,9 +209,10 @@ def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> D
     """With the numbers. What is said to fit does: it is what the walk found to be held, and the cluster has it."""
     missing = most.held_bytes - room
     how = "with all its layers recomputed" if plan.recompute else "whose backward has groups of its own"
+    where = {"F": "forward", "B": "backward", "W": "weight gradients"}[most.op.kind]
     found = (
-        f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.3g} GiB at "
-        f"{most.op.kind}{most.op.micro_batch}: {missing / GIB:.3g} GiB more than the {room / GIB:.3g} GiB there are "
+        f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.3g} GiB in the {where} of "
+        f"micro-batch {most.op.micro_batch}: {missing / GIB:.3g} GiB more than the {room / GIB:.3g} GiB there are "
         "for activations and prefix KV"
     )
     uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
