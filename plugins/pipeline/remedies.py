@@ -18,7 +18,7 @@ from ...core.registry import Situation
 from ...core.workload import Limits, StepPlan
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
-from .config import PipelineConfig
+from .config import GIB, PipelineConfig
 from .elastic import ordered
 from .rows import Probes, fullest
 
@@ -31,7 +31,9 @@ def refused(problem: DoesNotFitError, given: StepPlan, situation: Situation, con
     """The refusal of a batch with what would fit instead of what might."""
     found = list(_remedies(given, situation, config))
     if problem.enough_gib:
-        found.insert(0, f"plugins.pipeline.activation_gib raised to {problem.enough_gib:g}")
+        alone = problem.enough_gib * GIB <= given.limits.max_activation_bytes
+        name = "plugins.pipeline.activation_gib" if alone else "activation_gib of every plugin"
+        found.insert(0, f"{name} raised to {problem.enough_gib:g}")
     if not found:
         return problem
     return problem.advising("this batch would fit with any of: " + "; ".join(found))
@@ -39,9 +41,15 @@ def refused(problem: DoesNotFitError, given: StepPlan, situation: Situation, con
 
 def _remedies(given: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[str]:
     limits = config.capped(given.limits)
-    fewer = [times for times in _TIMES if limits.max_tokens // times >= config.block_tokens]
-    lowered = (n for n in fewer if _fits(given, _of_tokens(limits, limits.max_tokens // n), situation, config))
-    raised = (n for n in _TIMES if _fits(given, _of_tokens(limits, limits.max_tokens * n), situation, config))
+
+    def fits_with(tokens: int) -> bool:
+        cap = min(tokens, given.limits.max_tokens)  # another plugin's own cap holds beside this one
+        changes = cap != limits.max_tokens
+        return changes and _fits(given, replace(limits, max_tokens=cap), situation, config)
+
+    fewer = [times for times in _TIMES if config.max_tokens // times >= config.block_tokens]
+    lowered = (n for n in fewer if fits_with(config.max_tokens // n))
+    raised = (n for n in _TIMES if fits_with(config.max_tokens * n))
     # More tokens leave sequences whole, whose K and V need not be kept.
     words = [f"lowered to 1/{n} of it" for n in islice(lowered, 1)] or [
         f"raised to {n} times" for n in islice(raised, 1)
@@ -70,10 +78,6 @@ def _fits(given: StepPlan, limits: Limits, situation: Situation, config: Pipelin
     except EvenloadError:  # a sequence that is longer than a micro-batch, and may not be cut
         return False
     return False
-
-
-def _of_tokens(limits: Limits, tokens: int) -> Limits:
-    return replace(limits, max_tokens=tokens)
 
 
 def _cut_off(given: StepPlan, longest: int) -> StepPlan:

@@ -13,6 +13,7 @@ from evenload.core.recipe import parse
 from evenload.core.workload import StepPlan, sequences
 from evenload.plugins.pipeline import remedies
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError
+from evenload.plugins.pipeline.config import GIB
 from evenload.plugins.pipeline.plan import plan
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 24), 16, 20000).astype(int)
@@ -89,3 +90,13 @@ def test_a_batch_that_nothing_helps_is_refused_with_what_might() -> None:
     with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens or data\.max_length") as caught:
         asked(replace(at, situation=small))
     assert "activation_gib" not in caught.value.do
+
+
+def test_remedies_change_what_binds_where_another_plugin_has_caps_of_its_own() -> None:
+    setting = SETTINGS["cut sequences"]
+    at = chain(**{**setting, "max_tokens": 16384})
+    cap = setting["activation_gib"] * GIB
+    both = replace(at, limits=replace(at.limits, max_tokens=2048, max_activation_bytes=cap))
+    do = refusal(both).do
+    assert "activation_gib of every plugin raised to" in do
+    assert "max_tokens raised" not in do
