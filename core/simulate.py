@@ -63,6 +63,8 @@ class Simulation:
     """Of the step, on every rank."""
     peak_bytes: Floats
     """The most that a rank holds: weights and optimizer, activations, prefix KV, what a pass needs while it runs."""
+    activation_bytes: Floats
+    """The most of it that is there in passes alone."""
     spans: tuple[Span, ...]
     """By start within each rank; empty where not asked for."""
 
@@ -102,11 +104,11 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
         if op.kind == "B":
             hidden[stage] = max(hidden[stage], work.compute[stage]["B"][op.micro_batch])
     step_s = _end_of_step(plan, situation, np.array(free), exposed, hidden, spans if record else None)
-    peaks = [[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])]
+    peaks = np.array([[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])])
     memory = situation.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
-    return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, tuple(spans))
+    return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, peaks, tuple(spans))
 
 
 def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> list[Span]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ...core.errors import EvenloadError
-from ...core.memory import fixed_bytes, room_bytes
+from ...core.memory import room_bytes
 from ...core.passes import PassTimes
 from ...core.registry import Situation
 from ...core.simulate import simulate
@@ -32,9 +32,11 @@ class Judged(NamedTuple):
 def judged(plan: StepPlan, situation: Situation) -> Judged:
     outcome = simulate(plan, situation, record=False)
     memory = situation.costs.memory
-    held = float(outcome.peak_bytes.max())
-    room = max(room_bytes(situation.cluster, memory, plan.limits), memory.update_bytes)
-    return Judged(plan, outcome.step_s, held, held - fixed_bytes(memory, plan.limits) - room, outcome.bubble_frac)
+    room = room_bytes(situation.cluster, memory, plan.limits)
+    if math.isinf(plan.limits.max_activation_bytes):  # no plan makes the update smaller
+        room = max(room, memory.update_bytes)
+    missing = float(outcome.activation_bytes.max()) - room
+    return Judged(plan, outcome.step_s, float(outcome.peak_bytes.max()), missing, outcome.bubble_frac)
 
 
 def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:

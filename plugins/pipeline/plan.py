@@ -31,6 +31,7 @@ from ...core.bound import lower_bound_s
 from ...core.errors import EvenloadError
 from ...core.memory import room_bytes
 from ...core.order import orders_of_stage
+from ...core.parts import tokens_of_ranks
 from ...core.registry import Situation
 from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES
@@ -56,7 +57,14 @@ FILLED_BY_W = 0.6
 def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
     """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
     limits = config.capped(given.limits)
-    if limits.equal_counts or (given.micro_batches and limits.num_stages == 1):
+    if limits.equal_counts:
+        return _alone(given, situation, config)
+    over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
+    if over > limits.max_tokens:
+        note = f"pipeline: a plan with {over} tokens on a rank is over max_tokens and left out ({given.made_by})"
+        best = plan(StepPlan(given.sequences, (), given.limits), situation, config)
+        return best.revised(notes=(*best.notes, note))
+    if given.micro_batches and limits.num_stages == 1:
         return _alone(given, situation, config)
     found = _Portfolio(situation, config, limits)
     found.keep(given)
@@ -80,8 +88,7 @@ class _Portfolio:
     def keep(self, given: StepPlan) -> None:
         """The plan that came in, if it has micro-batches; with recomputation where it does not fit."""
         if given.micro_batches:
-            cap = self._limits.max_activation_bytes
-            came = judged(replace(given, limits=replace(given.limits, max_activation_bytes=cap)), self._at)
+            came = judged(replace(given, limits=self._limits), self._at)
             self._hold_to(came)
             if not came.fits and self._config.recompute == "auto":
                 self._add(came._replace(plan=_explicit(came.plan)))
@@ -124,7 +131,11 @@ class _Portfolio:
         if given.micro_batches and not (given.backward or given.replayed or given.shared or given.offload):
             made_by = f"{given.made_by}, pipeline" if given.made_by else "pipeline"
             yield replace(given, order=(), recompute=(), limits=self._limits, made_by=made_by)
-        yield from chunkings(given, self._limits, self._at, self._config)
+        try:
+            yield from chunkings(given, self._limits, self._at, self._config)
+        except EvenloadError:  # a sequence that this plugin must leave whole; the plan that came in has it somehow
+            if not given.micro_batches:
+                raise
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""

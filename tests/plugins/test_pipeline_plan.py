@@ -160,7 +160,7 @@ def test_a_cap_below_one_block_is_refused() -> None:
     alone, behind = chain(max_tokens=2), chain(plugins=packing)
     batch = sequences([50, 5])
     for make in (alone.plan, behind.plan, lambda batch: alone.baseline("algorithm_1", batch)):
-        with pytest.raises(EvenloadError, match="smaller than one block\n.*max_tokens 2 .*, block_tokens 4"):
+        with pytest.raises(EvenloadError, match=r"smaller than one block\n.*max_tokens 2 .*, block_tokens 4"):
             make(batch)
 
 
@@ -246,3 +246,29 @@ def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> No
     assert held_bytes(plan) <= cap
     assert any(plan.recompute[0])
     assert not all(plan.recompute[0])
+
+
+def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() -> None:
+    batch = sequences(long_tail(16, 1024))
+    of = chain()
+    memory = of.situation.costs.memory.model_copy(update={"update_bytes": 2.0 * held_bytes(of.plan(batch))})
+    costs = of.situation.costs.model_copy(update={"memory": memory})
+    cap = 0.6 * held_bytes(of.plan(batch))
+    tight = chain(activation_gib=cap / GIB)
+    plan = replace(tight, situation=replace(tight.situation, costs=costs)).plan(batch)
+    assert held_bytes(plan) <= cap
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp: int) -> None:
+    packing = {"packing": {"enabled": True, "max_tokens": 4 * CAP, "slices": "off"}}
+    plan = chain(pp, 2, plugins=packing).plan(sequences([900, 700, 300, 20]))
+    assert plan.limits.max_tokens == CAP
+    assert any("over max_tokens and left out (packing)" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("before", ["packing", "mesh"])
+def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_came_in(before: str) -> None:
+    plugins = {before: {"enabled": True, "max_tokens": CAP}}
+    plan = chain(2, 4, plugins=plugins, chunks=1).plan(sequences([3 * CAP, 100, 90]))
+    assert plan.cut if before == "packing" else plan.shared
