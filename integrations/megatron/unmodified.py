@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -223,7 +223,8 @@ def release() -> None:
     _all.clear()
 
 
-_all: WeakSet[PlannedSteps] = WeakSet()
+_all: set[PlannedSteps] = set()
+"""Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _Loop:

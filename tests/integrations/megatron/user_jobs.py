@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
+from torch.distributed import distributed_c10d
 
 SCRIPT = Path(__file__).parents[2] / "hosts" / "megatron_script.py"
 
@@ -223,7 +224,7 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
     """The pipeline plugin in the user's loop, once with each of its settings."""
     results, make = [], PlanChain.plan
     with user_loop(**loop) as user:
-        stock = user.step()
+        stock, groups = user.step(), len(distributed_c10d._world.pg_map)
         for one in settings:
 
             def plan(chain: PlanChain, lengths: list[int]) -> StepPlan:
@@ -240,6 +241,7 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
                     "weights": sum(map(len, made[0].split)),
                     "recomputed": sum(map(sum, made[0].recompute)),
                     "tokens": max(tokens for _, tokens in found["shapes"]),
+                    "groups": len(distributed_c10d._world.pg_map) - groups,
                 }
             )
     return results
