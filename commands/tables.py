@@ -104,6 +104,7 @@ def bench(result: Result) -> Table:
                 percent(ratio["of_ceiling"]) if ratio else "",
             )
         )
+    held = result["predicted_peak_activation_bytes_of_stages"]
     head = (
         "",
         "tokens/s",
@@ -117,12 +118,14 @@ def bench(result: Result) -> Table:
         "of its ceiling",
     )
     caption = (
-        f"{result['steps']} steps, alternating; ceiling: the baseline's own imbalance, measured; "
-        f"planning took {percent(result['plan_share'])} of a step\n"
+        f"{result['steps']} steps, alternating, measured; planning took {percent(result['plan_share'])} of a step\n"
+        "its busiest rank: compute of the baseline's over evenload's; ceiling: the baseline's own imbalance, what "
+        "balance alone can gain (a smaller bubble comes on top)\n"
         f"predicted step times are off by {_errors(result['prediction_error'])} in the mean\n"
         "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
         f"{_errors(result['predicted_bubble_frac'])})\n"
-        "holds: the most that passes of one step hold on any rank, above the level before it, measured"
+        "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
+        f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in held.items())})"
     )
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from evenload.commands import bench
+from evenload.commands import bench, tables
 from evenload.commands.job import Job
 from evenload.core.chain import PlanChain
 from evenload.core.layout import Layout
@@ -19,6 +20,7 @@ from evenload.core.workload import StepPlan
 from evenload.face import load_plugins
 from evenload.integrations.host import UPDATE
 from evenload.runtime.world import World
+from rich.console import Console
 
 DISTURBED = 3.0
 
@@ -104,6 +106,13 @@ def test_each_variant_has_the_bubble_of_its_spans_and_the_peak_of_its_passes(job
     assert result["peak_activation_bytes_of_stages"] == {name: [peak] for name, peak in peaks.items()}
     assert all(len(rows) == 1 for rows in result["predicted_peak_activation_bytes_of_stages"].values())
     assert len(job.host.weighed) == 2  # type: ignore[attr-defined]
+
+    result["host"] = {"trainer": "a machine"}
+    result["predicted_peak_activation_bytes_of_stages"] = {"in_order": [3 * 2**20, 2**20], "evenload": [2**31]}
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(tables.bench(result))
+    text = " ".join(console.export_text().split())
+    assert "measured (predicted: 3 MiB (in_order), 2 GiB (evenload))" in text
 
 
 def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
