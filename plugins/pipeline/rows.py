@@ -9,8 +9,8 @@ first layer that runs again takes while it runs what it saved:
     own(c >= 1) = max(level_1 - save_j (c - 1), level_L)
 
 So the rows are those of the exact walk, whatever it counts. Nothing is held more where a layer more is recomputed;
-hence passes that fit without any get no row, and no choice fits if all layers of all do not. Forwards need no row: the
-pass after one holds at least as much.
+hence passes that fit without any get no row, and no choice fits if all layers of all do not. A forward whose
+activations wait needs no row: the pass after it holds at least as much.
 """
 
 from __future__ import annotations
@@ -125,11 +125,10 @@ class Probes:
         save, waits = np.zeros(len(columns)), np.zeros(len(columns))
         waiting = 0.0  # what a layer of all that wait saves
         for op, none, one, every in zip(ops, *(self.levels(n)[stage][rank] for n in (0, 1, layers)), strict=True):
-            if op.kind == "F":
-                if op.micro_batch in plan.kept:
-                    column = columns[op.micro_batch]
-                    save[column] = waits[column] = max(0.0, (none - every) / layers - waiting)
-                    waiting += save[column]
+            if op.kind == "F" and op.micro_batch in plan.kept:
+                column = columns[op.micro_batch]
+                save[column] = waits[column] = max(0.0, (none - every) / layers - waiting)
+                waiting += save[column]
                 continue
             number = plan.forward_of[op.micro_batch] if op.kind == "B" else None
             own = -1 if number is None else columns[number]

@@ -1,7 +1,7 @@
 """Lawful plans, broken at random: the laws accept exactly what a machine like the runtime's carries out.
 
-The machine is written after what runs plans (`runtime.prefix`, `stage_links`, `deferred`, `tape`, `plane`) and shares no
-code with the laws: ranks of stages that walk lists, queues between stages, a store of keys and values, graphs that wait,
+The machine is written after what runs plans (`runtime.prefix`, `stage_links`, `deferred`, `tape`, `plane`) and has no
+code of the laws: ranks of stages that walk lists, queues between stages, a store of keys and values, graphs that wait,
 weight gradients that are left.
 """
 
