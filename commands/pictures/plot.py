@@ -95,8 +95,8 @@ def write_plot(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        numbers = "; numbers are micro-batches" if facts.ours.steps[0].plan.limits.num_stages > 1 else ""
-        first.set_xlabel(f"seconds of the first step, predicted{numbers}")
+        say = "seconds of the first step, predicted"
+        first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
         _draw_legend(figure, parts, facts.first_bound_s, partly=partly)
@@ -122,9 +122,9 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     rows = list(rows_of(ranks, limits.num_stages))
     pieces = pieces_of(first, facts.situation.costs, set(rows))
     axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
+    numbered = _is_numbered(one)
     found: set[Part] = set()
     for y, row in enumerate(rows):
-        numbered = limits.num_stages > 1 and len(rows) <= _MOST_NUMBERED
         for part in PARTS:
             spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
             if spans:
@@ -150,6 +150,12 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
     axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
     return found
+
+
+def _is_numbered(one: Planner) -> bool:
+    """Passes of stages have their numbers, where rows are high enough."""
+    stages = one.steps[0].plan.limits.num_stages
+    return 1 < stages <= _MOST_NUMBERED // len(shown_ranks(one.steps[0], _MOST_ROWS)[0])
 
 
 def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -> None:
