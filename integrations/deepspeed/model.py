@@ -16,6 +16,7 @@ from ...core.errors import EvenloadError, nearest
 from ...core.recipe import Recipe
 from ...runtime.lookup import sum_in_float32
 from . import attention
+from .partial import Parts, build_partly
 
 _FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 
@@ -65,19 +66,25 @@ def model_config(recipe: Recipe) -> Any:
     return kind(**shape, num_key_value_heads=model.kv_heads, head_dim=head_dim, rope_parameters=rope)
 
 
-def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME) -> Any:
+def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME, parts: Parts | None = None) -> Any:
     """The model in float32 on the CPU, in training mode; equal on every rank that has the same recipe.
+
+    Args:
+        parts: what of it is wanted, if not the whole; see `partial`.
 
     Raises:
         EvenloadError: see `model_config`; or the model has its own attention code.
     """
     attention.register()
     config = model_config(recipe)
+
+    def whole() -> Any:
+        kind = transformers.AutoModelForCausalLM
+        return kind.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
-        )
+        model = build_partly(whole, parts) if parts else whole()
     sum_in_float32(model.get_input_embeddings())
     model.config.use_cache = False
     model.train()

@@ -4,9 +4,9 @@
     layers 1 .. L      decoder layers, equally many on every stage
     layers L+1, L+2    final norm and output layer, of the last stage
 
-The model is built whole on the CPU from the seed, as without a pipeline, and each rank keeps its stage: a run starts
-from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary tables are
-computed once a stage, and the number of recomputed layers is the call's.
+Each rank has memory for its own stage alone (`partial`), with the weights that the seed gives it without a pipeline: a
+run starts from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary
+tables are computed once a stage, and the number of recomputed layers is the call's.
 
 Shape legend: T = slots of a pack, C = hidden size, V = vocabulary.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
@@ -30,7 +29,7 @@ from ...core.recipe import Recipe
 from ...runtime.pack import Pack
 from . import attention
 from .engine import prepare_deepspeed
-from .model import build_model, recompute_layers, recomputing
+from .model import build_model, model_config, recompute_layers, recomputing
 from .supported import refuse_unsupported
 
 _FINAL_NORM = {
@@ -49,7 +48,7 @@ class _Parts(NamedTuple):
     config: Any
     rotary: nn.Module
     layers: list[nn.Module]
-    """All that hold weights, in order."""
+    """All that hold weights, in order; those of other stages on the meta device."""
     names: dict[int, str]
     """Of every parameter in the whole model, by its id."""
 
@@ -58,12 +57,11 @@ class StageModule(PipelineModule):  # type: ignore[misc]
     """The layers of one stage.
 
     Args:
-        layers: of the whole model; of those of other stages only the number counts.
+        parts: of the whole model; those of this stage hold weights.
     """
 
-    def __init__(self, parts: _Parts, layers: Sequence[Any], layout: Layout, device: torch.device) -> None:
-        topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
-        super().__init__(layers, topology=topology)
+    def __init__(self, parts: _Parts, layout: Layout, device: torch.device) -> None:
+        super().__init__(parts.layers, topology=_topology(layout))
         self.config = parts.config
         self._first, self._last = self.stage_id == 0, self.stage_id == layout.pp - 1
         self.rotary = parts.rotary.to(device)
@@ -119,17 +117,15 @@ def build_stage(recipe: Recipe, layout: Layout, rank: int, device: torch.device)
     Raises:
         EvenloadError: the model cannot be cut into these stages.
     """
-    parts = _take_apart(recipe, layout)
-    borders = _borders(len(parts.layers), layout.pp)
-    stage = PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp).get_coord(rank).pipe
-    first, end = borders[stage : stage + 2]
-    # DeepSpeed keeps the list for good: it must not hold the weights of other stages.
-    layers = [layer if first <= i < end else LayerSpec(nn.Identity) for i, layer in enumerate(parts.layers)]
-    parts = parts._replace(layers=[])
+    parts = _take_apart(recipe, layout, _topology(layout).get_coord(rank).pipe)
     prepare_deepspeed()
     deepspeed.init_distributed()
     with contextlib.redirect_stdout(io.StringIO()):  # stdout belongs to --json; DeepSpeed prints its partition there
-        return StageModule(parts, layers, layout, device)
+        return StageModule(parts, layout, device)
+
+
+def _topology(layout: Layout) -> PipeDataParallelTopology:
+    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
 
 
 def _borders(num_layers: int, num_stages: int) -> list[int]:
@@ -138,10 +134,27 @@ def _borders(num_layers: int, num_stages: int) -> list[int]:
     return [0, *(1 + each * stage for stage in range(1, num_stages)), num_layers]
 
 
-def _take_apart(recipe: Recipe, layout: Layout) -> _Parts:
-    model = build_model(recipe)
-    config = model.config
+def _take_apart(recipe: Recipe, layout: Layout, stage: int) -> _Parts:
+    config = model_config(recipe)
     refuse_unsupported(config, recipe.data.max_length)
+    _refuse_uncut(config, layout)
+    first, end = _borders(config.num_hidden_layers + 3, layout.pp)[stage : stage + 2]
+    model = build_model(recipe, parts=lambda whole: [*_layers(whole)[first:end], whole.base_model.rotary_emb])
+    recompute_layers(model)  # brings the means; `recomputing` says when
+    for block in model.base_model.layers:
+        block.gradient_checkpointing = False
+    names = {id(p): name for name, p in model.named_parameters()}
+    return _Parts(model.config, model.base_model.rotary_emb, _layers(model), names)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    base = model.base_model
+    norm = getattr(base, _FINAL_NORM[model.config.model_type])
+    return [model.get_input_embeddings(), *base.layers, norm, model.get_output_embeddings()]
+
+
+def _refuse_uncut(config: Any, layout: Layout) -> None:
+    """Raise EvenloadError for a model that cannot be cut into these stages."""
     rules = [
         (config.model_type not in _FINAL_NORM, f"model_type {config.model_type}", f"use {', '.join(_FINAL_NORM)}"),
         (
@@ -163,11 +176,3 @@ def _take_apart(recipe: Recipe, layout: Layout) -> _Parts:
     for broken, found, do in rules:
         if broken:
             raise EvenloadError("the model cannot be cut into pipeline stages", found, do)
-    recompute_layers(model)  # brings the means; `recomputing` says when
-    base = model.base_model
-    norm, blocks = getattr(base, _FINAL_NORM[config.model_type]), list(base.layers)
-    for block in blocks:
-        block.gradient_checkpointing = False
-    layers = [model.get_input_embeddings(), *blocks, norm, model.get_output_embeddings()]
-    names = {id(p): name for name, p in model.named_parameters()}
-    return _Parts(config, base.rotary_emb, layers, names)

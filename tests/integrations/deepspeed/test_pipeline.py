@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
 from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline_model import _borders, _take_apart
 from evenload.integrations.deepspeed.pipeline_schedule import PlannedSchedule, buffer_of
 
@@ -96,16 +98,43 @@ def test_what_no_pipeline_runs_is_refused_before_anything_starts(changes, told):
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(tmp_path, config, told):
-    import json
+    recipe = _recipe(model__config=_config(tmp_path, **config))
+    with pytest.raises(EvenloadError) as caught:
+        _take_apart(recipe, recipe.layout(2), 0)
+    assert told in str(caught.value)
 
+
+def _config(folder, **own):
     shape = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
     shape |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"tie_word_embeddings": False, **shape, **config}))
-    recipe = _recipe(model__config=str(file))
-    with pytest.raises(EvenloadError) as caught:
-        _take_apart(recipe, recipe.layout(2))
-    assert told in str(caught.value)
+    file = folder / "config.json"
+    file.write_text(json.dumps({"tie_word_embeddings": False, **shape, **own}))
+    return str(file)
+
+
+YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, YARN, *({"model_type": kind} for kind in ("mistral", "qwen2", "qwen3", "gpt_neox"))],
+    ids=["llama", "yarn", "mistral", "qwen2", "qwen3", "gpt_neox"],
+)
+def test_a_stage_is_its_part_of_the_whole_and_has_memory_for_no_more(tmp_path, config):
+    recipe = _recipe(model__config=_config(tmp_path, **config), data__max_length=4096)
+    whole, found = build_model(recipe), {}
+    generator = torch.get_rng_state()
+    for stage in range(2):
+        parts = _take_apart(recipe, recipe.layout(2), stage)
+        own = [p for layer in parts.layers for p in layer.parameters() if not p.is_meta]
+        found |= {parts.names[id(p)]: p for p in own}
+        assert len(own) < len(parts.names)
+        rotary = dict(whole.base_model.rotary_emb.named_buffers())
+        assert all(torch.equal(buffer, rotary[name]) for name, buffer in parts.rotary.named_buffers())
+    wanted = dict(whole.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def _assert_exact(results, names, rounding=ROUNDING, loss=ROUNDING, norm=ROUNDING):
