@@ -1,4 +1,8 @@
-"""Test worlds: real gloo processes that live as long as a test module, so that it pays for importing torch once."""
+"""Processes of tests, which pay for imports once.
+
+Worlds: real gloo processes that live as long as a test module. Forges: a process that has imported a trainer, whose
+forks are the ranks of commands and scripts.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from evenload.face import load_recipe
 
 # A busy machine is no failure: nothing here is timed. Draws are the same from run to run, so that a tree that passed
 # passes again; `make explore` draws anew.
@@ -133,3 +138,105 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield get
     for one in worlds.values():
         one.close()
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+class Forge:
+    """One process that has imported one trainer, and forks the ranks of one job after the other."""
+
+    def __init__(self, trainer: str, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        script = Path(__file__).with_name("rank_forge.py")
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), trainer],
+            env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def run(
+        self,
+        place: Path,
+        arguments: tuple[str, ...],
+        ranks: int,
+        planted: str = "",
+        script: Path | None = None,
+        limit_s: float = 250,
+    ) -> Done:
+        """Run ``evenload ARGUMENTS`` or a script as so many ranks; stdout is rank 0's, stderr what all of them said."""
+        outputs = self._folder / str(self._number)
+        outputs.mkdir()
+        (outputs / "planted.py").write_text(planted)
+        self._number += 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = {"place": str(place), "arguments": arguments, "ranks": ranks, "port": port, "outputs": str(outputs)}
+        job |= {"planted": bool(planted), "script": str(script or ""), "limit_s": limit_s}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, (self._folder / "log").read_text()[-3000:]
+        codes = json.loads(answer)
+        code = next((c for c in sorted(codes, reverse=True) if c > 0), min(codes))
+        said = "".join((outputs / f"err.{rank}").read_text() for rank in range(ranks))
+        return Done(list(arguments), code, (outputs / "out.0").read_text(), said)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="session")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
+    """``forge(trainer)``: the process that has imported it."""
+    forges: dict[str, Forge] = {}
+
+    def get(trainer: str) -> Forge:
+        if trainer not in forges:
+            forges[trainer] = Forge(trainer, tmp_path_factory.mktemp(f"forge_{trainer}"))
+        return forges[trainer]
+
+    yield get
+    for one in forges.values():
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def forged(forge: Callable[[str], Forge]) -> Callable[..., Done]:
+    """``forged(place, verb, recipe, key=value ..., planted=code)`` does what ``evenload`` does there, launcher aside.
+
+    ``ranks``: of the job, else what the recipe's layout needs; ``planted`` is code that every rank runs first.
+    """
+
+    def run(place: Path, *arguments: str, ranks: int = 0, planted: str = "", limit_s: float = 250) -> Done:
+        overrides = [word for word in arguments[2:] if "=" in word and not word.startswith("-")]
+        recipe = load_recipe(place / arguments[1], overrides)
+        num_ranks = ranks or recipe.min_world_size
+        return forge(recipe.trainer).run(place, arguments, num_ranks, planted, limit_s=limit_s)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def scripted(forge: Callable[[str], Forge]) -> Callable[..., Done]:
+    """``scripted(trainer, place, script, *words, ranks=1, planted="")``: a script there, started without a launcher."""
+
+    def run(trainer: str, place: Path, script: Path, *words: object, ranks: int = 1, planted: str = "") -> Done:
+        return forge(trainer).run(place, tuple(map(str, words)), ranks, planted, script)
+
+    return run

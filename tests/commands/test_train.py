@@ -31,7 +31,9 @@ plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
 
 
 def environment() -> dict[str, str]:
-    return {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, "OMP_NUM_THREADS": "1"}
+    """As that of the forged ranks: results are compared with theirs."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def evenload(place: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""A Megatron-Core script that nobody edited, stock and with evenload: by torchrun, and in one process."""
+"""A Megatron-Core script that nobody edited, stock and with evenload: by torchrun, forked, and in one process."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ ORDERED = f"trainer: megatron\nplugins: {{pipeline: {{enabled: true, max_tokens:
 OFF = "trainer: megatron\n"
 
 
-def start(folder: Path, name: str, recipe: str, ranks: int, *words: str) -> dict[str, list[dict]]:
-    """Run the script by torchrun through `evenload run`; results by dtype and rank."""
+def start(folder: Path, name: str, recipe: str, ranks: int, words: tuple[str, ...], scripted=None) -> dict:
+    """Run the script by torchrun through `evenload run`, or forked and enabled; results by dtype and rank."""
     import torch
 
     out = folder / name
     out.mkdir()
     (out / "recipe.yaml").write_text(recipe)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    if "lo" in (interface for _, interface in socket.if_nameindex()):
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    evenload = [sys.executable, "-m", "evenload", "run", str(out / "recipe.yaml"), "--"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*evenload, *torchrun, str(SCRIPT), "--out", str(out), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    if scripted:
+        enable = f"import evenload; evenload.enable({str(out / 'recipe.yaml')!r})"
+        done = scripted("megatron", out, SCRIPT, "--out", out, *words, ranks=ranks, planted=enable)
+    else:
+        done = launch(out, ranks, words)
+        assert "nothing was switched on" not in done.stderr
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "nothing was switched on" not in done.stderr
     return {
         dtype: [torch.load(out / f"{dtype}.rank{rank}.pt") for rank in range(ranks)]
         for dtype in ("fp32", "fp64")
@@ -44,12 +42,22 @@ def start(folder: Path, name: str, recipe: str, ranks: int, *words: str) -> dict
     }
 
 
+def launch(out: Path, ranks: int, words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    if "lo" in (interface for _, interface in socket.if_nameindex()):
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    evenload = [sys.executable, "-m", "evenload", "run", str(out / "recipe.yaml"), "--"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*evenload, *torchrun, str(SCRIPT), "--out", str(out), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
 @pytest.fixture(scope="module")
-def data_parallel(tmp_path_factory):
-    """(stock, planned) results of 2 data-parallel ranks, gradient reduction overlapped."""
+def data_parallel(tmp_path_factory, scripted):
+    """(stock, planned) results of 2 data-parallel ranks, gradient reduction overlapped; planned by torchrun."""
     folder = tmp_path_factory.mktemp("dp")
     words = ("--dtypes", "fp32", "fp64", "--overlap")
-    return start(folder, "stock", OFF, 2, *words), start(folder, "planned", ON, 2, *words)
+    return start(folder, "stock", OFF, 2, words, scripted), start(folder, "planned", ON, 2, words)
 
 
 def worst(name: str, planned: dict, stock: dict) -> float:
@@ -90,10 +98,10 @@ def test_evaluation_is_left_alone(data_parallel):
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [("--pp", ORDERED), ("--tp", ON)], ids=["pp", "tp"])
-def test_pipeline_or_tensor_parallel_beside_data_parallel(tmp_path, kind, recipe):
+def test_pipeline_or_tensor_parallel_beside_data_parallel(tmp_path, kind, recipe, scripted):
     words = ("--dtypes", "fp64", kind, "2", "--overlap")
-    stock, planned = start(tmp_path, "stock", OFF, 4, *words), start(tmp_path, "planned", recipe, 4, *words)
-    for before, after in zip(stock["fp64"], planned["fp64"], strict=True):
+    results = [start(tmp_path, *case, 4, words, scripted) for case in (("stock", OFF), ("planned", recipe))]
+    for before, after in zip(*(one["fp64"] for one in results), strict=True):
         assert worst("gradients", after, before) < 1e-12
         assert worst("weights", after, before) < 1e-10
         assert [tokens for _, tokens in after["losses"]] == [tokens for _, tokens in before["losses"]]

@@ -1,12 +1,14 @@
 """Forks the ranks of jobs from one process that has imported a trainer already (see conftest.py).
 
-rank_forge.py TRAINER. A job is a line of JSON on stdin: its folder, the arguments of ``evenload``, its ranks, a port,
-the folder of its outputs, and whether planted.py in there runs first in every rank. The answer on stdout is the list of
-the ranks' exit codes, negative for a signal. A rank of the forge is as one of torchrun: the launcher alone is left out.
+rank_forge.py TRAINER. A job is a line of JSON on stdin: its folder, the arguments of ``evenload`` or of a script, its
+ranks, a port, the folder of its outputs, and whether planted.py in there runs first in every rank. The answer on stdout
+is the list of the ranks' exit codes, negative for a signal. A rank of the forge is as one of torchrun: the launcher
+alone is left out.
 """
 
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -78,15 +80,20 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }
-        sys.argv = ["evenload", *job["arguments"]]
+        sys.argv = [job["script"] or "evenload", *job["arguments"]]
         if job["planted"]:
             plant(Path(job["outputs"]) / "planted.py")
-        from evenload.cli import main
+        if job["script"]:
+            runpy.run_path(job["script"], run_name="__main__")
+        else:
+            from evenload.cli import main
 
-        main()
+            main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
