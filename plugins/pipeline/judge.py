@@ -41,7 +41,7 @@ def judged(plan: StepPlan, situation: Situation) -> Judged:
 
 def keeping_all(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
     """With nothing recomputed where plans may say so, whatever the recipe recomputes."""
-    if not situation.costs.recompute or config.recompute == "off":
+    if not situation.costs.recompute or config.recompute == "off" or plan.backward:
         return plan
     return plan.revised(recompute=((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
 

@@ -86,12 +86,12 @@ class _Portfolio:
         self._splits = limits.splits_backward and config.split_backward != "off"
 
     def keep(self, given: StepPlan) -> None:
-        """The plan that came in, if it has micro-batches; with recomputation where it does not fit."""
+        """The plan that came in, if it has micro-batches; with as much recomputation as it needs."""
         if given.micro_batches:
             came = judged(replace(given, limits=self._limits), self._at)
             self._hold_to(came)
-            if not came.fits and self._config.recompute == "auto":
-                self._add(came._replace(plan=_explicit(came.plan)))
+            if self._config.recompute == "auto" and (self._at.costs.recompute or not came.fits):
+                self._add(judged(keeping_all(_explicit(came.plan), self._at, self._config), self._at))
 
     def keep_baselines(self, given: StepPlan) -> None:
         """Other people's plans under the same caps, as far as they are faster than what there is."""
@@ -181,15 +181,7 @@ class _Portfolio:
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
         alike = [one for one in fitting if one.step_s <= limit_s]
         best = min(alike, key=lambda one: one.step_s * max(1.0, one.held_bytes) ** MEMORY_WORTH).plan
-        return best.revised(notes=(*best.notes, *_notes(best)), bound_s=self._bound_s(best, given))
-
-    def _bound_s(self, best: StepPlan, given: StepPlan) -> float:
-        """Of the plan that came in where its ranks share sequences; nothing recomputed is in it otherwise."""
-        if best.shared:
-            return given.bound_s
-        lengths = np.array([s.length for s in best.sequences], dtype=np.int64)
-        costs = self._at.costs
-        return lower_bound_s(lengths, best.limits, costs.kept() if costs.recompute else costs)
+        return best.revised(notes=(*best.notes, *_notes(best)), bound_s=_bound_s(best, given, self._at))
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)
@@ -198,6 +190,15 @@ class _Portfolio:
             f"the best one is {least.missing_bytes / GIB:.3g} GiB over",
             "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
         )
+
+
+def _bound_s(best: StepPlan, given: StepPlan, situation: Situation) -> float:
+    """Of the plan that came in where its ranks share sequences, if it runs as it was; without recomputation else."""
+    costs = situation.costs
+    if best.shared:
+        return 0.0 if costs.recompute and best.recompute else given.bound_s
+    lengths = np.array([s.length for s in best.sequences], dtype=np.int64)
+    return lower_bound_s(lengths, best.limits, costs.kept() if costs.recompute else costs)
 
 
 def _explicit(given: StepPlan) -> StepPlan:
@@ -224,7 +225,7 @@ def _notes(best: StepPlan) -> list[str]:
 
 
 def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
-    """The plan that came in where there is no order to choose; with recomputation where it does not fit without."""
+    """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
     in_step = given.limits.equal_counts
     if not given.micro_batches:
         raise EvenloadError(
@@ -236,6 +237,8 @@ def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> Ste
     limits = replace(given.limits, max_activation_bytes=cap)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
     given = replace(given, limits=limits, notes=(*given.notes, note))
-    if config.recompute == "off" or judged(given, situation).fits:
+    again = situation.costs.recompute
+    if config.recompute == "off" or (not again and judged(given, situation).fits):
         return given
-    return fitted(_explicit(given), situation, config)
+    found = fitted(_explicit(given), situation, config)
+    return found.revised(bound_s=_bound_s(found, given, situation)) if again and found.recompute else found

@@ -272,3 +272,16 @@ def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_ca
     plugins = {before: {"enabled": True, "max_tokens": CAP}}
     plan = chain(2, 4, plugins=plugins, chunks=1).plan(sequences([3 * CAP, 100, 90]))
     assert plan.cut if before == "packing" else plan.shared
+
+
+@pytest.mark.parametrize("before", ["packing", "mesh"])
+def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(before: str) -> None:
+    plugins = {before: {"enabled": True, "max_tokens": CAP}}
+    pp = {"packing": 1, "mesh": 2}[before]
+    batch = sequences([3 * CAP, 100, 90])
+    kept, again = (chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": word}) for word in (False, True))
+    plan = again.plan(batch)
+    assert step_s(plan, again) <= step_s(kept.plan(batch), kept) * 1.05
+    assert plan.bound_s <= max(predict(plan, again.situation.costs).busy_s) * (1 + 1e-9)
+    off = chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": True}, recompute="off").plan(batch)
+    assert not off.recompute
