@@ -33,6 +33,7 @@ from torch import Tensor
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64
 PREFIXES = ((512, 0), (512, 1536), (64, 1984), (1, 2047), (333, 1000))
 """(tokens of the slice, tokens before it)."""
+TINY_PREFIXES = ((64, 0), (64, 192), (8, 248), (1, 255), (41, 125))
 ONCE_FROM = 100_000
 """Tokens of a sequence that is run once: attention over more takes long enough to drown what a first run pays."""
 
@@ -68,7 +69,7 @@ def dense(queries: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> Output
     return out.detach(), dq, dk, dv
 
 
-def attention(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+def attention(dtype: torch.dtype, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     """A row for each kernel and prefix; kernels that cannot run here say why."""
     rows: list[dict[str, Any]] = []
     for block in BLOCKS:
@@ -76,7 +77,7 @@ def attention(dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
             why = "not installed" if block.supports(dtype, device, HEAD_DIM) else f"not for {dtype} on {device.type}"
             rows.append({"kernel": block.name, "unavailable": why})
             continue
-        for length, prefix in PREFIXES:
+        for length, prefix in TINY_PREFIXES if tiny else PREFIXES:
             row: dict[str, Any] = {"kernel": block.name, "slice": length, "prefix": prefix}
             try:
                 row["error"] = prefix_errors(block, length, prefix, dtype, device)
@@ -108,7 +109,7 @@ def benchmark(lengths: list[int], slices: int, limit_s: float, tiny: bool) -> di
     small = replace(billion, layers=2, hidden=64, heads=4, groups=2, vocabulary=256, dtype="fp32")
     world = init_world()
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    rows = attention(dtype, world.device)
+    rows = attention(dtype, world.device, tiny)
     sequences = []
     for tokens in lengths:
         runs = 1 if tiny or tokens > ONCE_FROM else 2

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+Done = subprocess.CompletedProcess[str]
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 
 
-def memory(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", str(SCRIPT), "--tokens", "1024", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+@pytest.fixture
+def memory(scripted: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+    return lambda *arguments: scripted("megatron", tmp_path, SCRIPT, "--tokens", "1024", *arguments)
 
 
 @pytest.mark.slow
-def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path) -> None:
+def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path, memory: Callable[..., Done]) -> None:
     done = memory("--out", str(tmp_path / "memory.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "of whole" in done.stdout
@@ -39,7 +38,7 @@ def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_slices_kept_hold_more() -> None:
+def test_more_slices_kept_hold_more(memory: Callable[..., Done]) -> None:
     done = memory("--slices", "8", "--keep", "4", "--dtype", "fp64", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
