@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.errors import EvenloadError
 from ..core.workload import Op
 from .groups import GroupPool
 
@@ -44,6 +45,22 @@ class StageLinks:
         self._target = {"F": after, "B": before}
         self._sent: dict[str, deque[tuple[Any, Tensor]]] = {"F": deque(), "B": deque()}
         self._taken = {"F": 0, "B": 0}
+        self._in_step = False
+
+    def begin(self) -> None:
+        """Call it before the first pass of a step.
+
+        Raises:
+            EvenloadError: the step before never came to `finish`. What its stages sent and nobody took would be taken
+                for what this step sends.
+        """
+        if self._in_step:
+            raise EvenloadError(
+                "the step before failed halfway, and what its pipeline stages sent is still on the way",
+                "an error that was caught",
+                "let the error end the job, and start again from the last checkpoint",
+            )
+        self._in_step = True
 
     def send(self, op: Op, tensor: Tensor) -> None:
         """Hand on what a pass gave: up after F, down after B. The tensor must not be written to from here on."""
@@ -68,6 +85,7 @@ class StageLinks:
         for kind in ("F", "B"):
             self._release(kind, self._taken[kind] + len(self._sent[kind]))
             self._taken[kind] = 0
+        self._in_step = False
 
     def close(self) -> None:
         """Destroy the groups; on every rank."""

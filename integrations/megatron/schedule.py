@@ -108,6 +108,8 @@ class PlannedStage:
             leaving_weights(self._gpt, self._later) if self._split else nullcontext(),
             reaching_recomputed(self._gpt) if recomputed else nullcontext(),
         ):
+            if self._links:
+                self._links.begin()
             for op in self._ops:
                 self._mark(f"{WORDS[op.kind]} of micro-batch {op.micro_batch}")
                 passes[op.kind](op)

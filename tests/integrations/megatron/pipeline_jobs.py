@@ -158,6 +158,24 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
     }
 
 
+def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: Any) -> list[str]:
+    """What the steps say that follow one that failed in a backward, which the loop caught."""
+    host, told = _host(world, changes), []
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    for number in range(3):
+        with patch.object(PlannedStage, "_run_backward", failing) if number == 0 else ExitStack():
+            try:
+                host.gradients(_plan(host, plan), tokens(lengths))
+            except (EvenloadError, RuntimeError) as error:
+                told.append(str(error))
+    dist.barrier()
+    close_host()  # its groups hold what nobody has taken
+    return told
+
+
 def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int], why: str) -> list[str]:
     """The three parts of the error of a plan with W passes for a model that cannot run them, on one rank."""
     host = _host(world, {})

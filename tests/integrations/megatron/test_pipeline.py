@@ -209,6 +209,16 @@ def test_what_was_sent_is_freed_in_time_also_between_weight_passes(on_ranks):
         assert not found["left_over"]
 
 
+def test_a_step_after_one_that_failed_halfway_is_refused_and_takes_none_of_its_messages(on_ranks):
+    """The first stage has sent three packs, of which the second has taken one."""
+    packs = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(4))
+    orders = tuple(tuple(one_forward_one_backward(range(4), ahead)) for ahead in (2, 0))
+    plan = StepPlan(sequences([4] * 4), packs, Limits(1, 4, num_stages=2, layers_per_stage=2), order=orders).check()
+    for first, *after in on_ranks(2, "after_an_error", plan=plan.to_json(), lengths=[4] * 4, parallel__pp=2):
+        assert first == "planted"
+        assert ["the step before failed halfway" in text for text in after] == [True, True]
+
+
 REASONS = {
     "someone else's": "has been replaced by someone else",
     "a layer of another kind": "is in no column- or row-parallel layer",
