@@ -85,8 +85,10 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         goes_on = end
         if ahead and 0 <= target < num_stages:
             links = link_free[stage][op.kind]
-            arrival = max(end, links[members[0]]) + hand_over(min(stage, target), op)
-            links[members[0]] = arrives[target][op.kind][op.micro_batch] = arrival
+            arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), op)
+            arrives[target][op.kind][op.micro_batch] = arrival
+            for r in members:
+                links[r] = arrival
             ready += [(target, r) for r in members]
             goes_on = arrival if waits else end
         for r in members:

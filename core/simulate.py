@@ -90,11 +90,11 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
     """Run a lawful plan in simulated time; ``record`` keeps the spans."""
     work = PassTimes(plan, situation)
     shape = (plan.limits.num_stages, plan.limits.num_ranks)
-    exposed, free, hidden = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
+    exposed, free, last_backward = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
     spans: list[Span] = []
-    waits = situation.traffic.waits_for_sends and not plan.order
+    waits = situation.traffic.waits_for_sends and plan.in_host_schedule
     for event in play(plan, work.seconds, work.hand_over, waits=waits):
-        stage, op, ranks, _, end_s, free_s = event
+        stage, op, ranks, start_s, end_s, free_s = event
         for rank in ranks:
             free[stage][rank] = free_s
             if work.talks or waits:
@@ -102,8 +102,8 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
             if record:
                 spans += _spans_of(event, rank, work.parts(stage, op, rank))
         if op.kind == "B":
-            hidden[stage] = max(hidden[stage], work.compute[stage]["B"][op.micro_batch])
-    step_s = _end_of_step(plan, situation, np.array(free), exposed, hidden, spans if record else None)
+            last_backward[stage] = max(last_backward[stage], start_s)
+    step_s = _end_of_step(plan, situation, np.array(free), exposed, last_backward, spans if record else None)
     peaks = np.array([[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])])
     memory = situation.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
@@ -120,15 +120,26 @@ def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> l
 
 
 def _end_of_step(
-    plan: StepPlan, situation: Situation, free: Floats, exposed: Floats, hidden: list[float], spans: list[Span] | None
+    plan: StepPlan,
+    situation: Situation,
+    free: Floats,
+    exposed: Floats,
+    last_backward: list[float],
+    spans: list[Span] | None,
 ) -> float:
-    """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``."""
+    """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``.
+
+    ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run.
+    """
     traffic, layout = situation.traffic, situation.layout
     ends: list[tuple[float, float]] = []
+    # Megatron's host overlaps in Megatron's schedule alone, and where every rank has a backward.
+    busy = all(plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
+    overlaps = traffic.overlap_gradients and plan.in_host_schedule and busy
     for stage, ready in enumerate(free.max(axis=1).tolist()):
         sum_s = gradient_sum_s(traffic, situation.cluster, layout, stage)
-        if traffic.overlap_gradients and not plan.order and not plan.recompute:
-            sum_s = max(0.0, sum_s - hidden[stage])
+        if overlaps:
+            sum_s = max(0.0, sum_s - (ready - last_backward[stage]))
         exposed[stage] += sum_s
         ends.append((ready, ready + sum_s))
     update_s, begin = _update_s(situation), max(end for _, end in ends)

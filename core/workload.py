@@ -203,6 +203,12 @@ class StepPlan:
         return any(len(m.ranks) > 1 for m in (*self.micro_batches, *self.backward))
 
     @cached_property
+    def in_host_schedule(self) -> bool:
+        """Whether the trainer's own schedule runs it; static context parallelism is the trainer's too."""
+        own = self.order or self.recompute or any(self.offload)
+        return not (own or any(m.engine and len(m.ranks) > 1 for m in self.micro_batches))
+
+    @cached_property
     def orders_known(self) -> dict[int, list[list[Op]]]:
         """What `core.order` has found."""
         return {}

@@ -160,11 +160,10 @@ def _with(plan: StepPlan, teams: list[_Team], chosen: list[Ints]) -> StepPlan:
 
 
 def _ends(plan: StepPlan, teams: list[_Team], situation: Situation) -> list[float]:
-    """When each team is done, hand-overs between stages included [s]."""
+    """When each team is done, hand-overs included, for which a plan that says what it recomputes never waits [s]."""
     times = PassTimes(plan, situation)
     done = [0.0] * plan.limits.num_ranks
-    waits = situation.traffic.waits_for_sends and not plan.order
-    for event in play(plan, times.seconds, times.hand_over, waits=waits):
+    for event in play(plan, times.seconds, times.hand_over):
         for rank in event.ranks:
             done[rank] = max(done[rank], event.free_s)
     return [max(done[rank] for rank in team.ranks) for team in teams]

@@ -224,6 +224,30 @@ def test_gradients_are_summed_when_the_last_rank_is_done(traffic: dict[str, obje
     assert ("G", 6, 6 + seconds) in rank or not seconds
 
 
+@pytest.mark.parametrize(
+    ("ranks", "order", "hidden_s"),
+    [
+        ([(0,), (1,), (0,), (1,)], (), 2),
+        ([(0,), (0,), (0,), (0,)], (), 0),
+        ([(0,), (1,), (0,), (1,)], ("F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"), 0),
+        ([(0, 1), (0,), (1,), (1,)], (), 0),
+    ],
+)
+def test_a_gradient_sum_hides_behind_the_last_backward_of_the_hosts_own_schedule(
+    ranks: list[tuple[int, ...]], order: tuple[str, ...], hidden_s: float
+) -> None:
+    """Not behind a longer one before it, not where a rank has none, not in an order that the host does not know."""
+    made = plan([4, 4, 1, 1], ranks, Limits(2, 8))
+    shared = tuple(m._replace(engine="ring") if len(m.ranks) > 1 else m for m in made.micro_batches)
+    ops = tuple(Op(word[0], int(word[1:])) for word in order)  # type: ignore[arg-type]
+    made = replace(made, micro_batches=shared, order=(ops,) if ops else ()).check()
+    late, early = (
+        simulate(made, situation(Layout(dp=2), gradient_bytes=80.0, overlap_gradients=overlaps)).step_s
+        for overlaps in (False, True)
+    )
+    assert late - early == hidden_s
+
+
 def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
     limits = Limits(2, 10, equal_counts=True)
     made = plan([4, 1, 1, 4], [(0,), (1,), (0,), (1,)], limits)
@@ -288,6 +312,26 @@ def test_every_pass_waits_for_what_it_needs(drawn: tuple[StepPlan, Layout]) -> N
             assert begin >= end[before] + 0.25
         if op.kind == "B":
             assert begin >= end[stage, Op("F", op.micro_batch)]
+
+
+def test_a_link_is_busy_with_what_ranks_share_too() -> None:
+    """Rank 1 hands over its part of the shared one from 1 s to 5 s, and its own from then on."""
+    made = plan([2, 1], [(0, 1), (1,)], Limits(2, 10, num_stages=2))
+    begins = {}
+    for found in play(made, lambda stage, op: 1.0, lambda stage, op: 4.0):
+        begins[found.stage, found.op] = found.start_s
+    assert begins[1, Op("F", 0)] == 5
+    assert begins[1, Op("F", 1)] == 9
+
+
+def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
+    """Ranks that share run it over links that never wait; static context parallelism is the host's."""
+    made = plan([2, 2], [(0, 1), (0, 1)], Limits(2, 10, num_stages=2))
+    ring = replace(made, micro_batches=tuple(m._replace(engine="ring") for m in made.micro_batches)).check()
+    traffic = {"state_bytes_per_token": 4.0, "waits_for_sends": True}
+    static, shared = (simulate(one, situation(Layout(dp=2, pp=2), **traffic)) for one in (made, ring))
+    assert [len(by_rank(one)[0, 0]) for one in (static, shared)] == [4, 4]
+    assert static.exposed_s.max() > 0 == shared.exposed_s.max()
 
 
 def test_orders_that_wait_in_a_circle_are_refused() -> None:
