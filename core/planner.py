@@ -179,5 +179,5 @@ def _refuse_divergence(digests: list[bytes], step: int) -> None:
         raise RankError(
             f"step {step}: ranks planned different steps",
             f"ranks {odd} differ from the other {len(digests) - len(odd)}",
-            "check that all ranks run the same recipe, data, and versions of evenload and numpy",
+            "check that all ranks run the same recipe, data, and versions of evenload, numpy, PuLP and HiGHS",
         )

@@ -37,7 +37,7 @@ from ...core.predict import own_costs
 from ...core.registry import Situation
 from ...core.workload import StepPlan
 from .config import GIB, PipelineConfig
-from .program import lowered, solved
+from .program import alike, lowered, solved
 from .rows import Most, Probes, Rows, fullest, joined, levels_of
 
 _ROUNDS = 3
@@ -99,7 +99,8 @@ def _chosen(probes: Probes, plan: StepPlan, room: float, situation: Situation, s
         searched = [team.by_program(solver_ms) for team in teams]
         answers.append([a if b is None else b for a, b in zip(answers[1], searched, strict=True)])
     ends = np.array([_ends(_with(plan, teams, one), teams, situation) for one in answers])
-    return _with(plan, teams, [answers[which][at] for at, which in enumerate(ends.argmin(axis=0).tolist())])
+    soonest = alike(ends, ends.min(axis=0)).argmax(axis=0)
+    return _with(plan, teams, [answers[which][at] for at, which in enumerate(soonest.tolist())])
 
 
 class _Team:

@@ -10,7 +10,7 @@ lowered likewise; that is within `GAP` of the optimum unless few layers are need
 
 Every rank of a job plans by itself and must find the same, so nothing is cut off by a clock: a program of too many
 numbers is not tried, and a search ends after so many nodes. The solver's status is not read: its answer is held against
-the rows, and taken only if it fits.
+the rows, and taken only if it fits. A solver that raises has none. Other versions of it may find another one as good.
 
 Rows are linear but for a running micro-batch's own first layer, which saves nothing. They are written for c >= 1, which
 is on the safe side for c = 0.
@@ -18,6 +18,7 @@ is on the safe side for c = 0.
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import suppress
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ import numpy as np
 from ...core.partition import Floats, Ints
 from .rows import Rows
 
+logger = logging.getLogger("evenload")
+
 GAP = 0.02
 """Share of the cost by which an answer may miss the best one (InfiniPipe's own gap)."""
 _NODES = 16
@@ -35,7 +38,13 @@ _RELAXED_PER_MS, _SEARCHED_PER_MS = 400, 100
 """Numbers in the matrix of a program that is solved in a millisecond without integers, with them. 2,600 to 43,000 took
 16 to 105 ms and 37 to 310 ms on one core; the latter hardly depends on how many they are."""
 _ALIKE = 1e-9
-"""Of a layer: what sums of floats may differ by, so that machines that add them otherwise still find the same."""
+"""Of a layer's bytes, or of seconds: what sums of floats may differ by, so that machines that add them otherwise still
+find the same."""
+
+
+def alike(seconds: Any, least: Any) -> Any:
+    """Whether no more than ``least`` (arrays broadcast), but for rounding."""
+    return seconds <= least * (1 + _ALIKE)
 
 
 def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
@@ -93,7 +102,8 @@ def _best(rows: Rows, weights: Floats, layers: int, found: list[Floats]) -> Ints
     """The cheapest of those that fit, lowered."""
     whole = [np.clip(values, 0, layers).astype(np.int64) for values in found]
     fitting = [lowered(rows, weights, choice) for choice in whole if rows.fit(choice)]
-    return min(fitting, key=lambda choice: float(weights @ choice), default=None)
+    costs = [float(weights @ choice) for choice in fitting]
+    return next((choice for choice, cost in zip(fitting, costs, strict=True) if alike(cost, min(costs))), None)
 
 
 def _linear(rows: Rows) -> tuple[Floats, Floats]:
@@ -110,6 +120,15 @@ def _linear(rows: Rows) -> tuple[Floats, Floats]:
 
 def _values(matrix: Floats, need: Floats, weights: Floats, layers: int, *, integer: bool) -> Floats | None:
     """What HiGHS finds, float64 [columns]; None if that is nothing."""
+    try:
+        values = _asked(matrix, need, weights, layers, integer=integer)
+    except Exception as error:
+        logger.warning("pipeline: the solver failed, the quick answer stands: %s: %s", type(error).__name__, error)
+        return None
+    return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
+
+
+def _asked(matrix: Floats, need: Floats, weights: Floats, layers: int, *, integer: bool) -> list[float | None]:
     import pulp
 
     problem = pulp.LpProblem("layers", pulp.LpMinimize)
@@ -122,8 +141,7 @@ def _values(matrix: Floats, need: Floats, weights: Floats, layers: int, *, integ
     solver = pulp.HiGHS(mip=integer, msg=False, threads=1, gapRel=GAP, **limits)
     with suppress(KeyError):  # PuLP 3.3 has read the values by then, but has no name for "node limit reached"
         problem.solve(solver)
-    values = [one.value() for one in choice]
-    return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
+    return [one.value() for one in choice]
 
 
 def _sum(pulp: Any, choice: list[Any], factors: Floats) -> Any:

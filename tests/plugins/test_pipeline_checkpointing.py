@@ -371,6 +371,28 @@ def test_without_a_solver_the_quick_answer_stands(missing: str, monkeypatch: pyt
     assert fitted(plan, at, CONFIG).recompute == quick.recompute
 
 
+def test_a_solver_that_fails_is_told_of_and_the_quick_answer_stands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(**_: object) -> None:
+        raise RuntimeError("libhighs is not for this machine")
+
+    monkeypatch.setattr("pulp.HiGHS", broken)
+    plan, at = ragged(), situation(4)
+    assert fitted(plan, at, CONFIG).recompute == fitted(plan, at, GREEDY).recompute
+    assert "libhighs is not for this machine" in caplog.text
+
+
+def test_ends_that_differ_by_rounding_alone_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that add in another order take the same answer."""
+    found = []
+    for noise in (0.0, 1e-15, -1e-15):
+        ends = iter([1.0, 1.0 + noise, 1.0])
+        monkeypatch.setattr(checkpointing, "_ends", lambda plan, teams, at, ends=ends: [next(ends)])
+        found.append(fitted(ragged(), situation(4), CONFIG).recompute)
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_program_too_large_for_its_box_is_not_tried() -> None:
     rows = random_rows(0, 6, 2)
     assert solved(rows, np.ones(6), 2, solver_ms=0) is None
