@@ -144,7 +144,11 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     axes.set_ylim(len(rows) - 0.4, -0.6)
     last = len(rows) - 1
     ends = ends_of(first, ranks, complete)
-    axes.set_yticks([0, last] if last else [0], ends if last else ends[:1])
+    if numbered:
+        of_rank = [f"rank {rank}, " if limits.num_ranks > 1 else "" for _, rank in rows]
+        axes.set_yticks(range(len(rows)), [f"{name}stage {row[0]}" for name, row in zip(of_rank, rows, strict=True)])
+    else:
+        axes.set_yticks([0, last] if last else [0], ends if last else ends[:1])
     axes.spines[:].set_visible(False)
     sample = "" if complete else f", {len(ranks)} of {limits.num_ranks:,} ranks"
     does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""

@@ -184,3 +184,13 @@ def test_the_plot_shows_weight_gradients_and_numbers(outlook: Outlook, tmp_path:
         wanted = np.array(colors.to_rgb(plot._COLOURS[part]))  # type: ignore[index]
         assert (np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).sum() > 100, part
     assert facts_of(outlook).shown[-1].name == "evenload"
+
+
+def test_rows_of_a_plot_are_named_and_passes_numbered_where_that_has_room(outlook: Outlook) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    facts = facts_of(outlook)
+    for most_s, numbers in ((facts.ours.step_s, set("012")), (1000 * facts.ours.step_s, set())):
+        axes = figure.add_subplot()
+        plot._draw_step(axes, facts.ours, facts, most_s)
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1"]
+        assert {text.get_text() for text in axes.texts} == numbers
