@@ -82,7 +82,7 @@ def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PassCost(_Frozen):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from evenload.core import cluster, costs
@@ -119,3 +121,11 @@ def test_unknown_names_are_refused() -> None:
         cluster.load("locl", RECIPES / "clusters")
     with pytest.raises(EvenloadError, match="no such cost model"):
         costs.load("nonsense", RECIPES / "costs")
+
+
+@pytest.mark.parametrize("number", [".inf", ".nan"])
+def test_costs_without_end_are_refused(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "costs.yaml"
+    path.write_text(f"source: made up\nforward: {{token_s: {number}}}\nbackward: {{token_s: 1.0}}\n")
+    with pytest.raises(EvenloadError, match="is not a cost model"):
+        costs.load(str(path), tmp_path)
