@@ -28,14 +28,20 @@ MODULES = {
         "evenload.integrations.deepspeed.host",
         "evenload.integrations.deepspeed.verify",
         "transformers.models.llama.modeling_llama",
+        "torch._inductor.compile_fx",  # which DeepSpeed makes torch import in the first step
     ),
+    "torch": ("torch._dynamo",),
 }
 
 
 def warm(trainer: str) -> None:
-    """Import what a rank imports, and start neither a thread nor a group."""
-    from evenload.commands import bench, profile, tables, train, verify  # noqa: F401
+    """Import what a rank imports, and start neither a thread nor a group; "torch": that and nothing of ours."""
+    if trainer != "torch":
+        from evenload.cli import main  # noqa: F401
+        from evenload.commands import bench, profile, tables, train, verify  # noqa: F401
+        from evenload.face import load_plugins
 
+        load_plugins()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
     if trainer == "megatron":
         from evenload.patches import bridge_cpu

@@ -1,4 +1,6 @@
-"""Every order of import, apply and undo on a stub host: 780 sequences of up to four verbs, each in its own process.
+"""Every order of import, apply and undo on a stub host: 780 sequences of up to four verbs.
+
+A verb runs in a fork of the process that has run those before it, so that no sequence sees another.
 
 H  import the host          S  import a script that does ``from host import f``
 A  apply, lazily            E  apply, importing what is missing            U  undo
@@ -8,7 +10,6 @@ After every verb: each symbol is wrapped exactly once or is, by identity, the or
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -57,27 +58,24 @@ def _rows():
     )
 
 
-def _run(order: str) -> None:
-    """Run the verbs one by one and compare the process with what the verbs so far should have made of it."""
+def _run(verb: str, ledger, on: bool, finders: list) -> bool:
+    """Run a verb and compare the process with what the verbs so far should have made of it; whether rows are on."""
     import importlib
 
-    from evenload.patches import Ledger
-
-    ledger, finders, on = Ledger(), list(sys.meta_path), False
-    for verb in order:
-        if verb in "HS":
-            importlib.import_module({"H": "stubhost", "S": "stubscript"}[verb])
-        elif verb in "AE":
-            ledger.apply(_rows(), lazy=verb == "A")
-            on = True
-        else:
-            ledger.undo()
-            on = False
-        awaited = on and not {"stubhost.core", "stubhost.late"} <= sys.modules.keys()
-        assert len(sys.meta_path) == len(finders) + awaited
-        states = {status.state for status in ledger.table()}
-        assert ("pending" in states) == awaited
-        _look(on)
+    if verb in "HS":
+        importlib.import_module({"H": "stubhost", "S": "stubscript"}[verb])
+    elif verb in "AE":
+        ledger.apply(_rows(), lazy=verb == "A")
+        on = True
+    else:
+        ledger.undo()
+        on = False
+    awaited = on and not {"stubhost.core", "stubhost.late"} <= sys.modules.keys()
+    assert len(sys.meta_path) == len(finders) + awaited
+    states = {status.state for status in ledger.table()}
+    assert ("pending" in states) == awaited
+    _look(on)
+    return on
 
 
 def _look(on: bool) -> None:
@@ -109,24 +107,30 @@ def _look(on: bool) -> None:
         assert script.f is late.f
 
 
-def _survives(order: str) -> bool:
-    child = os.fork()
-    if child == 0:
-        try:
-            _run(order)
-            os._exit(0)
-        except BaseException:
-            print(f"order {order}", flush=True)
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
+def _walk(order: str, ledger, on: bool, finders: list, ran: int) -> bool:
+    """Whether every sequence that goes on from this one survives; each that has run is a byte in the pipe ``ran``."""
+    good = True
+    for verb in VERBS:
+        child = os.fork()
+        if child == 0:
+            try:
+                now = _run(verb, ledger, on, finders)
+                os.write(ran, b".")
+                below = len(order) + 1 == LONGEST or _walk(order + verb, ledger, now, finders, ran)
+                os._exit(0 if below else 1)
+            except BaseException:
+                print(f"order {order + verb}", flush=True)
+                traceback.print_exc()
+                os._exit(1)
+        good &= os.waitpid(child, 0)[1] == 0
+    return good
 
 
 if __name__ == "__main__":
-    import evenload.patches  # noqa: F401  # once, before the forks
+    from evenload.patches import Ledger  # once, before the forks
 
     sys.path.insert(0, sys.argv[1])
-    orders = ["".join(verbs) for n in range(1, LONGEST + 1) for verbs in itertools.product(VERBS, repeat=n)]
-    failed = [order for order in orders if not _survives(order)]
-    print(len(orders), "orders", *failed)
-    sys.exit(bool(failed))
+    end, ran = os.pipe()
+    good = _walk("", Ledger(), False, list(sys.meta_path), ran)
+    print(len(os.read(end, 1 << 16)), "orders", flush=True)
+    sys.exit(not good)
