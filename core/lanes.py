@@ -55,6 +55,7 @@ def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
         replayed=tuple(i for j in plan.replayed for i in places["B"][j]),
         order=order,
         recompute=tuple(tuple(n for i, n in enumerate(row) for _ in places["F"][i]) for row in plan.recompute),
+        offload=tuple(share for i, share in enumerate(plan.offload) for _ in places["F"][i]),
         limits=own,
     )
 

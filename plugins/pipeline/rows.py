@@ -1,8 +1,8 @@
 """What the ranks of a stage hold in each pass, as a function of the layers that are recomputed.
 
-`core.memory` is asked three times, with no layer, one and all L layers of every micro-batch recomputed. What a pass
-holds is linear in the layers c_i of those that wait for their backwards, and piecewise linear in c_j of its own, as the
-first layer that runs again takes while it runs what it saved:
+`core.memory` is asked with no layer, one and all L layers of every micro-batch recomputed. What a pass holds is linear
+in the layers c_i of those that wait for their backwards, and piecewise linear in c_j of its own, as the first layer
+that runs again takes while it runs what it saved:
 
     held(c) = own(c_j) - sum_{i waits} save_i c_i       save_i      bytes a recomputed layer of micro-batch i saves
     own(0)      = level_0                               level_c     own part with c layers of j recomputed
@@ -11,6 +11,9 @@ first layer that runs again takes while it runs what it saved:
 So the rows are those of the exact walk, whatever it counts. Nothing is held more where a layer more is recomputed;
 hence passes that fit without any get no row, and no choice fits if all layers of all do not. A forward whose
 activations wait needs no row: the pass after it holds at least as much.
+
+What waits in host memory comes back for its backward. There a layer saves more of its own (level_1 less level_2), and
+the first one may save less than it takes: `checkpointing` asks the walk in the end.
 """
 
 from __future__ import annotations
@@ -124,7 +127,8 @@ class Probes:
         ops = orders_of_stage(plan, stage)[rank]
         save, waits = np.zeros(len(columns)), np.zeros(len(columns))
         waiting = 0.0  # what a layer of all that wait saves
-        for op, none, one, every in zip(ops, *(self.levels(n)[stage][rank] for n in (0, 1, layers)), strict=True):
+        probes = (0, 1, min(2, layers) if any(plan.offload) else 1, layers)
+        for op, none, one, two, every in zip(ops, *(self.levels(n)[stage][rank] for n in probes), strict=True):
             if op.kind == "F" and op.micro_batch in plan.kept:
                 column = columns[op.micro_batch]
                 save[column] = waits[column] = max(0.0, (none - every) / layers - waiting)
@@ -140,7 +144,8 @@ class Probes:
             if own < 0 or not save[own]:
                 yield waits.copy(), -1, 0.0, (none, none, none)
             else:
-                yield waits.copy(), own, float(save[own]), (none, one + waiting, every + layers * waiting)
+                own_save = max(float(save[own]), one - two - waiting)
+                yield waits.copy(), own, own_save, (none, one + waiting, every + layers * waiting)
 
 
 def levels_of(plan: StepPlan) -> list[list[list[float]]]:

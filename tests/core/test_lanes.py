@@ -118,6 +118,15 @@ def test_lanes_without_work_run_a_dummy_on_every_rank() -> None:
     assert [m.ranks for m in plan.micro_batches] == [(0, 1), (2,), (3,), (4,), (5,)]
 
 
+def test_each_rank_of_a_lane_leaves_as_much_in_host_memory() -> None:
+    made = chain(2, 2)
+    limits, _ = narrow(made.limits, made.situation)
+    lanes = stock_plan(sequences([10]), limits)
+    lanes = replace(lanes, offload=tuple(0.5 if m.slices else 0.0 for m in lanes.micro_batches)).check()
+    assert len(lanes.micro_batches) == 2
+    assert widen(lanes, made.limits, 2).check().offload == (0.5, 0.0, 0.0)
+
+
 def test_a_pipelined_chain_keeps_its_order_on_lanes() -> None:
     made = chain(2, 1, "parallel.pp=2", "model.num_layers=16")
     plan = made.plan(sequences([4 * CAP, 100, 100]))

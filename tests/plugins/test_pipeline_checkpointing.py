@@ -34,7 +34,14 @@ CONFIG = PipelineConfig(solver_ms=1000)
 GREEDY = PipelineConfig(solver_ms=0)
 LINK = Link(latency_s=0.0, bytes_per_s=1e12)
 DEVICE = Cluster(
-    name="test", source="test", ranks_per_node=8, flops_per_s=1.0, memory_bytes=1e12, intra=LINK, inter=LINK
+    name="test",
+    source="test",
+    ranks_per_node=8,
+    flops_per_s=1.0,
+    memory_bytes=1e12,
+    intra=LINK,
+    inter=LINK,
+    host_bytes_per_s=1e9,
 )
 PRICE = PassCost(launch_s=0.5, token_s=1.0, pair_s=0.01)
 BESIDE = Beside(3.0, 20.0, 30.0, 5.0, 7.0, 11.0)
@@ -136,8 +143,11 @@ def plans(draw: st.DrawFn) -> StepPlan:
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
     ranks = min(len(lengths), draw(st.integers(1, 2)))
     plan = chunked(lengths, draw(st.integers(8, 30)), limits(stages, layers, ranks, beside), draw(st.booleans()))
-    again = draw(st.one_of(st.just(set()), st.sets(st.integers(0, len(plan.micro_batches) - 1))))
-    return plan.revised(replayed=tuple(sorted(again)))
+    count = len(plan.micro_batches)
+    again = draw(st.one_of(st.just(set()), st.sets(st.integers(0, count - 1))))
+    shares = st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=count, max_size=count)
+    away = draw(st.one_of(st.just([]), shares))
+    return plan.revised(replayed=tuple(sorted(again)), offload=tuple(away)).check()
 
 
 def choices(plan: StepPlan, draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
