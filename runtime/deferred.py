@@ -69,8 +69,12 @@ class WeightGradients:
             self._open = None
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether a layer that runs now leaves the gradient of its weight; its input needs one to have a backward."""
-        return self._open is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        """Whether a layer that runs now leaves the gradient of its weight.
+
+        Its input needs one to have a backward, and under autocast the product is not of the weight but of a cast of it.
+        """
+        wanted = self._open is not None and torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        return wanted and not torch.is_autocast_enabled(x.device.type)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, sum_over: Any = None) -> Tensor:
         """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left.

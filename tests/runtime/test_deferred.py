@@ -202,6 +202,21 @@ def test_frozen_weights_and_inputs_without_gradient_leave_nothing():
     torch.testing.assert_close(net.a.weight.grad, gradients["a.weight"])
 
 
+def test_under_autocast_weight_gradients_stay_in_the_backward():
+    found = []
+    for later in (WeightGradients(), None):
+        net, x = Net().float(), inputs(1)[0].detach().float().requires_grad_()
+        with leaving(net.linears, later) if later else nullcontext(), later.splitting(0) if later else nullcontext():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = net(x).square().sum()
+            loss.backward()
+        if later:
+            later.run(0)
+        found.append([p.grad for p in net.parameters()])
+    for split, whole in zip(*found, strict=True):
+        assert torch.equal(split, whole)
+
+
 def test_layers_are_as_they_were_afterwards_also_after_an_error():
     net, later = Net(), WeightGradients()
     before = [dict(vars(layer)) for layer in net.linears]
