@@ -10,6 +10,8 @@ neighbour sends back shows, by the plan, how much it had taken before, and waiti
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +22,8 @@ from torch import Tensor
 from ..core.errors import EvenloadError
 from ..core.workload import Op
 from .groups import GroupPool
+
+log = logging.getLogger("evenload")
 
 Row = tuple[int, ...]
 
@@ -40,6 +44,8 @@ class StageLinks:
         (ranks,) = {row for row in rows if dist.get_rank() in row}
         self._groups = {kind: pool.get(ranks) for kind, pool in self._pools.items()}
         stage = ranks.index(dist.get_rank())
+        if stage == 0:
+            warn_of_one_queue(dist.get_backend(self._groups["F"]))
         before, after = ranks[max(0, stage - 1) : stage], ranks[stage + 1 : stage + 2]
         self._source = {"F": before, "B": after}
         self._target = {"F": after, "B": before}
@@ -99,6 +105,15 @@ class StageLinks:
             work, _ = self._sent[kind].popleft()
             work.wait()
             self._taken[kind] += 1
+
+
+def warn_of_one_queue(backend: str) -> None:
+    """Say that sends may wait: with one hardware queue for all streams, one that is stuck holds up what comes later."""
+    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: a second send on a link may stop the device until the first is taken, and "
+            "two stages that both run ahead may then wait for each other; leave it unset, or set plugins.pipeline off"
+        )
 
 
 def rows_of_all(mine: Sequence[int]) -> list[Row]:
