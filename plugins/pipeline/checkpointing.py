@@ -29,7 +29,7 @@ import numpy as np
 
 from ...core.errors import EvenloadError
 from ...core.events import play
-from ...core.memory import room_bytes
+from ...core.memory import fixed_bytes, room_bytes
 from ...core.order import orders_of_stage
 from ...core.partition import Floats, Ints
 from ...core.passes import PassTimes
@@ -208,6 +208,13 @@ def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -
 def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> DoesNotFitError:
     """With the numbers. What is said to fit does: it is what the walk found to be held, and the cluster has it."""
     missing = most.held_bytes - room
+    if room <= 0:
+        memory, has = situation.costs.memory, situation.cluster.memory_bytes
+        found = (
+            f"weights, gradients and optimizer states of a rank take {fixed_bytes(memory, plan.limits) / GIB:.3g} GiB, "
+            f"a device has {has / GIB:.3g} GiB, of which a tenth is left free"
+        )
+        return DoesNotFitError(most, missing, found, "use more tensor or pipeline parallelism", None)
     how = "with all its layers recomputed" if plan.recompute else "whose backward has groups of its own"
     where = {"F": "forward", "B": "backward", "W": "weight gradients"}[most.op.kind]
     found = (

@@ -344,6 +344,17 @@ def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap() -> None:
         fitted(chunked([200, 30], 25, limits(3, 4)), small, CONFIG)
 
 
+@pytest.mark.parametrize("within", [limits(2, 4), Limits(1, 1 << 20, num_stages=2, splits_backward=True)])
+def test_weights_that_leave_no_room_are_told(within: Limits) -> None:
+    """Also where nothing is known of what activations hold."""
+    at = situation(2)
+    memory = at.costs.memory.model_copy(update={"fixed_bytes": 2e12})
+    heavy = replace(at, costs=at.costs.model_copy(update={"memory": memory}))
+    with pytest.raises(DoesNotFitError, match=r"take 1.86e\+03 GiB, a device has 931 GiB") as caught:
+        fitted(chunked([30, 20], 10, within), heavy, CONFIG)
+    assert caught.value.do == "use more tensor or pipeline parallelism"
+
+
 def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
     within = limits(1, 4)
     plan = chunked([30, 20], 30, within)
