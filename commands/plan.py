@@ -14,16 +14,19 @@ import numpy.typing as npt
 
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError, PlanError
+from ..core.memory import fixed_bytes, room_bytes
 from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
+from ..core.registry import Situation
 from ..core.simulate import Simulation, simulate
-from ..core.workload import Limits, Sequence, StepPlan, sequences
+from ..core.workload import Sequence, StepPlan, sequences
 from ..data.cut import cut
 from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
 from .drawing import Drawing
 from .pipelines import describe
 
+_GIB = 2.0**30
 _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
 
@@ -154,20 +157,26 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
         "notes": [*plan.notes, *_bound_note(plan, chain)],
         "delay_steps": step.delay_steps,
         "baselines": {
-            name: {**_outcome_json(one, chain), "over_caps": over_caps(one.plan, plan.limits)}
+            name: {**_outcome_json(one, chain), "over_caps": over_caps(one, step.ours, chain.situation)}
             for name, one in step.baselines.items()
         },
     }
 
 
-def over_caps(baseline: StepPlan, limits: Limits) -> str | None:
-    """Which of the caps on tokens and activations that evenload's plan keeps a baseline breaks; None: no cap."""
+def over_caps(baseline: Simulated, ours: Simulated, situation: Situation) -> str | None:
+    """What a baseline breaks of the caps on tokens and memory under which evenload planned; None: nothing."""
+    limits = ours.plan.limits
     tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
-    capped = replace(baseline.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
+    capped = replace(baseline.plan.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
     try:
-        replace(baseline, limits=capped).check()
+        replace(baseline.plan, limits=capped).check()
     except PlanError as error:
         return f"{error.what} ({error.found})"
+    held, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
+    memory = situation.costs.memory
+    most = room_bytes(situation.cluster, memory, limits) + fixed_bytes(memory, limits)
+    if held > max(most, least):
+        return f"a rank holds {held / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
     return None
 
 

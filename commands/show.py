@@ -125,5 +125,5 @@ def percent(share: float) -> str:
 def seconds(value: float) -> str:
     """Seconds with a unit that fits."""
     if value >= 1:
-        return f"{value:.3g} s"
+        return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
     return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"

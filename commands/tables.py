@@ -287,7 +287,7 @@ def _planners(steps: list[Result]) -> Table:
         )
         broken = next((s["over_caps"] for s in row if s.get("over_caps")), None)
         if broken and total_s < ours_s:
-            over.append(f"{name} is faster, but breaks a cap of the recipe: {broken}")
+            over.append(f"{name} is faster, but may not be run: {broken}")
     head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
     return grid("planners", head, rows, "\n".join(["predicted", *over]))
 
