@@ -40,7 +40,9 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     layout = recipe.layout(world_size)
     if layout.cp > 1:
         raise EvenloadError(
-            "context parallelism needs the mesh plugin", f"parallel.cp {layout.cp}", "set parallel.cp=1"
+            "static context parallelism can be planned, not run",
+            f"parallel.cp {layout.cp}",
+            "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks",
         )
     if layout.ep > 1:
         raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
