@@ -38,6 +38,8 @@ class UserStep:
     def __init__(self, function: UserFunction, gpt: Any, *, by_token: bool, checks: bool) -> None:
         self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
         self._signature = inspect.signature(gpt.forward)
+        kinds = {p.kind: name for name, p in self._signature.parameters.items()}
+        self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._params: PlannedSeqParams | None = None
 
     @contextmanager
@@ -63,7 +65,8 @@ class UserStep:
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """A forward pre-hook: the model's arguments with the plan of the pack, and without a mask."""
         assert self._params is not None
-        call = self._signature.bind(*args, **kwargs).arguments
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        call |= call.pop(self._more, {})
         tokens, slots = call.get("input_ids"), self._params.pack.num_slots if self._params.pack else 0
         if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(

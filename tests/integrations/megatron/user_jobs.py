@@ -29,6 +29,7 @@ from evenload.integrations.megatron.setup import leave_groups
 from evenload.integrations.megatron.unmodified_step import UserStep
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -251,25 +252,44 @@ class OtherRope(RotaryEmbedding):
     """Rotary embeddings that evenload does not know."""
 
 
+class OtherModel(GPTModel):
+    """A user's own model, whose forward takes more than Megatron's."""
+
+    def forward(
+        self, input_ids: Any, position_ids: Any, attention_mask: Any, packed_seq_params: Any = None, **more: Any
+    ):
+        notes.append(more.pop("note", None))
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params, **more)
+
+
+notes: list[Any] = []
+
+
 def stays_whole(world: Any, *, seeds: list[int]) -> dict[str, Any]:
     """A model of unknown embeddings, in orders of whole samples; what is said, and what a cut plan is told."""
     with user_loop(pp=2) as user, listening() as lines:
         user.model.module.rotary_pos_emb.__class__ = OtherRope
-        stock, whole = user.step(), {"pieces": (1,), "asymmetric": False, "replay": "none", "recompute": True}
+        user.model.module.__class__ = OtherModel
+        notes.clear()
+
+        def step() -> dict[str, Any]:
+            return user.step(lambda data, model: user.forward_step(data, functools.partial(model, note="own")))
+
+        stock, whole = step(), {"pieces": (1,), "asymmetric": False, "replay": "none", "recompute": True}
         errors = []
         with evenload.enabled(recipe(packing={"enabled": True, "max_tokens": 64, "slices": "even"})):
             for seed in seeds:
                 with planning(drawn(seed, **whole)):
-                    errors.append(worst(user.step(), stock))
+                    errors.append(worst(step(), stock))
             with planning(drawn(1, pieces=(2,))):
                 try:
-                    user.step()
+                    step()
                     refused = ""
                 except EvenloadError as error:
                     refused = error.what
         why = "no sample is cut in this loop: OtherRope knows borders between samples alone"
         said = [sum(part in line for line in lines) for part in ("samples stay whole", why)]
-        return {"errors": errors, "refused": refused, "said": said}
+        return {"errors": errors, "refused": refused, "said": said, "notes": set(notes)}
 
 
 @contextmanager
