@@ -214,7 +214,7 @@ def _explicit(given: StepPlan) -> StepPlan:
 
 def _notes(best: StepPlan) -> list[str]:
     count, split = len(best.passes("B")), sum(map(len, best.split))
-    notes = []
+    notes = ["pipeline: one stage, nothing to order"] if best.limits.num_stages == 1 else []
     if split:
         of = count * best.limits.num_stages
         notes.append(f"pipeline: {split} of {of} backward passes leave their weight gradients to passes of their own")
