@@ -42,7 +42,7 @@ def warm(trainer: str) -> None:
         from evenload.face import load_plugins
 
         load_plugins()
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
     if trainer == "megatron":
         from evenload.patches import bridge_cpu
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -302,13 +301,10 @@ def test_profile_measures_a_real_trainer(
 
 
 @pytest.mark.slow
-def test_a_wrong_out_is_a_wrong_request(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "evenload", "profile", "--out", "costs.txt"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_a_wrong_out_is_a_wrong_request(
+    tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("trainer: megatron\n")
+    done = forged(tmp_path, "profile", "recipe.yaml", "--out", "costs.txt", ranks=1)
     assert (done.returncode, done.stdout) == (2, "")
     assert "ends in .yaml" in done.stderr

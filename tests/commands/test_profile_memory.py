@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evenload.commands.profile_memory import COUNTS, Readings, fit_memory_cost, line, two_alive
@@ -91,16 +94,37 @@ def test_a_line_goes_through_its_points() -> None:
     assert line([1, 2, 4], [5.0, 8.0, 14.0]) == pytest.approx((3.0, 2.0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["megatron, recompute", "zero 0, recompute"])
-def test_real_trainers_hold_what_is_predicted(case: str, tmp_path: Path) -> None:
-    """Profile, then plans that were not measured: uneven packs, slices, replays; kept activations and recomputed."""
-    out = tmp_path / "rows.json"
+def by_script(case: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a case and of what it needs before, as one runs the benchmark."""
+    out = folder / "rows.json"
     command = [sys.executable, "-P", str(SCRIPT), "--plans", "--only", case, "--out", str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(out.read_text())["rows"]
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
+
+
+def by_forks(case: str, folder: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]) -> list[Any]:
+    """The same by forks of a process that has the trainer already."""
+    script = SCRIPT.with_name("memory_plans.py")
+    names = [one.name for one in runpy.run_path(str(script))["CASES"]]
+    costs, rows = folder / "costs.json", []
+    costs.write_text("{}")
+    for name in (case.partition(",")[0], case):
+        done = scripted("deepspeed", folder, script, names.index(name), costs, folder / f"{name}.json")
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows += json.loads((folder / f"{name}.0").read_text())
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["megatron, recompute", "zero 0, recompute"])
+def test_real_trainers_hold_what_is_predicted(
+    case: str, tmp_path: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Profile, then plans that were not measured: uneven packs, slices, replays; kept activations and recomputed."""
+    rows = by_script(case, tmp_path) if case.startswith("megatron") else by_forks(case, tmp_path, scripted)
     assert len(rows) == 6
     for row in rows:
         for name in ("activations", "total"):

@@ -334,9 +334,9 @@ def test_a_rank_that_raises_or_hangs_is_named(
     trainer: str, fault: str, words: tuple[str, ...], place: Path, forged: Forged
 ) -> None:
     planted = FAULT.replace("FAULT", fault)
-    if trainer == "deepspeed":
-        done = forged(place, "train", "deepspeed.yaml", "safety.stuck_s=6", planted=planted)
-    else:  # through the launcher
+    if trainer == "deepspeed" or "sleep" in fault:
+        done = forged(place, "train", f"{trainer}.yaml", "safety.stuck_s=6", planted=planted)
+    else:  # once through the launcher
         (place / "sitecustomize.py").write_text(planted)
         done = evenload(place, "train", "megatron.yaml", "safety.stuck_s=6", PYTHONPATH=str(place))
     assert done.returncode == 1, done.stderr[-3000:]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,20 +75,22 @@ def losses(steps=2, experts=None):
 """
 
 
-def run(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**{k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}, "OMP_NUM_THREADS": "1", **env},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout + done.stderr
+@pytest.fixture
+def run(scripted: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> Callable[..., str]:
+    """``run(code, **environment)`` in a fork of a process that has torch and nothing of ours; what it says."""
+
+    def done(code: str, **env: str) -> str:
+        script = tmp_path / "code.py"
+        script.write_text(PRELUDE + textwrap.dedent(code))
+        ready = f"import os; os.environ.pop('TORCHDYNAMO_DISABLE', None); os.environ.update({env!r})"
+        ended = scripted("torch", tmp_path, script, planted=ready)
+        assert ended.returncode == 0, ended.stderr[-6000:]
+        return ended.stdout + ended.stderr
+
+    return done
 
 
-def test_bridge_import_undo_apply():
+def test_bridge_import_undo_apply(run):
     """Before the import: quiet, complete, exactly undone, and the same numbers when it is put on again."""
     said = run("""
         warnings.simplefilter("error", UserWarning)
@@ -129,7 +131,7 @@ def test_bridge_import_undo_apply():
     assert said.split() == ["done"], "the bridge must not chatter"
 
 
-def test_import_bridge_undo():
+def test_import_bridge_undo(run):
     """After the import: every global of every Megatron module is, by identity, what it was."""
     said = run("""
         warnings.simplefilter("ignore")
@@ -145,7 +147,7 @@ def test_import_bridge_undo():
     assert "megatron.core was imported before the CPU bridge" in said
 
 
-def test_lazy_bridge_import_undo():
+def test_lazy_bridge_import_undo(run):
     """Nothing of Megatron is imported by a lazy bridge; its own import then brings the rows in."""
     run("""
         warnings.simplefilter("ignore")
@@ -164,7 +166,7 @@ def test_lazy_bridge_import_undo():
     """)
 
 
-def test_each_row_alone_is_undone_exactly():
+def test_each_row_alone_is_undone_exactly(run):
     """Import, apply one row, undo: for every row of the bridge."""
     run("""
         warnings.simplefilter("ignore")
@@ -184,7 +186,7 @@ def test_each_row_alone_is_undone_exactly():
     """)
 
 
-def test_a_setting_of_the_user_is_kept():
+def test_a_setting_of_the_user_is_kept(run):
     run(
         """
         with bridge_cpu() as ledger:
@@ -197,7 +199,7 @@ def test_a_setting_of_the_user_is_kept():
     )
 
 
-def test_where_there_is_cuda_no_row_applies():
+def test_where_there_is_cuda_no_row_applies(run):
     run("""
         torch.cuda.is_available = lambda: True
         before = everything()
@@ -208,7 +210,7 @@ def test_where_there_is_cuda_no_row_applies():
     """)
 
 
-def test_another_version_of_megatron_is_refused_with_nothing_changed():
+def test_another_version_of_megatron_is_refused_with_nothing_changed(run):
     run("""
         from importlib import metadata
         from evenload.core.errors import EvenloadError
