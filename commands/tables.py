@@ -63,7 +63,8 @@ def _variants(result: Result) -> Table:
     if result["delay_steps"] or result["waiting"]:
         caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
         caption += f"; {result['waiting']} samples still wait"
-    return grid(f"training on {_machine(result)}", head, rows, caption)
+    shown = slice(None if result["ratio"] else -1)  # without baselines nothing is faster
+    return grid(f"training on {_machine(result)}", head[shown], [row[shown] for row in rows], caption)
 
 
 def _bubbles(name: str, rows: list[Result]) -> Table:

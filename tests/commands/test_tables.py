@@ -1,0 +1,35 @@
+"""What tables show of a result, and what they leave out."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from evenload.commands import tables
+from evenload.commands.show import seconds
+from rich.console import Console, RenderableType
+
+NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")
+
+
+def shown(table: RenderableType) -> str:
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def trained(**ratio: float) -> dict[str, Any]:
+    one = dict.fromkeys(NUMBERS, 0.5)
+    own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
+    return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
+
+
+def test_what_training_gains_is_shown_beside_baselines_only() -> None:
+    assert "is faster by" not in shown(tables.train(trained()))
+    text = shown(tables.train(trained(stock=1.5)))
+    assert "is faster by" in text
+    assert "1.50x" in text
+
+
+def test_seconds_have_a_unit_that_fits() -> None:
+    assert [seconds(value) for value in (2e-6, 0.0123, 1.234, 33772.4)] == ["2 us", "12.3 ms", "1.23 s", "33,772 s"]
