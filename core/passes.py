@@ -57,7 +57,8 @@ class PassTimes:
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
         self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
-        self._known: dict[tuple[int, Op], float] = {}
+        self._alike = _stages_alike(plan, situation)
+        self._known: dict[tuple[int, Op, float], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
     def seconds(self, stage: int, op: Op) -> float:
@@ -129,15 +130,17 @@ class PassTimes:
     def _even_s(self, stage: int, op: Op) -> float:
         if not self._moves:
             return self._gathers[op.kind]
-        if (stage, op) not in self._known:
+        again = self._layers_again[stage].get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
+        key = self._alike[stage], op, again
+        if key not in self._known:
             at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
             total = self._gathers[op.kind]
             for cost, passes, share in self._directions(stage, op):
                 total += share * exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
             if self._plan.offload:
                 total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
-            self._known[stage, op] = total
-        return self._known[stage, op]
+            self._known[key] = total
+        return self._known[key]
 
     def _unlike_of(self, stage: int, op: Op) -> _Unlike:
         if (stage, op) not in self._unlike:
@@ -183,6 +186,16 @@ class PassTimes:
 
 def _tokens(micro_batch: MicroBatch) -> Floats:
     return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
+
+
+def _stages_alike(plan: StepPlan, situation: Situation) -> list[int]:
+    """For each stage one whose passes hold the same communication, if they recompute as much.
+
+    First and last stage have their own. Between them nodes lie alike where every stage begins with a node.
+    """
+    layout, last = situation.layout, plan.limits.num_stages - 1
+    differ = layout.plane_size * layout.tp % situation.cluster.ranks_per_node or plan.offload
+    return [stage if differ or stage in (0, last) else 1 for stage in range(last + 1)]
 
 
 def _head_of_stages(situation: Situation, stages: int) -> list[float]:

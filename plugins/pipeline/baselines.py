@@ -236,7 +236,7 @@ def flushed(chunked: StepPlan, groups: list[list[int]], situation: Situation) ->
         alone = ordered(_part(chunked, numbers), situation)
         for ops, mine in zip(order, alone.order, strict=True):
             ops += [Op(op.kind, numbers[op.micro_batch]) for op in mine]
-    return replace(chunked, order=tuple(map(tuple, order)))
+    return chunked.revised(order=tuple(map(tuple, order)))
 
 
 def _part(chunked: StepPlan, numbers: list[int]) -> StepPlan:

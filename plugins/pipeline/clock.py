@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from ...core.order import orders_of_stage
 from ...core.passes import PassTimes
 from ...core.registry import Situation
 from ...core.workload import Op, PassKind, StepPlan
@@ -44,6 +45,14 @@ def clock_of(plan: StepPlan, situation: Situation) -> Clock:
     return known[1]
 
 
+def reordered(plan: StepPlan, order: Sequence[Sequence[Op]]) -> StepPlan:
+    """The plan in another order, with the clock that it has."""
+    other = plan.revised(order=tuple(map(tuple, order)))
+    if plan in _known:
+        _known[other] = _known[plan]
+    return other
+
+
 def _clock_of(plan: StepPlan, situation: Situation) -> Clock:
     stages = range(plan.limits.num_stages)
     counts = {"F": len(plan.micro_batches), "B": len(plan.passes("B"))}
@@ -60,6 +69,13 @@ def _clock_of(plan: StepPlan, situation: Situation) -> Clock:
     backward = tuple(tuple(times.seconds(s, Op("B", j)) + weights[j] for j in range(counts["B"])) for s in stages)
     up = moving("F")
     return Clock(forward, backward, weights, up, moving("B") if plan.backward else up)
+
+
+def passes_s(plan: StepPlan, situation: Situation) -> float:
+    """When the last pass of a plan ends [s], which no step takes less than; it shares nothing and does not deadlock."""
+    clock = clock_of(plan, situation)
+    rows = [orders_of_stage(plan, stage) for stage in range(clock.num_stages)]
+    return max(end_of(ranks, clock) for ranks in zip(*rows, strict=True))
 
 
 def end_of(orders: Sequence[Sequence[Op]], clock: Clock) -> float:

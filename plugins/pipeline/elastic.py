@@ -29,14 +29,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ...core.order import in_slots
 from ...core.registry import Situation
 from ...core.workload import Op, StepPlan
-from .clock import Clock, clock_of, end_of
+from .clock import Clock, clock_of, end_of, reordered
 from .weights import placed
 
 Groups = Sequence[Sequence[int]]
@@ -85,7 +84,7 @@ def ordered(
                 orders, _best(lines_of(plan, rank, groups), clock, extra, kept, cap_bytes), strict=True
             ):
                 ops += mine
-        plan = replace(plan, order=tuple(map(tuple, orders)))
+        plan = reordered(plan, orders)
     return placed(plan, situation) if split else plan
 
 

@@ -12,6 +12,7 @@ from ...core.passes import PassTimes
 from ...core.registry import Situation
 from ...core.simulate import simulate
 from ...core.workload import StepPlan
+from .clock import passes_s
 from .config import PipelineConfig
 
 
@@ -60,8 +61,9 @@ def best_of(
     """
     # The busiest rank's own work is quickly known, and no order takes less.
     hopeful = [one for one in drafts if bar_s == math.inf or PassTimes(one, situation).busy_s().max() < bar_s]
+    tried = [one for one in map(order, hopeful) if bar_s == math.inf or passes_s(one, situation) < bar_s]
     found: list[Judged] = []
-    for draft in sorted((judged(order(one), situation) for one in hopeful), key=lambda one: one.step_s):
+    for draft in sorted((judged(one, situation) for one in tried), key=lambda one: one.step_s):
         if draft.step_s >= min([bar_s, *(one.step_s for one in found if one.fits)]):
             break
         if not draft.fits:

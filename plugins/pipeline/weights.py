@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...core.memory import levels_of_stage
@@ -67,7 +66,7 @@ def placed(plan: StepPlan, situation: Situation) -> StepPlan:
         for ops, more in zip(orders, min(near, key=lambda mine: sum(map(len, mine))), strict=True):
             ops += more
     splits = any(op.kind == "W" for ops in orders for op in ops)
-    return replace(plan, order=tuple(map(tuple, orders))) if splits else plan
+    return plan.revised(order=tuple(map(tuple, orders))) if splits else plan
 
 
 class _Line(NamedTuple):

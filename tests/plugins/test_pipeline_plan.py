@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
+from evenload.core.layout import Layout
 from evenload.core.memory import peaks_of_stage, room_bytes
+from evenload.core.passes import PassTimes
 from evenload.core.predict import predict
 from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
@@ -286,3 +288,16 @@ def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(
     assert plan.bound_s <= max(predict(plan, again.situation.costs).busy_s) * (1 + 1e-9)
     off = chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": True}, recompute="off").plan(batch)
     assert not off.recompute
+
+
+@pytest.mark.parametrize(("layout", "classes"), [(Layout(tp=2, pp=4, dp=4), 3), (Layout(tp=2, pp=4, dp=3), 4)])
+def test_stages_whose_communication_is_taken_for_one_have_the_same(layout: Layout, classes: int) -> None:
+    of = chain(4, layout.dp, max_tokens=1024)
+    plan = of.plan(sequences(long_tail(24, 4096)))
+    some = tuple(tuple((i + stage) % 3 == 0 for i in range(len(plan.micro_batches))) for stage in range(4))
+    plan = plan.revised(recompute=tuple(tuple(map(int, row)) for row in some))
+    times, each = (PassTimes(plan, replace(of.situation, layout=layout)) for _ in range(2))
+    assert len(set(times._alike)) == classes
+    each._alike = list(range(4))
+    for stage, ops in enumerate(plan.order):
+        assert [times.seconds(stage, op) for op in ops] == [each.seconds(stage, op) for op in ops]
