@@ -104,7 +104,8 @@ def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption
     """A plain table: the first column left, numbers right, floats to four digits."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for place, name in enumerate(head):
-        table.add_column(name, justify="left" if place == 0 else "right")
+        # Keys without spaces are folded, as an ellipsis would hide their ends.
+        table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     return table

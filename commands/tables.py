@@ -254,7 +254,7 @@ def sweep(result: Result) -> Table:
             f"{row['imbalance']:.3f}",
             percent(row["bubble_frac"]),
             percent(row["exposed_frac"]),
-            f"{row['peak_bytes'] / 2**30:.1f}" + (" GiB" if row["fits"] else " GiB: too much"),
+            gib(row["peak_bytes"]) + ("" if row["fits"] else ": too much"),
             f"{baseline['name']} {baseline['gain']:.2f}x",
             seconds(row["plan_s"]),
         ]

@@ -6,7 +6,7 @@ from io import StringIO
 from typing import Any
 
 from evenload.commands import tables
-from evenload.commands.show import seconds
+from evenload.commands.show import grid, seconds
 from rich.console import Console, RenderableType
 
 NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")
@@ -29,6 +29,12 @@ def test_what_training_gains_is_shown_beside_baselines_only() -> None:
     text = shown(tables.train(trained(stock=1.5)))
     assert "is faster by" in text
     assert "1.50x" in text
+
+
+def test_long_keys_are_shown_to_their_ends() -> None:
+    text = shown(grid("", ["", "plugins.pipeline.activation_gib", *["words " * 5] * 9], [["x" * 30] * 11]))
+    assert "…" not in text
+    assert text.count("x") == 11 * 30
 
 
 def test_seconds_have_a_unit_that_fits() -> None:
