@@ -135,7 +135,12 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpt] = _loop(self._recipe, chunk, gpt, stranger, warn)
         loop = self._loops[gpt]
-        plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+        try:
+            plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+        except EvenloadError:
+            if loop.only_stock is not None and any(plugin.name == "pipeline" for plugin, _ in loop.chain.links):
+                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+            raise
         step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)
         if is_stock(plan):
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
@@ -233,7 +238,10 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
-    only_stock, borders = why_stock(chunk, stranger), why_whole(gpt)
+    # A stage may hold what others do not, and all of them must make one plan.
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, (why_stock(chunk, stranger), why_whole(gpt), why_in_backward(gpt)))
+    only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or bool(borders)
     if whole and warn:
@@ -242,7 +250,6 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
     )
-    together = why_in_backward(gpt)
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
     splits = chain.limits.splits_backward and not together
