@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from ...core.errors import EvenloadError
 from ...runtime.attention import packed_attention
 from ...runtime.pack import Pack
+from .supported import rotary_reach
 
 NAME = "evenload"
 """What ``attn_implementation`` calls it."""
@@ -107,6 +108,9 @@ def _refuse(
     elif sliding_window is not None and sliding_window < (longest := _longest(pack)):
         found = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
         do = "lower data.max_length to the window, or take a model without one"
+    elif (reach := rotary_reach(getattr(module, "config", None))) is not None and reach < (longest := _longest(pack)):
+        found = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
+        do = "use shorter sequences, or take a model without dynamic or longrope tables"
     elif pack.prefix is not None and getattr(module, "layer_idx", None) is None:
         found = f"{type(module).__name__} has no layer_idx, by which keys of earlier slices are kept"
         do = "plan whole sequences (packing.slices: off), or use a model that numbers its layers"

@@ -35,6 +35,20 @@ def refuse_unsupported(config: Any, longest: int | None = None) -> None:
         raise EvenloadError(f"packed causal attention cannot run the model '{name}'", found, do)
 
 
+def rotary_reach(config: Any) -> int | None:
+    """Up to how many tokens a sequence's rotary tables do not depend on what it is packed with; None if they never do.
+
+    Beyond it the kinds "dynamic" and "longrope" take one table for all, by the largest position in the call.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for kind in [found, *(inner for inner in found.values() if isinstance(inner, dict))]:
+        if kind.get("rope_type") == "dynamic":
+            return int(config.max_position_embeddings)
+        if kind.get("rope_type") == "longrope":
+            return int(kind["original_max_position_embeddings"])
+    return None
+
+
 def refuse_unequal_replay(model: Any) -> None:
     """Raise EvenloadError if a second forward of the same tokens would drop other values than the first."""
     for name, module in model.named_modules():
@@ -65,6 +79,10 @@ def _fault(config: Any, longest: int | None) -> tuple[str, str]:
     unknown = sorted(types - set(_PLAIN) - set(_WINDOW_OF))
     if unknown:
         return f"layers of type {', '.join(unknown)}", "use a model whose layers all attend to the whole sequence"
+    reach = rotary_reach(config)
+    if longest is not None and reach is not None and reach < longest:
+        found = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
+        return found, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
     for kind, key in _WINDOW_OF.items():
         window = getattr(config, key, None)
         if longest is not None and window is not None and window < longest and (not types or kind in types):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +130,13 @@ def test_a_module_that_is_not_causal_is_refused():
     module = torch.nn.Identity()
     module.is_causal = False
     with pytest.raises(EvenloadError, match="not causal"):
+        attention.attention(module, *[torch.zeros(1, 4, 35, 8)] * 3, None, evenload_pack=_pack())
+
+
+def test_sequences_beyond_the_reach_of_rotary_tables_are_refused():
+    module = torch.nn.Identity()
+    module.config = SimpleNamespace(rope_parameters={"rope_type": "dynamic"}, max_position_embeddings=18)
+    with pytest.raises(EvenloadError, match="beyond 18 tokens depend on the pack, a sequence of 19"):
         attention.attention(module, *[torch.zeros(1, 4, 35, 8)] * 3, None, evenload_pack=_pack())
 
 

@@ -9,6 +9,10 @@ from evenload.integrations.deepspeed.supported import refuse_unequal_replay, ref
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {**DYNAMIC, "rope_type": "longrope", "original_max_position_embeddings": 128}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
 
 @pytest.mark.parametrize(
     ("config", "told"),
@@ -26,6 +30,10 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "n
         (transformers.MambaConfig(), "no attention layers"),
         (transformers.Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
         (transformers.GemmaConfig(**SMALL, use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+        *(
+            (transformers.LlamaConfig(**SMALL, max_position_embeddings=128, rope_parameters=rope), "beyond 128 tokens")
+            for rope in (DYNAMIC, LONG)
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -44,6 +52,7 @@ def test_what_the_config_tells_is_refused(config, told):
         transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4),
         transformers.MistralConfig(**SMALL, sliding_window=200),
         transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+        transformers.LlamaConfig(**SMALL, max_position_embeddings=200, rope_parameters=DYNAMIC),
     ],
     ids=lambda value: value.model_type,
 )
