@@ -42,17 +42,25 @@ OWNED: dict[str, str] = {
 }
 """Keys that a recipe's ``deepspeed.config`` may not hold, and what to do instead."""
 
+_TIMED = ("wall_clock_breakdown", "flops_profiler")
+"""Keys whose timers of DeepSpeed 0.19 end a pipeline's first backward: its engine and its hooks both start them."""
+
 
 def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` is given.
 
     Raises:
-        EvenloadError: ``deepspeed.config`` holds a key that evenload owns.
+        EvenloadError: ``deepspeed.config`` holds a key that evenload owns, or what ends a pipeline.
     """
     extra = recipe.deepspeed.config
     for key, do in OWNED.items():
         if key in extra:
             raise EvenloadError(f"deepspeed.config may not set '{key}'", f"{key} = {extra[key]!r}", do)
+    for key in _TIMED if recipe.parallel.pp > 1 else ():
+        value = extra.get(key)
+        if value.get("enabled") if isinstance(value, Mapping) else value:
+            found, do = f"{key} = {value!r}, parallel.pp {recipe.parallel.pp}", "leave it out, or set parallel.pp=1"
+            raise EvenloadError(f"'{key}' of DeepSpeed 0.19 fails in pipelines", found, do)
     zero = extra.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise EvenloadError("deepspeed.config.zero_optimization is no mapping", repr(zero), "see DeepSpeed's ds_config")
@@ -60,6 +68,7 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         ("stage", "set deepspeed.zero_stage"),
         ("offload_optimizer", "leave it out: evenload brings torch's AdamW"),
         ("zenflow", "leave it out: it updates weights outside the step"),
+        ("compute_grad_norm", "leave it out: every step reports the norm of its gradient"),
     ):
         if key in zero:
             raise EvenloadError(f"deepspeed.config may not set 'zero_optimization.{key}'", f"{key} = {zero[key]!r}", do)

@@ -90,6 +90,8 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
         found = "a micro-batch on several ranks that names no engine (static context parallelism)"
     elif len(plan.order or plan.recompute) > 1:
         found = f"a plan for {len(plan.order or plan.recompute)} pipeline stages"
+    elif any(plan.split):
+        found = "weight gradients as passes of their own, which one stage's engine computes in its backwards"
     if found:
         raise EvenloadError(
             "trainer deepspeed cannot run this plan",

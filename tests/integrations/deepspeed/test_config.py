@@ -10,7 +10,7 @@ import pytest
 from evenload.core import recipe as recipes
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
@@ -86,9 +86,19 @@ def test_further_keys_are_merged_and_owned_ones_refused():
             of({key: 1})
         assert f"'{key}'" in str(caught.value)
         assert do in str(caught.value)
-    for zero in ({"stage": 2}, {"offload_optimizer": {"device": "cpu"}}, {"zenflow": {}}, "three"):
+    for zero in ({"stage": 2}, {"offload_optimizer": {"device": "cpu"}}, {"compute_grad_norm": False}, "three"):
         with pytest.raises(EvenloadError, match="zero_optimization"):
             of({"zero_optimization": zero})
+
+
+@pytest.mark.parametrize("timed", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
+def test_timers_that_fail_in_pipelines_are_refused_there(timed):
+    recipe = recipes.parse({"trainer": "deepspeed", "deepspeed": {"config": timed}})
+    ds_config(recipe, 2)
+    with pytest.raises(EvenloadError, match="fails in pipelines"):
+        ds_config(recipe.changed({"parallel.pp": 2}), 1)
+    off = {"wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}
+    ds_config(recipe.changed({"parallel.pp": 2, "deepspeed.config": off}), 1)
 
 
 def _plan(counts):
@@ -106,6 +116,12 @@ def test_equal_counts_only_where_the_stage_needs_them():
     for passes in together:
         assert [one.kind for one in passes] == ["forward", "backward"] * 3
     assert sum(bool(one.micro_batch.slices) for passes in together for one in passes) == 8
+
+
+def test_one_stage_runs_no_weight_gradients_of_their_own():
+    plan = replace(_plan((1,)), order=((Op("F", 0), Op("B", 0), Op("W", 0)),))
+    with pytest.raises(EvenloadError, match="weight gradients as passes of their own"):
+        passes_of_rank(plan, 0, 1, equal=False)
 
 
 @pytest.mark.parametrize("section", [{}, {"packing": {"enabled": True, "max_tokens": 64}}])
