@@ -57,6 +57,10 @@ class PipelineHost(EngineHost):
         dist.all_gather_object(stages, own, group=self._stages)
         return {name: weight for stage in stages for name, weight in stage.items()}
 
+    def describe(self) -> dict[str, Any]:
+        """See `Host.describe`."""
+        return {**super().describe(), "parameters": self.module.num_weights}
+
     def close(self) -> None:
         """See `Host.close`."""
         self._links.close()

@@ -66,6 +66,8 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         self._first, self._last = self.stage_id == 0, self.stage_id == layout.pp - 1
         self.rotary = parts.rotary.to(device)
         self._names = {parts.names[id(p)]: p for p in self.parameters()}
+        self.num_weights = sum(p.numel() for layer in parts.layers for p in layer.parameters())
+        """Of the whole model."""
         for parameter in self.parameters():
             # DeepSpeed's clipping in float32 counts parameters behind the first stage only where they say so.
             parameter.model_parallel = True

@@ -124,6 +124,7 @@ def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, A
         after = host.weights()
         found["moved"] = max(float((after[name] - before[name]).abs().max()) for name in before)
         found["all"] = sorted(wanted)
+        found["parameters"] = host.describe()["parameters"], sum(weight.numel() for weight in after.values())
     return found
 
 

@@ -145,7 +145,9 @@ def _assert_exact(results, names, rounding=ROUNDING, loss=ROUNDING, norm=ROUNDIN
             assert result[name]["norm"] <= norm, name
             assert result[name]["executed"], name
         assert sorted({n for r in results for n in r[name]["names"]}) == results[0]["all"]
-    assert {result["moved"] for result in results} == {0.0}
+    for result in results:
+        assert result["moved"] == 0.0
+        assert result["parameters"][0] == result["parameters"][1]
 
 
 @pytest.mark.slow
