@@ -94,7 +94,8 @@ class _Portfolio:
                 self._add(judged(keeping_all(_explicit(came.plan), self._at, self._config), self._at))
 
     def keep_baselines(self, given: StepPlan) -> None:
-        """Other people's plans under the same caps, as far as they are faster than what there is."""
+        """Other people's plans under the same caps, as far as they are faster than what there is, and what the fastest
+        could be besides."""
         bare = replace(given, limits=self._limits)
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
@@ -102,7 +103,10 @@ class _Portfolio:
                 allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
                 best = baseline.best(allowed, self._at, self._config, self._least_s)
                 if best is not None:
-                    self._hold_to(best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})")))
+                    held = best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})"))
+                    self._hold_to(held)
+                    if held.fits and held.step_s <= self._least_s:
+                        self._refine(held)
 
     def _hold_to(self, judged: Judged) -> None:
         self._found.append(judged)

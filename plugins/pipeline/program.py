@@ -50,11 +50,12 @@ def alike(seconds: Any, least: Any) -> Any:
 def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
     """Layers of each column at which all rows fit, int64 [columns], of least cost; they exist if all layers of all fit.
 
-    None where the program is too large for ``solver_ms`` (told by its size, not by a clock) and without PuLP or HiGHS.
+    None where there is nothing to choose, where the program is too large for ``solver_ms`` (told by its size, not by a
+    clock) and without PuLP or HiGHS.
     """
     matrix, need = _linear(rows)
     size = np.count_nonzero(matrix)
-    if size > _RELAXED_PER_MS * solver_ms or not (find_spec("pulp") and find_spec("highspy")):
+    if not size or size > _RELAXED_PER_MS * solver_ms or not (find_spec("pulp") and find_spec("highspy")):
         return None
     values = _values(matrix, need, weights, layers, integer=False)
     found = [] if values is None else [np.ceil(values - 1e-6)]
