@@ -266,9 +266,10 @@ notes: list[Any] = []
 
 
 def stays_whole(world: Any, *, seeds: list[int]) -> dict[str, Any]:
-    """A model of unknown embeddings, in orders of whole samples; what is said, and what a cut plan is told."""
+    """Unknown embeddings at the last stage, in orders of whole samples: what is said, what a cut plan is told."""
     with user_loop(pp=2) as user, listening() as lines:
-        user.model.module.rotary_pos_emb.__class__ = OtherRope
+        if user.last:
+            user.model.module.rotary_pos_emb.__class__ = OtherRope
         user.model.module.__class__ = OtherModel
         notes.clear()
 
