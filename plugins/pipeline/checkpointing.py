@@ -92,8 +92,8 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
 
 def _chosen(probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int) -> StepPlan:
     """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
-    backwards = _backwards(plan)
-    teams = [_Team(probes, plan, room, situation, backwards, ranks) for ranks in _teams(plan)]
+    backwards, seconds = _backwards(plan), _layer_seconds(plan, situation)
+    teams = [_Team(probes, plan, room, seconds, backwards, ranks) for ranks in _teams(plan)]
     answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
     if solver_ms:
         searched = [team.by_program(solver_ms) for team in teams]
@@ -111,7 +111,7 @@ class _Team:
         probes: Probes,
         plan: StepPlan,
         room: float,
-        situation: Situation,
+        seconds: Floats,
         backwards: list[list[int]],
         ranks: list[int],
     ) -> None:
@@ -121,7 +121,7 @@ class _Team:
         stages = range(plan.limits.num_stages)
         self._rows = [probes.rows(stage, ranks, columns, room) for stage in stages]
         self._diagonals = _diagonals(plan, backwards, self.numbers)
-        self._seconds = _layer_seconds(plan, situation)[self.numbers]
+        self._seconds = seconds[self.numbers]
         self._layers = plan.limits.layers_per_stage
         self._size = int(self._diagonals.max(initial=-1)) + 1
         self._weights = np.zeros(self._size)
@@ -195,8 +195,8 @@ def _teams(plan: StepPlan) -> list[list[int]]:
 def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -> Ints:
     """The diagonal on which each micro-batch stands at each stage, int64 [stages, numbers], in the order of time."""
     stages = plan.limits.num_stages
-    place = {(rank, i): at for rank, row in enumerate(backwards) for at, i in enumerate(row)}
     first = [min(plan.micro_batches[i].ranks) for i in numbers]
+    place = {(rank, i): at for rank in sorted(set(first)) for at, i in enumerate(backwards[rank])}
     keys = [
         [(place[rank, i] + stages - 1 - stage, rank) for rank, i in zip(first, numbers, strict=True)]
         for stage in range(stages)
