@@ -128,7 +128,8 @@ def errors(found, pack, layer, lengths, heads):
             _wanted[key] = dense(*tensors_of(*key))
         for i, t in enumerate(found):
             off = (t[first : first + piece.length] - _wanted[key][i][piece.start : piece.stop]).abs().max()
-            worst[i] = max(worst[i], (off / _wanted[key][i].abs().max()).item())
+            # The queries and keys of a sequence of one token have no gradient but rounding.
+            worst[i] = max(worst[i], (off / _wanted[key][i].abs().max().clamp(min=1e-3)).item())
     return worst
 
 
