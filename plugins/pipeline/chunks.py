@@ -41,6 +41,8 @@ FACTORS = (1.0, 0.6, 0.35, 1.6, 0.8, 0.45, 2.5)
 """Numbers of chunks tried, over the one at which a launch more costs what the bubble loses: the first three, and more
 of them while all have no more than `CHEAP` chunks together."""
 CHEAP = 400
+LARGEST = 1 << 15
+"""Chunks of all ranks times stages, about, up to which smaller ones are tried: planning takes time in proportion."""
 
 
 def chunkings(bare: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
@@ -94,7 +96,8 @@ def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
     ahead = max(1, limits.num_stages - 1)
     most = max(fewest, int(lengths.sum()) // limits.num_ranks)
     best = math.sqrt(ahead * mean_s / price.launch_s) if price.launch_s else 64.0 * ahead
-    best = min(max(best, 2.0 * limits.num_stages), 96.0 * ahead)
+    best = min(best, 96.0 * ahead, LARGEST / (limits.num_ranks * limits.num_stages))
+    best = max(best, 2.0 * limits.num_stages)
     tried = list(dict.fromkeys(min(most, max(fewest, round(best * factor))) for factor in FACTORS))
     sums = accumulate(count * limits.num_ranks for count in tried)
     return [count for place, (count, sum_) in enumerate(zip(tried, sums, strict=True)) if place < 3 or sum_ <= CHEAP]

@@ -15,7 +15,7 @@ from evenload.core.setting import RECIPES
 from evenload.core.slicing import evenly
 from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.pipeline.baselines import on_one_mesh
-from evenload.plugins.pipeline.chunks import TOLERANCE, chunkings, chunks_of, taper
+from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts, taper
 from evenload.plugins.pipeline.config import PipelineConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,3 +119,11 @@ def test_algorithm_1_cuts_all_sequences_at_one_mesh(lengths: list[int], count: i
     mesh = {s.stop for pack in packs for s in pack if s.sequence == int(np.argmax(lengths))}
     assert all(s.stop in mesh for pack in packs for s in pack if s.stop < lengths[s.sequence])
     assert all(sum(s.length for s in pack) <= cap for pack in packs)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(4, 1), (16, 8), (8, 64)])
+def test_the_number_of_chunks_is_bounded_over_all_ranks_and_stages(stages: int, ranks: int) -> None:
+    limits = Limits(num_ranks=ranks, max_tokens=1 << 14, num_stages=stages)
+    found = counts(np.full(4096, 5000), PRICE.model_copy(update={"launch_s": 1e-9}), limits)
+    assert max(found) * ranks * stages <= max(FACTORS) * max(LARGEST, 2 * stages * ranks * stages)
+    assert max(found) >= 2 * stages
