@@ -97,6 +97,7 @@ class PlannedStage:
 
     def run(self) -> None:
         """All passes, and the reduction; the engine holds the reduced gradients then, ready for its update."""
+        self._links.begin()
         with self._installed(), self._splitting():
             self._engine._exec_schedule(self._schedule)
         self._mark("hand-over to other pipeline stages")
