@@ -112,7 +112,7 @@ def warn_of_one_queue(backend: str) -> None:
     if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         log.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: a second send on a link may stop the device until the first is taken, and "
-            "two stages that both run ahead may then wait for each other; leave it unset, or set plugins.pipeline off"
+            "two stages that both run ahead may then wait for each other; leave it unset, or disable plugins.pipeline"
         )
 
 

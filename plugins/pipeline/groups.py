@@ -15,17 +15,15 @@ s_p bytes, these fit when the mean chunk recomputes
 and where chunks are alike nothing recomputes less than all of them so many. Hence T_ckpt = max_p c_p * seconds of a
 layer of all its chunks, in place of an integer program for each of the O(N^2) runs. What c_p exceeds the layers of a
 stage by cannot be had, and is charged a hundred times. On several ranks a run is a pipeline on each, and costs what the
-costliest does. O(N^2 n) for n chunks.
+costliest does. O(N^2 + n) for n chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...core.memory import room_bytes
+from ...core.partition import Floats
 from ...core.parts import tokens_of_ranks
 from ...core.predict import own_costs
 from ...core.registry import Situation
@@ -35,17 +33,6 @@ from .config import PipelineConfig
 _IMPOSSIBLE = 100.0
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A micro-batch on one rank."""
-
-    number: int
-    both_s: float
-    layers_s: float
-    """Forward seconds of all layers of a stage."""
-    tokens: float
-
-
 def grouped(plan: StepPlan, situation: Situation, config: PipelineConfig) -> list[list[int]]:
     """Numbers of the micro-batches of each pipeline, in launch order; the pipeline of most chunks first.
 
@@ -53,14 +40,11 @@ def grouped(plan: StepPlan, situation: Situation, config: PipelineConfig) -> lis
     """
     counts = _chunk_counts(plan)
     steps = sorted(set(counts))
-    ranks = _chunks_of_ranks(plan, situation)
+    sums = _sums(plan, situation, counts, steps)
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(steps) + 1):
-        options = [
-            (best[begin][0] + _pipeline_s(plan, situation, config, ranks, counts, steps[begin:end]), begin)
-            for begin in range(end)
-        ]
-        best.append(min(options))
+        apart_s = _beyond_work_s(plan, situation, config, sums[end] - sums[:end], steps[end - 1]).tolist()
+        best.append(min((best[begin][0] + apart_s[begin], begin) for begin in range(end)))
     groups: list[list[int]] = []
     end = len(steps)
     while end:
@@ -73,61 +57,63 @@ def grouped(plan: StepPlan, situation: Situation, config: PipelineConfig) -> lis
 
 def _chunk_counts(plan: StepPlan) -> list[int]:
     """For each micro-batch the most chunks of a sequence among those that must be in one pipeline with it."""
-    pipeline = list(range(len(plan.micro_batches)))
+    joined = list(range(len(plan.micro_batches)))
+
+    def first_of(number: int) -> int:
+        while joined[number] != number:
+            joined[number] = number = joined[joined[number]]
+        return number
+
     chunks: dict[int, list[int]] = {}
     for number, m in enumerate(plan.micro_batches):
         for s in m.slices:
             if s.sequence in plan.cut:
                 chunks.setdefault(s.sequence, []).append(number)
-    counts = [1] * len(pipeline)
+    counts = [1] * len(joined)
     for numbers in chunks.values():
-        joining = {pipeline[i] for i in numbers}
-        most = max(len(numbers), *(counts[i] for i in joining))
+        joining = {first_of(i) for i in numbers}
         first = min(joining)
-        pipeline = [first if one in joining else one for one in pipeline]
-        counts[first] = most
-    return [counts[one] for one in pipeline]
+        counts[first] = max(len(numbers), *(counts[i] for i in joining))
+        for one in joining:
+            joined[one] = first
+    return [counts[first_of(i)] for i in range(len(joined))]
 
 
-def _chunks_of_ranks(plan: StepPlan, situation: Situation) -> list[list[_Chunk]]:
-    costs = own_costs(plan, situation.costs)
-    rows: list[list[_Chunk]] = [[] for _ in range(plan.limits.num_ranks)]
-    for number, m in enumerate(plan.micro_batches):
+def _sums(plan: StepPlan, situation: Situation, counts: list[int], steps: list[int]) -> Floats:
+    """Of the chunks of the first n of these counts, on each rank: [n, ranks, (number, both_s, layers_s, tokens)]."""
+    costs, place = own_costs(plan, situation.costs), {count: n for n, count in enumerate(steps, 1)}
+    sums = np.zeros((len(steps) + 1, plan.limits.num_ranks, 4))
+    for m, count in zip(plan.micro_batches, counts, strict=True):
         both_s, layers_s = sum(costs.micro_batch_s(m)), costs.layers_s(m, situation.head_frac)
         for rank, tokens in tokens_of_ranks(m).items():
-            rows[rank].append(_Chunk(number, both_s, layers_s, float(tokens)))
-    return rows
+            sums[place[count], rank] += 1, both_s, layers_s, tokens
+    return sums.cumsum(axis=0)
 
 
-def _pipeline_s(
-    plan: StepPlan,
-    situation: Situation,
-    config: PipelineConfig,
-    ranks: list[list[_Chunk]],
-    counts: list[int],
-    steps: Sequence[int],
-) -> float:
-    """Seconds that a pipeline of the chunks of these counts takes beyond its work, on the rank where that is most."""
-    wanted = frozenset(steps)
-    mine = [[chunk for chunk in row if counts[chunk.number] in wanted] for row in ranks]
-    return max((_beyond_work_s(plan, situation, config, row, steps[-1]) for row in mine if row), default=0.0)
+def _beyond_work_s(plan: StepPlan, situation: Situation, config: PipelineConfig, sums: Floats, most: int) -> Floats:
+    """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines].
 
-
-def _beyond_work_s(plan: StepPlan, situation: Situation, config: PipelineConfig, row: list[_Chunk], most: int) -> float:
+    Args:
+        sums: of their chunks [pipelines, ranks, 4], as `_sums`.
+        most: chunks of their longest sequence.
+    """
     limits = plan.limits
     stages, layers = limits.num_stages, limits.layers_per_stage
-    filling_s = (stages - 1) * float(np.mean([chunk.both_s for chunk in row]))
-    tokens = float(np.mean([chunk.tokens for chunk in row]))
+    number, both_s, layers_s, tokens = np.moveaxis(sums, -1, 0)
+    mean = 1 / np.maximum(number, 1)
     per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
-    saves = tokens * max(0.0, per_token - limits.input_bytes_per_token)
-    prefix = most * tokens * (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * layers if most > 1 else 0.0
+    saves = mean * tokens * max(0.0, per_token - limits.input_bytes_per_token)
+    kv = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * layers if most > 1 else 0.0
     room = room_bytes(situation.cluster, situation.costs.memory, limits)
-    needed = 0.0
+    needed = np.zeros_like(number)
     for stage in range(stages):
-        in_flight = min(len(row), most + stages - 1 - stage)
+        in_flight = np.minimum(number, most + stages - 1 - stage)
         head = limits.beside.head_bytes_per_token if stage == stages - 1 else 0.0
-        over = in_flight * tokens * (per_token * layers + head) + prefix - room
-        needed = max(needed, over / (in_flight * saves) if saves else 0.0)
+        over = mean * tokens * (in_flight * (per_token * layers + head) + most * kv) - room
+        can_save = in_flight * saves
+        needed = np.maximum(needed, np.divide(over, can_save, out=np.zeros_like(over), where=can_save > 0))
     can_be = layers if config.recompute == "auto" else 0
-    charged = min(needed, can_be) + _IMPOSSIBLE * max(0.0, needed - can_be)
-    return filling_s + charged / layers * sum(chunk.layers_s for chunk in row)
+    charged = np.minimum(needed, can_be) + _IMPOSSIBLE * np.maximum(0.0, needed - can_be)
+    beyond: Floats = (stages - 1) * mean * both_s + charged / layers * layers_s
+    result: Floats = np.where(number > 0, beyond, 0.0).max(axis=1)
+    return result
