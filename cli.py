@@ -47,11 +47,17 @@ def train(
 
 
 @app.command()
-def verify(recipe: RecipePath, overrides: Overrides = None, nproc: NumRanks = None, as_json: AsJson = False) -> None:
-    """Compare loss and gradients of one batch with plain training of whole sequences. Exit code 1 if they differ."""
+def verify(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    nproc: NumRanks = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Updates, a resume in their middle.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
     from .commands import tables
 
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify")
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify", steps=steps)
 
 
 @app.command()

@@ -1,30 +1,41 @@
 """Keep the last good checkpoint: a save that fails half-way on any rank leaves the previous one in force.
 
     root/step00000050.tmp/   written by all ranks
-    root/step00000050/       renamed when every rank agrees that it worked; evenload.json lists its files and sizes
+    root/step00000050/       renamed when every rank agrees that it worked; evenload.json lists its files (`manifest`)
     root/latest              names it; replaced atomically
 
-Trainers write into ``trainer/`` below. A leftover .tmp is removed by the next save of that step.
+Trainers write into ``trainer/`` below. A leftover .tmp is removed by the next save of that step. Before a checkpoint is
+loaded all ranks together read every file of it once and compare its hash, each a part of the files, in threads: nothing
+is given to a trainer, and nothing is unpickled, that is not what was written. One that is damaged is passed over,
+loudly, for the newest older one that is whole.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import RankError
-from ..runtime.agreement import first_error
+from ..core.errors import EvenloadError, RankError
+from ..runtime import files
+from ..runtime.agreement import everyone, first_error, from_first, place
+from ..runtime.files import File
+from . import manifest
+from .manifest import Manifest
 
-MANIFEST = "evenload.json"
+logger = logging.getLogger("evenload")
+
 LATEST = "latest"
-_FORMAT = 1
+_NAME = re.compile(r"step\d{8,}")
+_SHOWN = 3
 
 
-def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], rank: int, keep: int) -> Path:
+def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write a checkpoint with all ranks and commit it. ``write(directory)`` is the trainer's own saver. Collective.
 
     Raises:
@@ -32,44 +43,138 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
     """
     name = f"step{step:08d}"
     temporary = root / f"{name}.tmp"
+    rank, _ = place()
+    stamps: dict[str, File] = {}
+
+    def stamp_own() -> None:
+        stamps.update(files.stamp(temporary, _own_share(names)))
+
+    def commit() -> None:
+        _commit(root, name, Manifest({"step": step, **state}, stamps), keep)
+
     _together(lambda: _fresh(temporary / "trainer"), rank == 0, name, root)
     _together(lambda: write(temporary / "trainer"), True, name, root)
-    _together(lambda: _commit(root, name, {"format": _FORMAT, "step": step, **state}, keep), rank == 0, name, root)
+    names = from_first(lambda: files.below(temporary))
+    _together(stamp_own, True, name, root)
+    stamps = {file: entry for part in everyone(stamps) for file, entry in part.items()}
+    _together(commit, rank == 0, name, root)
     return root / name
 
 
 def last_good(root: Path) -> Path | None:
-    """The checkpoint that ``latest`` names if it is whole, else the newest whole one; None if there is none."""
+    """The checkpoint that ``latest`` names, else the newest, whose files are all there; None if there is none."""
+    return next((root / name for name in _candidates(root) if not _missing(root / name)), None)
+
+
+def newest_whole(root: Path, *, verify: bool = True) -> tuple[Path, Manifest] | None:
+    """The checkpoint to go on from, the same on every rank; None where there is none at all. Collective.
+
+    Args:
+        verify: compare the hash of every file; False compares sizes alone.
+
+    Raises:
+        EvenloadError: there are checkpoints, and all of them are damaged.
+    """
+    damaged: list[str] = []
+    for name in from_first(lambda: _candidates(root)):
+        outcome: Manifest | str = from_first(lambda name=name: _readable(root / name))  # type: ignore[misc]
+        faults = [outcome] if isinstance(outcome, str) else _faults(root / name, outcome, hashes=verify)
+        if not faults:
+            assert isinstance(outcome, Manifest)
+            if damaged:
+                logger.warning("going on from the older checkpoint %s", name)
+            if verify and not all(file.hash for file in outcome.files.values()):
+                logger.warning("the checkpoint %s was written before evenload kept hashes: sizes alone agree", name)
+            return root / name, outcome
+        text = "; ".join(faults[:_SHOWN]) + (f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
+        logger.warning("the checkpoint %s is damaged and passed over: %s", name, text)
+        damaged.append(f"{name}: {faults[0]}")
+    if damaged:
+        raise EvenloadError(
+            f"no checkpoint in {root} is whole",
+            "; ".join(damaged[:_SHOWN]),
+            "restore one from a copy, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
+        )
+    return None
+
+
+def _candidates(root: Path) -> list[str]:
+    """Names of committed checkpoints, the one that ``latest`` names first, then from the newest to the oldest."""
     if not root.is_dir():
-        return None
-    pointer = root / LATEST
-    named = [pointer.read_text().strip()] if pointer.is_file() else []
-    found = sorted((d.name for d in root.glob("step*") if not d.name.endswith(".tmp")), reverse=True)
-    return next((root / name for name in [*named, *found] if name and _is_whole(root / name)), None)
+        return []
+    names = sorted((d.name for d in root.iterdir() if d.is_dir() and _NAME.fullmatch(d.name)), reverse=True)
+    try:
+        named = (root / LATEST).read_text().strip()
+    except (OSError, ValueError):
+        return names
+    if named not in names:
+        logger.warning("%s names no checkpoint here: %.80r", root / LATEST, named)
+        return names
+    return [named, *(name for name in names if name != named)]
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save` was given as state, with ``step``."""
-    state: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
-    return state
+def _readable(checkpoint: Path) -> Manifest | str:
+    """The manifest, or in words why there is none."""
+    try:
+        return manifest.read(checkpoint)
+    except manifest.DamagedError as error:
+        return error.found
 
 
-def _together(act: Callable[[], None], mine: bool, name: str, root: Path) -> None:
+def _missing(checkpoint: Path) -> list[str]:
+    outcome = _readable(checkpoint)
+    return [outcome] if isinstance(outcome, str) else files.faults(checkpoint, outcome.files, hashes=False)
+
+
+def _faults(checkpoint: Path, listed: Manifest, *, hashes: bool) -> list[str]:
+    """What is wrong with the files, found by all ranks together, each of which reads a part of them. Collective."""
+    own = {name: listed.files[name] for name in _own_share(list(listed.files))}
+    return [text for part in everyone(files.faults(checkpoint, own, hashes=hashes)) for text in part]
+
+
+def _own_share(names: list[str]) -> list[str]:
+    rank, size = place()
+    return sorted(names)[rank::size]
+
+
+def _together(act: Callable[[], None], own_turn: bool, name: str, root: Path) -> None:
     """Act where it is this rank's turn, then end on every rank alike: all worked, or the same error everywhere."""
     error = None
     try:
-        if mine:
+        if own_turn:
             act()
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"[:500]
+        error = _explained(caught, root)
     failures = first_error(error)
     if failures:
         good = last_good(root)
+        full = any(text.startswith(_DISK_FULL) for _, text in failures)
         raise RankError(
-            f"the checkpoint {name} was not written",
-            "; ".join(f"rank {rank}: {text}" for rank, text in failures[:3]),
-            f"free space or repair the disk of {root}; the last good checkpoint is {good.name if good else 'none'}",
+            f"the checkpoint {name} was not written" + (": the disk is full" if full else ""),
+            "; ".join(f"rank {rank}: {text}" for rank, text in failures[:_SHOWN]),
+            f"{'free space on' if full else 'repair'} the disk of {root}; the last good checkpoint is "
+            f"{good.name if good else 'none'}",
         )
+
+
+_DISK_FULL = "no space left"
+
+
+def _explained(error: BaseException, root: Path) -> str:
+    """An error of a save in words; a full disk by that name, whatever the trainer made of it."""
+    text = error.found if isinstance(error, EvenloadError) else f"{type(error).__name__}: {error}"
+    text = text.replace("\n", " ")[:200]
+    if files.disk_is_full(error):
+        return f"{_DISK_FULL} on device ({text})"
+    try:
+        free = shutil.disk_usage(root).free
+    except OSError:
+        return text
+    return f"{_DISK_FULL} on device, {free} bytes are free ({text})" if free < _NOTHING_BYTES else text
+
+
+_NOTHING_BYTES = 1 << 16
+"""With less than this free a write that failed failed for want of space."""
 
 
 def _fresh(directory: Path) -> None:
@@ -77,19 +182,17 @@ def _fresh(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _commit(root: Path, name: str, state: dict[str, Any], keep: int) -> None:
+def _commit(root: Path, name: str, listed: Manifest, keep: int) -> None:
     temporary, final = root / f"{name}.tmp", root / name
-    files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
-    for file in files:
+    for file in listed.files:
         _sync(temporary / file)
-    _write(temporary / MANIFEST, json.dumps({**state, "files": files}))
+    _write(temporary / manifest.NAME, json.dumps(listed.to_json()))
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _sync(root)
     _write(root / LATEST, name)
-    for old in sorted(d for d in root.glob("step*") if not d.name.endswith(".tmp") and d != final)[
-        : -(keep - 1) or None
-    ]:
+    others = sorted(d for d in root.iterdir() if _NAME.fullmatch(d.name) and d != final)
+    for old in others[: -(keep - 1) or None]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -108,11 +211,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        files = read_state(checkpoint)["files"]
-        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False

@@ -25,6 +25,7 @@ from ..data.sources import Source
 from ..integrations.host import Host, TokensOf
 from ..patches import bridge_cpu
 from ..runtime.agreement import gather_bytes
+from ..runtime.files import quiet_when_full
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import World, close_world, init_world
 from .drawing import Drawing
@@ -114,30 +115,49 @@ class Job:
 @contextmanager
 def open_job(recipe: Recipe) -> Iterator[Job]:
     """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
+    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
+        yield job
+
+
+@contextmanager
+def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
+    """Join the world, with the watchdog over all that follows. Collective."""
     # Trainers warn at import about options nobody chose here; what concerns a run is said by the integrations.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     bridge = bridge_cpu() if recipe.trainer == "megatron" else None
     world = init_world(recipe.safety.collective_timeout_s)
     logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
-    with Watchdog(gone_s=recipe.safety.gone_s, stuck_s=recipe.safety.stuck_s) as watchdog:
-        watchdog.at("start-up")
-        ready = preflight(recipe, world.size)
-        host = integration(recipe.trainer).open_host(ready.recipe, world)
-        logger.info("%s", json.dumps(host.describe()))
-        yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
-        watchdog.at("end", waits=True)
-        host.close()
+    with quiet_when_full(), Watchdog(gone_s=recipe.safety.gone_s, stuck_s=recipe.safety.stuck_s) as watchdog:
+        yield world, watchdog
     close_world(world)
     if bridge is not None:
         bridge.undo()
 
 
+@contextmanager
+def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Job]:
+    """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
+    watchdog.at("start-up")
+    ready = preflight(recipe, world.size)
+    host = integration(recipe.trainer).open_host(ready.recipe, world)
+    logger.info("%s", json.dumps(host.describe()))
+    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
+    watchdog.at("end", waits=True)
+    host.close()
+
+
 def run_rank(recipe: Recipe, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any] | None:
-    """Do a verb's work on this rank. Rank 0 hands the result to the launcher, or returns it under torchrun."""
+    """Do a verb's work on this rank; see `hand_over`."""
     with open_job(recipe) as job:
         result = work(job)
         leads = job.leads
+    return hand_over(result, leads)
+
+
+def hand_over(result: dict[str, Any], leads: bool) -> dict[str, Any] | None:
+    """Rank 0 hands the result of a verb to the launcher, or returns it under torchrun."""
     if not leads:
         return None
     if path := os.environ.get(RESULT):

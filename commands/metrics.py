@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..integrations.host import StepResult
 
 Floats = npt.NDArray[np.float64]
 Write = Callable[["Row", Planned], None]
+Opened = TypeVar("Opened")
+
+logger = logging.getLogger("evenload")
 
 
 @dataclass(frozen=True)
@@ -110,40 +115,71 @@ def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
 
 @contextmanager
 def writer(recipe: Recipe | None) -> Iterator[Write]:
-    """Writes rows to TensorBoard under ``evenload/`` and to the JSON Lines log, where the recipe names them."""
-    if recipe is None:
-        yield lambda row, planned: None
-        return
-    board = None
-    if recipe.log.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
+    """Writes rows to TensorBoard under ``evenload/`` and to the JSON Lines log, where the recipe names them.
 
-        board = SummaryWriter(str(recipe.log.tensorboard))
-    lines = _open_log(recipe.log.jsonl)
+    A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
+    is worth a training run.
+    """
+    log = recipe.log if recipe is not None else None
+    with ExitStack() as open_logs:
+        writers: dict[str, Write] = {}
+        if log is not None and log.tensorboard:
+            writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
+        if log is not None and log.jsonl:
+            writers["log.jsonl"] = open_logs.enter_context(_lines(log.jsonl))
+
+        def write(row: Row, planned: Planned) -> None:
+            for name, one in list(writers.items()):
+                try:
+                    one(row, planned)
+                except Exception as error:  # TensorBoard's writer raises whatever its thread met
+                    del writers[name]
+                    logger.warning("%s is given up after step %d, training goes on: %s", name, row.step, error)
+
+        yield write
+
+
+@contextmanager
+def _board(folder: Path, every: int) -> Iterator[Write]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = _opened("log.tensorboard", folder, lambda: SummaryWriter(str(folder)))
+
+    def write(row: Row, _: Planned) -> None:
+        if row.step % every:
+            return
+        board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
+        for name, value in asdict(row).items():
+            if name not in ("step", "tokens"):
+                board.add_scalar(f"evenload/{name}", value, row.step)
+
+    yield write
+    with suppress(OSError):
+        board.close()
+
+
+@contextmanager
+def _lines(path: Path) -> Iterator[Write]:
+    def open_file() -> TextIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a")
+
+    file = _opened("log.jsonl", path, open_file)
 
     def write(row: Row, planned: Planned) -> None:
-        values = asdict(row)
-        if board is not None and row.step % recipe.log.every == 0:
-            board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
-            for name, value in values.items():
-                if name not in ("step", "tokens"):
-                    board.add_scalar(f"evenload/{name}", value, row.step)
-        if lines is not None:
-            samples = planned.draw.samples.tolist()
-            lines.write(json.dumps({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
-            lines.flush()
+        samples = planned.draw.samples.tolist()
+        file.write(json.dumps({**asdict(row), "planner": planned.plan.made_by, "samples": samples}) + "\n")
+        file.flush()
 
+    yield write
+    with suppress(OSError):
+        file.close()
+
+
+def _opened(name: str, path: Path, work: Callable[[], Opened]) -> Opened:
     try:
-        yield write
-    finally:
-        if board is not None:
-            board.close()
-        if lines is not None:
-            lines.close()
-
-
-def _open_log(path: Path | None) -> Any:
-    if path is None:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a")
+        return work()
+    except OSError as error:
+        raise EvenloadError(
+            f"{name} cannot be written", f"{path}: {error.strerror}", "give a path that can be written"
+        ) from error

@@ -18,6 +18,8 @@ Result = dict[str, Any]
 
 _MOST_ROWS = 32
 """Of a table with a row a rank."""
+_MOST_FAULTS = 8
+"""Of a table of what is wrong; --json has all."""
 
 
 def train(result: Result) -> Group:
@@ -131,18 +133,36 @@ def bench(result: Result) -> Table:
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 
 
-def verify(result: Result) -> Table:
+def verify(result: Result) -> Group:
+    """What was compared and by how much it was off, then the branches that the steps took."""
+    resumed = result["resumed"]
+    layout = "on tp {tp}, pp {pp}, dp {dp}, after {at_step} steps".format(**resumed) if resumed else "not verified"
+    faults = [*result["over"], *(f"not finite: {name}" for name in result["not_finite"])]
     rows = [
-        ("loss, relative error", f"{result['loss_rel_err']:.2e}"),
-        ("gradients, relative error of the worst parameter", f"{result['grad_rel_err']:.2e}"),
-        ("worst parameter", result["worst_parameter"]),
-        ("tolerance", f"{result['tolerance']:.0e}"),
-        ("tokens missing", result["tokens_missing"]),
-        ("tokens repeated", result["tokens_repeated"]),
+        ("loss, relative error", _error(result["loss_rel_err"])),
+        ("gradients, relative error of the worst parameter", _error(result["grad_rel_err"])),
+        ("  that parameter, and what is allowed", f"{result['worst_parameter']}  {result['tolerance']:.1e}"),
+        ("norm of the gradient, relative error", _error(result["norm_rel_err"])),
+        ("weights and moments after updates, relative error", _error(result["update_rel_err"])),
+        ("resumed", layout),
+        ("samples that are not those of an undisturbed run", result["samples_wrong"]),
+        ("tokens missing, repeated", f"{result['tokens_missing']}, {result['tokens_repeated']}"),
+        *(("beyond what is allowed" if not place else "", fault) for place, fault in enumerate(faults[:_MOST_FAULTS])),
         ("verdict", "exact" if result["exact"] else "NOT exact"),
     ]
-    caption = f"{result['sequences']} sequences, {result['tokens']:,} tokens, planned by {result['planner']}"
-    return grid(f"evenload against plain training on {_machine(result)}", ("", ""), rows, caption)
+    more = result["batches"] - result["steps"]
+    caption = f"{result['steps']} steps" + (f" and {more} batches for further branches" if more else "")
+    caption += f", {result['tokens']:,} tokens, planned by {result['planner']}"
+    branches = [(name, str(count)) for name, count in result["branches"].items()]
+    branches += [(name, "no batch of these data takes it") for name in result["branches_not_taken"]]
+    return Group(
+        grid(f"evenload against plain training on {_machine(result)}", ("", ""), rows, caption),
+        grid("branches of the runtime that were proved", ("branch", "times"), branches, ""),
+    )
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2e}"
 
 
 def plan(result: Result) -> Group:

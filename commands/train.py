@@ -12,13 +12,13 @@ from ..core.errors import EvenloadError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..core.sections import Train
-from . import checkpoints
-from .drawing import Drawing, num_waiting
+from .drawing import num_waiting
 from .hosts import integration
 from .job import Job, logger, run_rank
 from .metrics import Idle, Row, Taken, summary, writer
 from .recording import Recording
 from .refitting import Foreseen, Refitting, foresee
+from .resuming import drawing_after, keep, resume
 from .show import Progress, progress
 
 
@@ -52,8 +52,8 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
 def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[list[Row], dict[str, Any]]:
     """All steps with one planner, and what they come to; only evenload's own run resumes and saves."""
     recipe, keeps, name = job.recipe, not baseline, baseline or "evenload"
-    state = _resume(job) if keeps else None
-    first, drawing = (state["step"], _drawing(job, state)) if state else (0, job.drawing())
+    state = resume(job) if keeps and recipe.checkpoint.resume else None
+    first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
     refitting = Refitting(job, replace(job.chain, instead=baseline), state.get("refit") if state else None)
     planner = job.planner(drawing, refitting.chain, refitting.first)
     rows: list[Row] = []
@@ -81,13 +81,7 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
                 if keeps and not recording.wants(step + 1, first):
                     recording.write()
             if keeps and recipe.checkpoint.dir and _is_due(step + 1, recipe):
-                job.watchdog.at("checkpoint", step)
-                data = job.source.report()["fingerprint"]
-                kept = {"order": planned.draw.state, "data": data, "recipe": recipe.model_dump(mode="json")}
-                kept |= refitting.state(planner)
-                checkpoints.save(
-                    recipe.checkpoint.dir, step + 1, kept, job.host.save, job.world.rank, recipe.checkpoint.keep
-                )
+                keep(job, recipe.checkpoint.dir, step, planned, refitting.state(planner))
     if keeps and rows and rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
         logger.info("%d samples still wait for a later batch; %s", rows[-1].waiting, where)
@@ -149,34 +143,6 @@ def learning_rate(step: int, config: Train) -> float:
     done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]
-
-
-def _resume(job: Job) -> dict[str, Any] | None:
-    """Load the last good checkpoint, if there is one; its state. Collective."""
-    config = job.recipe.checkpoint
-    found = checkpoints.last_good(config.dir) if config.dir and config.resume else None
-    if found is None:
-        return None
-    job.watchdog.at("loading the checkpoint")
-    state = checkpoints.read_state(found)
-    data = job.source.report()["fingerprint"]
-    if state["data"] != data:
-        raise EvenloadError(
-            "the checkpoint was made with other data",
-            f"{found.name} has samples of fingerprint {state['data']}, data.source now gives {data}",
-            "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
-        )
-    job.host.load(found / "trainer")
-    logger.info("resumed from %s at step %d", found, state["step"])
-    return state
-
-
-def _drawing(job: Job, state: dict[str, Any]) -> Drawing:
-    """Goes on with the batches of a checkpoint."""
-    drawing = job.drawing(state["order"])
-    if drawing.num_ranks not in (None, job.chain.limits.num_ranks):
-        logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
-    return drawing
 
 
 def _is_due(done: int, recipe: Recipe) -> bool:

@@ -1,87 +1,199 @@
 """Prove on the user's own recipe that the plugins changed nothing.
 
-One global batch is computed twice from the same weights: by the trainer under the recipe's plan, and by the
-integration's reference (stock model code, whole sequences one by one, no plan). Compared are the loss, every
-parameter's gradient (||g - ref|| / ||ref||, the largest over parameters), and the tokens that were really run.
+Some steps of the run that `train` would do - the same plans, reduction, clipping, optimizer, checkpoint and resume -
+are each held against the same step of plain training (`proof.steps`): the loss, every parameter's gradient, the norm,
+every weight and both of Adam's moments after the update, the tokens that were really run, and the samples that they
+belong to. In the middle the run is saved, its trainer closed, and another one opened that resumes, on another layout
+where the ranks allow one. Then batches follow that take the branches which the first ones did not (`proof.reach`).
 """
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+import numpy.typing as npt
 
+from ..core.errors import EvenloadError
+from ..core.planner import Draw, Planned, Planner
 from ..core.recipe import Recipe
-from ..core.workload import Slice, StepPlan
-from .hosts import integration
-from .job import Job, run_rank
+from ..core.workload import sequences
+from ..runtime.agreement import everyone, from_first
+from ..runtime.watchdog import Watchdog
+from ..runtime.world import World
+from .job import Job, hand_over, logger, open_trainer, open_world
+from .preflight import preflight
+from .proof.reach import choose, opened
+from .proof.steps import Batch, Beside, Proven
+from .resuming import drawing_after, keep, resume
+from .train import learning_rate
 
-TOLERANCE = {
-    ("megatron", "fp64"): 1e-9,
-    ("megatron", "fp32"): 2e-5,
-    ("deepspeed", "fp32"): 2e-6,
-}
-"""Largest grad_rel_err that counts as rounding; bf16 rounds at 2^-8 and sums thousands of terms."""
-BF16_TOLERANCE = 2e-2
-
-
-def verify(recipe: Recipe) -> dict[str, Any] | None:
-    """Verify on this rank."""
-    return run_rank(recipe, _verify)
+STEPS = 3
+"""Updates before and after the resume, unless told otherwise."""
 
 
-def _verify(job: Job) -> dict[str, Any]:
-    job.say_unused("verify")
-    planned = job.planner(job.drawing()).next()
-    plan, tokens_of = planned.plan, job.tokens_of(planned.draw)
-    job.watchdog.at("planned gradients")
-    result, gradients = job.host.gradients(plan, tokens_of)
-    job.watchdog.at("reference gradients")
-    reference_loss, reference = integration(job.recipe.trainer).reference(
-        job.recipe, job.host, tokens_of, plan.sequences
-    )
-    job.watchdog.at("comparing", waits=True)
-    errors = {name: _error(gradients[name], reference[name]) for name in gradients}
-    worst = max(errors, key=lambda name: errors[name])
-    everyone: list[Any] = [None] * job.world.size
-    mine = (job.host.plane_rank, result.executed, errors[worst], worst, sorted(gradients))
-    dist.all_gather_object(everyone, mine)
-    executed = {plane_rank: slices for plane_rank, slices, *_ in everyone}
-    missing, repeated = count_tokens(plan, [s for slices in executed.values() for s in slices])
-    error, name = max((e, n) for _, _, e, n, _ in everyone)
-    # A pipeline stage has gradients of its own layers only; together the ranks must have all of the reference's.
-    uncompared = sorted(set(reference) - {n for *_, names in everyone for n in names})
-    tolerance = TOLERANCE.get((job.recipe.trainer, job.recipe.train.dtype), BF16_TOLERANCE)
-    loss_error = abs(result.loss - reference_loss) / abs(reference_loss)
+def verify(recipe: Recipe, steps: int = STEPS) -> dict[str, Any] | None:
+    """Verify on this rank, over so many steps of the run."""
+    with open_world(recipe) as (world, watchdog):
+        result = _Proof(recipe, world, watchdog, steps).run()
+    return hand_over(result, world.rank == 0)
+
+
+class _Proof:
+    """A run and plain training beside it, through a resume. Everything is collective."""
+
+    def __init__(self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int) -> None:
+        self._recipe, self._world, self._watchdog, self._steps = recipe, world, watchdog, steps
+        self._before = (steps + 1) // 2 if steps > 1 else steps
+        """Steps before the resume."""
+        self._proven: list[Proven] = []
+        self._resumed: dict[str, Any] | None = None
+
+    def run(self) -> dict[str, Any]:
+        folder = self._shared_folder() if self._before < self._steps else None
+        try:
+            return self._run(folder)
+        finally:
+            if folder is not None and self._world.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, folder: Path | None) -> dict[str, Any]:
+        last = self._steps if folder is None else self._before
+        with open_trainer(self._recipe, self._world, self._watchdog) as job:
+            job.say_unused("verify")
+            self._host = job.host.describe()
+            self._opened = set(opened(job.chain))
+            self._expected = _undisturbed(job)
+            beside = Beside.of(job)
+            planned = self._take(beside, job.planner(job.drawing()), range(last))
+            self._reach(beside)
+            if folder is not None:
+                keep(job, folder, last - 1, planned)
+            beside.close()
+        if folder is not None:
+            recipe = other_layout(self._recipe, self._world.size) or self._recipe
+            with open_trainer(recipe, self._world, self._watchdog) as job:
+                self._go_on(job, beside, folder)
+        return self._result()
+
+    def _go_on(self, job: Job, beside: Beside, folder: Path) -> None:
+        """The steps after the resume, by a trainer of their own."""
+        state = resume(job, folder)
+        assert state is not None
+        layout = job.host.layout
+        self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+        beside = beside.on(job)
+        self._take(beside, job.planner(drawing_after(job, state)), range(state["step"], self._steps))
+        beside.close()
+
+    def _take(self, beside: Beside, planner: Planner, numbers: range) -> Planned:
+        """Steps in the run's own order; the last of them as it was planned."""
+        for number in numbers:
+            planned = planner.next()
+            batch = Batch(planned.draw, planned.plan, next(self._expected))
+            self._proven.append(beside.step(number, batch, learning_rate(number, beside.job.recipe.train)))
+        return planned
+
+    def _reach(self, beside: Beside) -> None:
+        """Steps on further batches, for branches that no step has taken yet."""
+        job = beside.job
+        missing = self._opened - {name for one in self._proven for name in one.branches}
+        size, seed = job.recipe.train.global_batch_size, job.recipe.train.seed
+        job.watchdog.at("choosing batches for other branches")
+        for one in from_first(lambda: choose(job.chain, missing, job.source.lengths, size, seed)) if missing else []:
+            lengths = job.source.lengths[one.samples]
+            plan = opened(job.chain)[one.prefers].plan(sequences(lengths))
+            batch = Batch(Draw(one.samples, lengths, {}), plan, one.samples)
+            rate = learning_rate(self._steps - 1, job.recipe.train)
+            self._proven.append(beside.step(len(self._proven), batch, rate))
+
+    def _result(self) -> dict[str, Any]:
+        branches = Counter[str]()
+        for proven in self._proven:
+            branches.update(proven.branches)
+        return {
+            **_summary(self._proven, self._steps),
+            "resumed": self._resumed,
+            "branches": dict(sorted(branches.items())),
+            "branches_not_taken": sorted(self._opened - set(branches)),
+            "host": self._host,
+        }
+
+    def _shared_folder(self) -> Path | None:
+        """A new folder for the checkpoint that every rank sees; None, with a warning, where there is none."""
+        root = self._recipe.checkpoint.dir
+
+        def make() -> str:
+            if root is not None:
+                root.mkdir(parents=True, exist_ok=True)
+            return tempfile.mkdtemp(prefix="verify-", dir=root)
+
+        folder = Path(from_first(make))
+        if all(everyone(folder.is_dir())):
+            return folder
+        logger.warning("the resume is not verified: %s is not seen by every rank; set checkpoint.dir", folder)
+        return None
+
+
+def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
+    """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
+
+    Megatron's load on any layout; tensor parallelism stays, so that plain training rounds as before. DeepSpeed's load
+    on the layout that wrote them, or on another number of ranks.
+    """
+    p = recipe.parallel
+    if recipe.trainer != "megatron" or world_size == p.tp * p.cp:
+        return None
+    stages = 1 if p.pp > 1 else 2
+    try:
+        other = recipe.changed({"parallel.pp": stages, "parallel.dp": world_size // (p.tp * p.cp * stages)})
+        preflight(other, world_size)
+    except EvenloadError:
+        return None
+    return other
+
+
+def _undisturbed(job: Job) -> Iterator[npt.NDArray[np.int64]]:
+    """The samples of every step of a run that nothing interrupts."""
+    drawing = job.drawing()
+    while True:
+        yield drawing().samples
+
+
+def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
+    """All steps together; of errors the worst. Where a number is not finite it is null, and named."""
+    worst = max(proven, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
+    first = proven[0]
     return {
-        "loss_rel_err": loss_error,
-        "grad_rel_err": error,
-        "worst_parameter": name,
-        "uncompared_parameters": uncompared,
-        "tokens_missing": missing,
-        "tokens_repeated": repeated,
-        "tolerance": tolerance,
-        "exact": error <= tolerance and loss_error <= tolerance and not (missing or repeated or uncompared),
-        "loss": result.loss,
-        "reference_loss": reference_loss,
-        "sequences": len(plan.sequences),
-        "tokens": plan.num_tokens,
-        "planner": plan.made_by,
-        "host": job.host.describe(),
+        "exact": all(one.exact for one in proven),
+        "loss_rel_err": _finite(max(one.loss_rel_err for one in proven)),
+        "grad_rel_err": _finite(worst.grad_rel_err),
+        "worst_parameter": worst.worst_parameter,
+        "tolerance": worst.tolerance,
+        "norm_rel_err": _finite(max(one.norm_rel_err for one in proven)),
+        "update_rel_err": _finite(max(one.update_rel_err for one in proven)),
+        "tokens_missing": sum(one.tokens_missing for one in proven),
+        "tokens_repeated": sum(one.tokens_repeated for one in proven),
+        "samples_wrong": sum(one.samples_wrong for one in proven),
+        "uncompared_parameters": sorted({name for one in proven for name in one.uncompared}),
+        "not_finite": sorted({name for one in proven for name in one.not_finite}),
+        "over": [f"step {number}: {text}" for number, one in enumerate(proven) for text in one.over],
+        "steps": steps,
+        "batches": len(proven),
+        "loss": _finite(first.loss),
+        "sequences": first.sequences,
+        "tokens": sum(one.tokens for one in proven),
+        "planner": first.planner,
+        "each": [{**asdict(one), "loss": _finite(one.loss)} for one in proven],
     }
 
 
-def _error(gradient: Any, reference: Any) -> float:
-    difference, size = (gradient.double() - reference.double()).norm(), reference.double().norm()
-    return float(difference / size) if size else float(difference)
-
-
-def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:
-    """(tokens no rank ran, tokens run more than once), of the slices that ranks report."""
-    runs = [np.zeros(s.length, dtype=np.int64) for s in plan.sequences]
-    for s in executed:
-        runs[s.sequence][s.start : s.stop] += 1
-    missing = sum(int((r == 0).sum()) for r in runs)
-    repeated = sum(int(np.maximum(r - 1, 0).sum()) for r in runs)
-    return missing, repeated
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -94,6 +94,9 @@ class Plugin:
     """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
     shares: bool = False
     """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
+    branches: Callable[[Any, Situation], Mapping[str, Any]] | None = None
+    """``branches(config, situation)``: each branch of the runtime (`core.branches`) that the settings open, with
+    settings under the same caps by which a plan most likely takes it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
 

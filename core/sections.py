@@ -96,6 +96,11 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
+    verify: bool = True
+    """Compare the hash of every file of a checkpoint before it is loaded; false compares sizes alone."""
+    trust: bool = False
+    """Load checkpoint files that hold more than tensors and plain data, which may run code: only where you know who
+    wrote them."""
 
 
 class Log(Section):

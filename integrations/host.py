@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.simulate import Span
 from ..core.workload import Slice, StepPlan
+from .textbook import AdamState
 
 TokensOf = Callable[[int], npt.NDArray[np.int64]]
 """Token ids int64 [length] of a sequence of the global batch, by its index in the batch."""
@@ -25,6 +27,8 @@ TokensOf = Callable[[int], npt.NDArray[np.int64]]
 Mark = Callable[[str], None]
 """Tells the watchdog where this rank is."""
 
+Inspect = Callable[[Mapping[str, Tensor]], None]
+"""Is shown the gradients of a step by parameter name, summed over all ranks and micro-batches, before clipping."""
 
 UPDATE = "update"
 """What every host marks when all passes and the gradient sum have run and the optimizer begins."""
@@ -51,6 +55,8 @@ class StepResult:
     """The forward part of ``busy_s``."""
     executed: tuple[Slice, ...]
     """Slices this rank ran, for the count of tokens missing or repeated."""
+    branches: tuple[str, ...] = ()
+    """What the host decided beyond the plan, in the words of `core.branches`."""
     spans: tuple[Span, ...] = ()
     """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
 
@@ -66,15 +72,24 @@ class Host(Protocol):
     layout: Layout
     plane_rank: int
     pipeline_stage: int
+    device: torch.device
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
 
     def train_step(
-        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        *,
+        lr: float,
+        mark: Mark = no_mark,
+        record: bool = False,
+        inspect: Inspect | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step. Collective.
 
-        ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before.
+        ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
+        what `gradients` would return, right before the update; it must not change it.
         """
         ...
 
@@ -82,8 +97,22 @@ class Host(Protocol):
         """Run the plan without an update; whole-model gradients (of the loss above) by parameter name, on the CPU.
 
         Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
-        under their global names. Collective.
+        under their global names. They went through the reduction that `train_step` uses. Collective.
         """
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights of all pipeline stages as the forward uses them, in its precision, by name, on the CPU; shards as
+        in `gradients`. Collective."""
+        ...
+
+    def of_all_stages(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of this rank's pipeline stage, by name, with those of the other stages. Collective."""
+        ...
+
+    def optimizer_states(self) -> Mapping[str, AdamState]:
+        """What the optimizer holds, after a step, of every parameter that `gradients` names, whole, on the CPU.
+        Collective."""
         ...
 
     def save(self, directory: Path) -> None:

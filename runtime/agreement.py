@@ -9,14 +9,16 @@ world of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..core.errors import RankError
+from ..core.errors import EvenloadError, RankError
 
 Group = dist.ProcessGroup | None
+Value = TypeVar("Value")
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
@@ -67,6 +69,38 @@ def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]
     dist.all_gather_object(errors, error, group=group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return [(rank, e) for rank, e in zip(ranks, errors, strict=True) if e is not None]
+
+
+def place() -> tuple[int, int]:
+    """(rank, size) of this process in the world."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def everyone(value: Value) -> list[Value]:
+    """The value of every rank, by rank. Collective."""
+    values = [value] * place()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(work: Callable[[], Value]) -> Value:
+    """What rank 0 computes, on every rank; an error there is raised on all of them. Collective."""
+    result: Any = None
+    error: EvenloadError | None = None
+    if place()[0] == 0:
+        try:
+            result = work()
+        except EvenloadError as caught:
+            error = caught
+        except Exception as caught:
+            error = RankError(f"rank 0 failed: {type(caught).__name__}: {caught}")
+    outcome = [result, error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def wire_device(group: Group = None) -> torch.device:

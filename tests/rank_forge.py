@@ -23,10 +23,10 @@ GRACE_S = 30.0
 
 
 MODULES = {
-    "megatron": ("evenload.integrations.megatron.host", "evenload.integrations.megatron.verify"),
+    "megatron": ("evenload.integrations.megatron.host", "evenload.integrations.megatron.plain"),
     "deepspeed": (
         "evenload.integrations.deepspeed.host",
-        "evenload.integrations.deepspeed.verify",
+        "evenload.integrations.deepspeed.plain",
         "transformers.models.llama.modeling_llama",
         "torch._inductor.compile_fx",  # which DeepSpeed makes torch import in the first step
     ),

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ...core.recipe import Recipe
     from ...runtime.world import World
     from ..host import Host
-    from .verify import reference
+    from .plain import PlainModel, reference
 
-__all__ = ["open_host", "reference"]
+__all__ = ["PlainModel", "open_host", "reference"]
 
 
 def open_host(recipe: Recipe, world: World) -> Host:
@@ -39,11 +39,11 @@ def open_host(recipe: Recipe, world: World) -> Host:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "reference":
+    if name in ("PlainModel", "reference"):
         _require_packages()
-        from .verify import reference
+        from . import plain
 
-        return reference
+        return getattr(plain, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

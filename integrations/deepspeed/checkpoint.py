@@ -20,38 +20,55 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from ...core.errors import EvenloadError
+from ...runtime import files
 from ...runtime.agreement import first_error
+from ...runtime.unpickling import tensors_only
 
 TAG = "state"
 UNIVERSAL = "universal"
+HASHES = "universal.json"
 SHAPE = "evenload.json"
+DATA = (LossScaler, ZeroStageEnum, fragment_address)
+"""Classes of DeepSpeed's in its checkpoints; they hold numbers and nothing else."""
 
 
 def save(engine: Any, directory: Path) -> None:
-    """Write model and optimizer into an existing directory. Collective.
+    """Write model and optimizer into an existing directory. Collective, also where a rank cannot write.
 
     Raises:
         OSError, RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote.
     """
-    engine.save_checkpoint(str(directory), tag=TAG)
+    with _catching(engine) as errors:
+        engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+    if errors:
+        raise errors[0]
     if engine.global_rank == 0:
         (directory / SHAPE).write_text(json.dumps(_shape(engine)))
-    dist.barrier()
 
 
-def load(engine: Any, directory: Path) -> None:
+def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """Read what `save` wrote, also on another number of ranks. Collective.
 
+    Args:
+        trust: load files that hold more than data, which may run code.
+
     Raises:
-        EvenloadError: there is no complete checkpoint, or it was written under another ZeRO stage or precision.
+        EvenloadError: there is no complete checkpoint, it was written under another ZeRO stage or precision, or it
+        holds
+            more than data and is not to be trusted.
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
@@ -63,28 +80,68 @@ def load(engine: Any, directory: Path) -> None:
                 "resume with the same zero_stage, train.dtype and parallel.pp, or set checkpoint.resume=false",
             )
     if saved["world_size"] == shape["world_size"] or shape["zero_stage"] == 0:
-        _load(engine, directory, TAG)
+        _load(engine, directory, TAG, trust=trust)
         return
-    convert(engine, directory)
+    convert(engine, directory, trust=trust)
     config, before = engine._config, engine._config.load_universal_checkpoint
     config.load_universal_checkpoint = True
     try:
-        _load(engine, directory, UNIVERSAL)
+        _load(engine, directory, UNIVERSAL, trust=trust)
     finally:
         config.load_universal_checkpoint = before
 
 
-def convert(engine: Any, directory: Path) -> None:
-    """Make ``directory/universal`` if it is not there. Collective; rank 0 works, in a process of its own.
+@contextmanager
+def _catching(engine: Any) -> Iterator[list[Exception]]:
+    """What this rank cannot write inside is noted, and the engine goes on to its barriers, in which its peers wait."""
+    errors: list[Exception] = []
+    writer, copy = engine.checkpoint_engine, engine._copy_recovery_script
+
+    def caught(write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if errors:
+                return None
+            try:
+                return write(*arguments, **named)
+            except Exception as error:
+                errors.append(error)
+                return None
+
+        return call
+
+    engine.checkpoint_engine = _Writer(writer, caught)
+    engine._copy_recovery_script = caught(copy)
+    try:
+        yield errors
+    finally:
+        engine.checkpoint_engine = writer
+        del engine._copy_recovery_script
+
+
+class _Writer:
+    """DeepSpeed's checkpoint engine with guarded writes."""
+
+    def __init__(self, engine: Any, caught: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._engine = engine
+        self.save, self.makedirs = caught(engine.save), caught(engine.makedirs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
+    """Make ``directory/universal`` if it is not there, whole. Collective; rank 0 works, in a process of its own.
 
     Raises:
         EvenloadError: the conversion failed, on every rank.
     """
     error = None
-    if engine.global_rank == 0 and not (directory / UNIVERSAL).is_dir():
+    if engine.global_rank == 0 and not _is_converted(directory):
         scratch = directory / f"{UNIVERSAL}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        shutil.rmtree(directory / UNIVERSAL, ignore_errors=True)
+        command = [sys.executable, "-m", f"{__package__}.to_universal", "--inject_missing_state"]
+        command += ["--trust"] if trust else []
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
         clean = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -99,7 +156,9 @@ def convert(engine: Any, directory: Path) -> None:
         if done.returncode:
             error = (done.stderr.strip() or "no message").splitlines()[-1]
         else:
+            hashes = files.stamp(scratch, files.below(scratch))
             scratch.rename(directory / UNIVERSAL)
+            (directory / HASHES).write_text(json.dumps(hashes))
     failed = first_error(error)
     if failed:
         raise EvenloadError(
@@ -109,10 +168,20 @@ def convert(engine: Any, directory: Path) -> None:
         )
 
 
-def _load(engine: Any, directory: Path, tag: str) -> None:
+def _is_converted(directory: Path) -> bool:
+    """Whether every file of an earlier conversion is there as it was written."""
+    try:
+        hashes = {name: files.File(*row) for name, row in json.loads((directory / HASHES).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+    return not files.faults(directory / UNIVERSAL, hashes, hashes=True)
+
+
+def _load(engine: Any, directory: Path, tag: str, *, trust: bool) -> None:
     groups = engine.basic_optimizer.param_groups
     chosen = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    path, _ = engine.load_checkpoint(str(directory), tag=tag)
+    with tensors_only(f"the checkpoint {directory.parent.name}", DATA, trust=trust):
+        path, _ = engine.load_checkpoint(str(directory), tag=tag)
     for state in engine.basic_optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()

@@ -118,6 +118,34 @@ def full_gradients(engine: Any, parameters: Parameters | None = None) -> dict[st
     return {name: get(p).detach().float().cpu().clone() for name, p in parameters.items()}
 
 
+def adam_states(engine: Any, parameters: Parameters) -> dict[str, tuple[torch.Tensor, ...]]:
+    """By name (weight, first moment, second moment) in the optimizer's precision, whole, on the CPU. Collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        # A loaded checkpoint puts new tensors into the optimizer, and parameters go on pointing to the old ones.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    return {name: _adam_state(engine, parameter) for name, parameter in parameters.items()}
+
+
+def _adam_state(engine: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+    whole = (
+        deepspeed.utils.safe_get_full_fp32_param(parameter),
+        deepspeed.utils.safe_get_full_optimizer_state(parameter, "exp_avg"),
+        deepspeed.utils.safe_get_full_optimizer_state(parameter, "exp_avg_sq"),
+    )
+    if whole[0] is None:  # ZeRO 0 in float32: the optimizer is torch's and holds the parameter itself
+        state = engine.basic_optimizer.state[parameter]
+        whole = (parameter, state["exp_avg"], state["exp_avg_sq"])
+    return tuple(tensor.detach().float().cpu().clone().view(_shape_of(parameter)) for tensor in whole)
+
+
+def _shape_of(parameter: torch.nn.Parameter) -> torch.Size:
+    """The whole shape, also where ZeRO 3 holds a shard."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def discard_gradients(engine: Any) -> None:
     """Forget the gradients of a step that is not taken, as DeepSpeed does after an overflow."""
     stage = int(engine.zero_optimization_stage())
@@ -138,11 +166,12 @@ def discard_gradients(engine: Any) -> None:
 
 
 def full_weights(engine: Any, parameters: Parameters | None = None) -> dict[str, torch.Tensor]:
-    """The weights that the forward uses, by name, float32 on the CPU, of all parameters or these. Collective."""
+    """The weights as the forward uses them, in its precision, by name, on the CPU, of all parameters or these.
+    Collective."""
     parameters = parameters or dict(engine.module.named_parameters())
     sharded = int(engine.zero_optimization_stage()) == 3
     with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=sharded):
-        return {name: p.detach().float().cpu().clone() for name, p in parameters.items()}
+        return {name: p.detach().cpu().clone() for name, p in parameters.items()}
 
 
 def prepare_deepspeed() -> None:

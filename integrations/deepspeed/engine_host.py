@@ -21,9 +21,10 @@ from ...runtime.kernels import choose_kernel
 from ...runtime.pack import TokensOf, count_targets
 from ...runtime.plane import Plane
 from ...runtime.world import World
-from ..host import UPDATE, Mark, StepResult, no_mark
+from ..host import UPDATE, Inspect, Mark, StepResult, no_mark
+from ..textbook import AdamState
 from . import checkpoint
-from .engine import discard_gradients
+from .engine import adam_states, discard_gradients, full_gradients
 from .supported import refuse_unequal_replay
 
 
@@ -43,20 +44,30 @@ class EngineHost(ABC):
     """Of ZeRO."""
     plane_rank: int
     pipeline_stage: int
+    device: torch.device
     busy_waits: bool
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         _refuse_impossible(recipe)
         self.layout: Layout = recipe.layout(world.size)
-        self.world, self.recipe = world, recipe
+        self.world, self.recipe, self.device = world, recipe, world.device
         self._plane: Plane | None = None
 
     def train_step(
-        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        *,
+        lr: float,
+        mark: Mark = no_mark,
+        record: bool = False,
+        inspect: Inspect | None = None,
     ) -> StepResult:
         """See `Host.train_step`."""
-        clock = BusyClock(self.world.device, record=record)
+        clock = BusyClock(self.device, record=record)
         result = self._accumulate(plan, tokens_of, mark, clock)
+        if inspect is not None:
+            inspect(self._gradients())
         mark(UPDATE)
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
@@ -70,14 +81,23 @@ class EngineHost(ABC):
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
         """See `Host.gradients`."""
-        result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.world.device))
+        result = self._accumulate(plan, tokens_of, no_mark, BusyClock(self.device))
         gradients = self._gradients()
         discard_gradients(self.engine)
         return StepResult(grad_norm=self._norm(gradients.values()), **result), gradients
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the forward uses, of the whole model, by name, float32 on the CPU. Collective."""
+        """See `Host.weights`."""
+
+    @abstractmethod
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Host.of_all_stages`."""
+
+    def optimizer_states(self) -> dict[str, AdamState]:
+        """See `Host.optimizer_states`."""
+        states = adam_states(self.engine, self._own_parameters())
+        return {name: AdamState(*state) for name, state in states.items()}
 
     def save(self, directory: Path) -> None:
         """See `Host.save`."""
@@ -85,7 +105,7 @@ class EngineHost(ABC):
 
     def load(self, directory: Path) -> None:
         """See `Host.load`. Raises EvenloadError where there is nothing to load."""
-        checkpoint.load(self.engine, directory)
+        checkpoint.load(self.engine, directory, trust=self.recipe.checkpoint.trust)
 
     def describe(self) -> dict[str, Any]:
         """See `Host.describe`."""
@@ -124,7 +144,7 @@ class EngineHost(ABC):
             )
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
-        total, executed = self._run(plan, tokens_of, num_targets, mark, clock)
+        total, executed, branches = self._run(plan, tokens_of, num_targets, mark, clock)
         dist.all_reduce(total)
         busy = clock.read()
         return {
@@ -133,17 +153,23 @@ class EngineHost(ABC):
             "busy_s": busy.total_s,
             "forward_s": busy.forward_s,
             "executed": executed,
+            "branches": branches,
         }
 
     @abstractmethod
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
-    ) -> tuple[torch.Tensor, tuple[Slice, ...]]:
-        """All passes of this rank: (sum of its token losses, a float64 number on the device; slices it ran)."""
+    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
+        """All passes of this rank: (sum of its token losses, a float64 number on the device; slices it ran; branches
+        that the plan does not show, in the words of `core.branches`)."""
 
     @abstractmethod
+    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The parameters of this rank's part of the model, under their global names."""
+
     def _gradients(self) -> dict[str, torch.Tensor]:
         """The summed gradients of this rank's part of the model, by name, on the CPU. Collective."""
+        return full_gradients(self.engine, self._own_parameters())
 
     @abstractmethod
     def _update(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from ...core.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.recipe import Recipe
 from ...core.simulate import Kind
 from ...core.workload import Slice, StepPlan
@@ -33,7 +34,7 @@ from ...runtime.prefix import PrefixStore
 from ...runtime.world import World
 from ..host import Mark
 from . import attention
-from .engine import full_gradients, full_weights, make_engine, one_reduction
+from .engine import full_weights, make_engine, one_reduction
 from .engine_host import EngineHost
 from .jobs import num_added, passes_of_rank
 from .model import build_model, recompute_layers, recomputing
@@ -73,17 +74,22 @@ class DeepSpeedHost(EngineHost):
     def weights(self) -> dict[str, torch.Tensor]:
         return full_weights(self.engine)
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return full_gradients(self.engine)
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Host.of_all_stages`: there is one."""
+        return tensors
+
+    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return dict(self.engine.module.named_parameters())
 
     def _update(self) -> None:
         self.engine.step()
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
-    ) -> tuple[torch.Tensor, tuple[Slice, ...]]:
+    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         passes = passes_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
-        self._tell_of_dummies(plan, passes)
+        added = num_added(plan, self.plane_rank, passes) if self.stage == 3 else 0
+        self._tell_of_dummies(added, len(passes))
         plane = self._plane_of(plan)
         mark("loading the samples")
         prefix = PrefixStore.of_plan(plan, self.plane_rank)
@@ -118,7 +124,8 @@ class DeepSpeedHost(EngineHost):
                 open_step.close()
         if prefix is not None:
             prefix.check_empty()
-        return total, tuple(piece for one in passes if one.is_backward for piece in packs[one.micro_batch].slices)
+        executed = tuple(piece for one in passes if one.is_backward for piece in packs[one.micro_batch].slices)
+        return total, executed, (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
 
     def _plane_of(self, plan: StepPlan) -> Plane | None:
         """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
@@ -157,16 +164,15 @@ class DeepSpeedHost(EngineHost):
                 block.gradient_checkpointing = False
         return blocks
 
-    def _tell_of_dummies(self, plan: StepPlan, passes: tuple[Pass, ...]) -> None:
+    def _tell_of_dummies(self, added: int, num_passes: int) -> None:
         """Warn once where ZeRO 3 makes ranks run passes for nothing."""
-        added = num_added(plan, self.plane_rank, passes) if self.stage == 3 else 0
         if added and not self._told_of_dummies:
             self._told_of_dummies = True
             log.warning(
                 "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
                 "%d are dummies that keep it in step",
                 added,
-                len(passes),
+                num_passes,
                 self.plane_rank,
             )
 

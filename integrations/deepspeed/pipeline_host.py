@@ -11,12 +11,14 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from ...core.branches import SUM_AFTER_PASSES
 from ...core.errors import EvenloadError
 from ...core.recipe import Recipe
 from ...core.workload import Slice, StepPlan
@@ -26,7 +28,7 @@ from ...runtime.plane import Plane
 from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
 from ..host import Mark
-from .engine import full_gradients, full_weights, make_engine
+from .engine import full_weights, make_engine
 from .engine_host import EngineHost
 from .pipeline_model import StageModule, build_stage
 from .pipeline_stage import PlannedStage
@@ -52,10 +54,13 @@ class PipelineHost(EngineHost):
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        own = full_weights(self.engine, self.module.global_parameters())
-        stages: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layout.pp)]
-        dist.all_gather_object(stages, own, group=self._stages)
-        return {name: weight for stage in stages for name, weight in stage.items()}
+        return self.of_all_stages(full_weights(self.engine, self.module.global_parameters()))
+
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Host.of_all_stages`."""
+        stages: list[Mapping[str, torch.Tensor]] = [{} for _ in range(self.layout.pp)]
+        dist.all_gather_object(stages, tensors, group=self._stages)
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
 
     def describe(self) -> dict[str, Any]:
         """See `Host.describe`."""
@@ -68,15 +73,15 @@ class PipelineHost(EngineHost):
         # DeepSpeed would lay out the next engine of this process as this one.
         groups.mpu = self._grid_before
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return full_gradients(self.engine, self.module.global_parameters())
+    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return self.module.global_parameters()
 
     def _update(self) -> None:
         self.engine._exec_optimizer_step()
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
-    ) -> tuple[torch.Tensor, tuple[Slice, ...]]:
+    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         self._refuse(plan)
         stage = PlannedStage(
             self.engine,
@@ -91,7 +96,7 @@ class PipelineHost(EngineHost):
             mark=mark,
         )
         stage.run()
-        return stage.loss_sum, tuple(stage.executed)
+        return stage.loss_sum, tuple(stage.executed), (SUM_AFTER_PASSES,)
 
     def _norm(self, gradients: Any) -> float:
         square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
     from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
     from .host import MegatronHost
+    from .plain import PlainModel, grad_rel_err, reference
     from .plane import open_plane
     from .reduction import Reduction
     from .rope import TokenRope, use_token_positions
-    from .verify import grad_rel_err, reference
 
 _HOMES = {
     "Batch": "batch",
@@ -28,10 +28,11 @@ _HOMES = {
     "Reduction": "reduction",
     "TokenRope": "rope",
     "forward_step": "batch",
-    "grad_rel_err": "verify",
+    "PlainModel": "plain",
+    "grad_rel_err": "plain",
     "open_plane": "plane",
     "packed_layer_spec": "attention",
-    "reference": "verify",
+    "reference": "plain",
     "run_batch": "batch",
     "seq_params": "attention",
     "token_loss": "batch",
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022
     "Batch",
     "MegatronHost",
     "PackedCoreAttention",
+    "PlainModel",
     "PlannedBatches",
     "PlannedSeqParams",
     "Reduction",

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...core.errors import EvenloadError
+from ...runtime.unpickling import refuse_code, tensors_only
 from .model import torch_optimizers
 from .storage import InProcessWriter
 
@@ -42,6 +44,22 @@ METADATA = {
     "singleton_local_shards": False,
 }
 ABOUT = "evenload"
+DATA = (_reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, np.dtypes.Int64DType)
+"""What the saved states of random generators are made of, beside tensors and numbers."""
+INDEX = ".metadata"
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_INDEX_NAMES = {
+    "pathlib.PosixPath",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA.split()),
+}
+"""What torch's index of a checkpoint is made of; it is a pickle that torch reads as it is."""
 
 
 def save(host: MegatronHost, directory: Path) -> None:
@@ -63,10 +81,11 @@ def load(host: MegatronHost, directory: Path) -> None:
     Raises:
         EvenloadError: there is no checkpoint, it is torn, or it holds another model or precision; nothing is changed.
     """
-    about = agreed(lambda: _read_about(host, directory))
+    trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
+    about = agreed(lambda: _read_about(host, directory, what))
     same_layout = about["layout"] == _about(host)["layout"]
     state = _sharded_state(host, loading=True, with_random=same_layout)
-    with _told(f"the checkpoint in {directory} could not be read"):
+    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
         loaded = dist_checkpointing.load(state, str(directory))
     host.model.load_state_dict(loaded["model"])
     load_optimizer(host.optimizer, loaded["optimizer"])
@@ -117,6 +136,8 @@ def _told(what: str) -> Iterator[None]:
     do = "check the directory and the space on its disk, then try again"
     try:
         yield
+    except EvenloadError:
+        raise
     except CheckpointException as error:
         faults = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
         raise EvenloadError(what, "; ".join(faults)[:2000], do) from error
@@ -157,14 +178,17 @@ def _about(host: MegatronHost) -> dict[str, Any]:
     }
 
 
-def _read_about(host: MegatronHost, directory: Path) -> dict[str, Any]:
+def _read_about(host: MegatronHost, directory: Path, what: str) -> dict[str, Any]:
+    trust = host.recipe.checkpoint.trust
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise EvenloadError(
             f"{directory} holds no complete Megatron checkpoint",
             "no metadata.json",
             "choose one that was written to the end",
         )
-    about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
+    refuse_code(directory / INDEX, _INDEX_NAMES, trust=trust)
+    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+        about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
     if about is None:
         raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")
     here = _about(host)

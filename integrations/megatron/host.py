@@ -19,17 +19,19 @@ from ...runtime.kernels import choose_kernel
 from ...runtime.plane import Plane
 from ...runtime.stage_links import StageLinks, rows_of_all
 from ...runtime.world import World
-from ..host import UPDATE, Mark, StepResult, TokensOf, no_mark
+from ..host import UPDATE, Inspect, Mark, StepResult, TokensOf, no_mark
+from ..textbook import AdamState
 from . import checkpoint
 from .batch import PlannedBatches, is_stock
 from .forward import Forward
 from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .plane import open_plane
-from .reduction import Reduction, gradient_norm
+from .reduction import Reduction, gather_shards, gradient_norm
 from .schedule import PlannedStage, refuse_plan
 from .setup import check_host, check_recipe, join_groups, leave_groups
+from .states import optimizer_states
 from .stock import run_stock
-from .weights import global_gradients, initialise
+from .weights import global_gradients, global_parameters, initialise
 
 
 class MegatronHost:
@@ -43,7 +45,7 @@ class MegatronHost:
         self._version = check_host()
         self.recipe = recipe
         self.layout: Layout = recipe.layout(world.size)
-        self._device = world.device
+        self.device = world.device
         self._links: StageLinks | None = None
         self._plane: Plane | None = None
         self._made_groups = join_groups(self.layout, recipe.train.seed)
@@ -54,7 +56,7 @@ class MegatronHost:
             raise
 
     def _build(self) -> None:
-        recipe, device = self.recipe, self._device
+        recipe, device = self.recipe, self.device
         self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
@@ -77,11 +79,20 @@ class MegatronHost:
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
 
     def train_step(
-        self, plan: StepPlan, tokens_of: TokensOf, *, lr: float, mark: Mark = no_mark, record: bool = False
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        *,
+        lr: float,
+        mark: Mark = no_mark,
+        record: bool = False,
+        inspect: Inspect | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step. Collective; see `Host.train_step`."""
-        clock = BusyClock(self._device, record=record)
-        totals, busy, executed = self._run(plan, tokens_of, mark, clock, whole=False)
+        clock = BusyClock(self.device, record=record)
+        reduction, busy, executed = self._run(plan, tokens_of, mark, clock)
+        if inspect is not None:
+            inspect(self._whole_gradients())
         mark(UPDATE)
         set_lr(self.optimizer, lr)
         with clock.noting("U"):
@@ -89,17 +100,31 @@ class MegatronHost:
             _, megatron_norm, _ = self.optimizer.step()
         norm = float(megatron_norm) if norm is None else norm
         spans = clock.spans(self.pipeline_stage, self.plane_rank)
-        return replace(_result(totals, norm, busy, executed), spans=spans)
+        return replace(_result(reduction, norm, busy, executed), spans=spans)
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
         """Run the plan without an update; gradients by global parameter name, on the CPU. Collective.
 
         Tensor-parallel shards as this rank holds them, the layers of this pipeline stage only.
         """
-        totals, busy, executed = self._run(plan, tokens_of, no_mark, BusyClock(self._device), whole=True)
+        reduction, busy, executed = self._run(plan, tokens_of, no_mark, BusyClock(self.device))
+        gradients = self._whole_gradients()
         norm = gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
-        named: dict[str, Tensor] = {n: g.cpu().clone() for n, g in global_gradients(self.model)}
-        return _result(totals, norm, busy, executed), named
+        return _result(reduction, norm, busy, executed), gradients
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights of all pipeline stages by global name, on the CPU. Collective."""
+        return self.of_all_stages({name: p.detach().cpu().clone() for name, p in global_parameters(self.model)})
+
+    def of_all_stages(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """With those of the other pipeline stages, of equal tensor-parallel index. Collective."""
+        stages: list[Mapping[str, Tensor]] = [{} for _ in range(self.layout.pp)]
+        torch.distributed.all_gather_object(stages, tensors, group=parallel_state.get_pipeline_model_parallel_group())
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+    def optimizer_states(self) -> Mapping[str, AdamState]:
+        """Weights in the optimizer's precision and Adam's moments, of this stage's layers, on the CPU. Collective."""
+        return optimizer_states(self.model, self.optimizer)
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer and random states into an existing empty directory. Collective."""
@@ -116,9 +141,9 @@ class MegatronHost:
             "trainer": "megatron",
             "megatron_core": self._version,
             "torch": torch.__version__,
-            "device": str(self._device),
+            "device": str(self.device),
             "dtype": self.recipe.train.dtype,
-            "attention": choose_kernel(self._device, dtype, self.model.config.kv_channels).name,
+            "attention": choose_kernel(self.device, dtype, self.model.config.kv_channels).name,
             "tp": self.layout.tp,
             "pp": self.layout.pp,
             "dp": self.layout.dp,
@@ -141,21 +166,21 @@ class MegatronHost:
             self._made_groups = False
 
     def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, *, whole: bool
-    ) -> tuple[tuple[float, int], Busy, tuple[Slice, ...]]:
-        """All forwards and backwards of this rank and the gradient sum: ((loss sum, targets), seconds, slices run)."""
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock
+    ) -> tuple[Reduction, Busy, tuple[Slice, ...]]:
+        """All forwards and backwards of this rank and the gradient sum: (its totals, seconds, slices run)."""
         refuse_plan(plan, self.layout)
-        reduction = Reduction(self.ddp, plan, clock, whole=whole)
+        reduction = Reduction(self.ddp, plan, clock)
         forward = Forward(clock, reduction, books=self._last and self.tp_rank == 0)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         if is_stock(plan):
-            batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self._device)
+            batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self.device)
             executed = run_stock(self.ddp, batches, forward, reduction, mark)
         else:
             executed = self._run_order(plan, tokens_of, forward, reduction, mark, clock)
-        return reduction.totals, clock.read(), tuple(executed)
+        return reduction, clock.read(), tuple(executed)
 
     def _run_order(
         self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
@@ -178,7 +203,7 @@ class MegatronHost:
             forward=forward,
             clock=clock,
             tokens_of=tokens_of,
-            device=self._device,
+            device=self.device,
             mark=mark,
         )
         with reduction.computing():
@@ -186,6 +211,11 @@ class MegatronHost:
         mark("gradient sum")
         reduction.finalize([self.ddp])
         return stage.executed
+
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        """The summed gradients of this stage by global name, on the CPU; the optimizer's shards stay as they are."""
+        gather_shards(self.ddp)
+        return {name: gradient.cpu().clone() for name, gradient in global_gradients(self.model)}
 
     def _clip_in_float64(self) -> float:
         """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""
@@ -196,8 +226,8 @@ class MegatronHost:
         return norm
 
 
-def _result(totals: tuple[float, int], norm: float, busy: Busy, executed: tuple[Slice, ...]) -> StepResult:
-    loss_sum, num_targets = totals
+def _result(reduction: Reduction, norm: float, busy: Busy, executed: tuple[Slice, ...]) -> StepResult:
+    loss_sum, num_targets = reduction.totals
     return StepResult(
         loss=loss_sum / max(1, num_targets),
         grad_norm=norm,
@@ -205,4 +235,5 @@ def _result(totals: tuple[float, int], norm: float, busy: Busy, executed: tuple[
         busy_s=busy.total_s,
         forward_s=busy.forward_s,
         executed=executed,
+        branches=(reduction.branch,),
     )

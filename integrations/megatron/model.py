@@ -123,7 +123,7 @@ def wrap_model(recipe: Recipe, config: TransformerConfig, model: GPTModel) -> Di
 
 
 def build_optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
-    """Megatron's Adam (decoupled weight decay) over the wrapped model.
+    """Megatron's Adam (decoupled weight decay, of matrices alone) over the wrapped model.
 
     In float64 it neither shards nor clips: both insist on float32. The host clips by itself there.
     """
@@ -140,6 +140,9 @@ def build_optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
         use_distributed_optimizer=uses_distributed_optimizer(recipe),
     )
     optimizer = get_megatron_optimizer(config, [ddp])
+    for group in optimizer.param_groups:
+        # Megatron-LM's scheduler does this in every step; the optimizer by itself decays norms and biases too.
+        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
     fill_states(optimizer)
     return optimizer
 

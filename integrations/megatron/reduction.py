@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
+from ...core.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
 from ...core.workload import StepPlan
 from ...runtime.busy import BusyClock
 from .batch import is_stock
@@ -36,14 +37,13 @@ class Reduction:
         ddp: Megatron's DistributedDataParallel.
         plan: of this step.
         clock: notes when it runs.
-        whole: leave the whole sum on every rank (all-reduce), also under the distributed optimizer.
     """
 
-    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock, *, whole: bool = False) -> None:
-        self._ddp, self._clock, self.whole = ddp, clock, whole
+    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock) -> None:
+        self._ddp, self._clock = ddp, clock
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or whole or not is_stock(plan))
+        self.quiet = self.overlap and (idle or not is_stock(plan))
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)
@@ -55,6 +55,11 @@ class Reduction:
         """Holds around all forwards and backwards of the step."""
         context: AbstractContextManager[Any] = self._ddp.no_sync() if self.quiet else nullcontext()
         return context
+
+    @property
+    def branch(self) -> str:
+        """Which protocol this step takes, in the words of `core.branches`."""
+        return SUM_AFTER_PASSES if self.quiet or not self.overlap else SUM_IN_LAST_BACKWARD
 
     def count(self, loss_sum: torch.Tensor, num_targets: int) -> None:
         """Book a micro-batch of the last stage. Only one tensor-parallel rank books."""
@@ -71,8 +76,8 @@ class Reduction:
         with self._clock.noting("G"):
             if self.quiet:
                 for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
-                    group.start_grad_sync(force_all_reduce=self.whole)
-            finalize_model_grads([self._ddp], None, pg_collection=pg_collection, force_all_reduce=self.whole)
+                    group.start_grad_sync()
+            finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])
@@ -84,6 +89,20 @@ def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tu
     dist.all_reduce(totals)
     loss, count = totals.tolist()
     return loss, round(count)
+
+
+def gather_shards(ddp: Any) -> None:
+    """Make every data-parallel rank hold the whole gradient sum, where the distributed optimizer left it in shards.
+
+    A rank's own shard keeps its value, so an update afterwards is the same. Collective.
+    """
+    if not ddp.ddp_config.use_distributed_optimizer:
+        return
+    for group in ddp.bucket_groups:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            own = bucket.grad_data.chunk(dist.get_world_size(ranks))[dist.get_rank(ranks)]
+            dist.all_gather_into_tensor(bucket.grad_data, own.clone(), group=ranks)
 
 
 @torch.no_grad()

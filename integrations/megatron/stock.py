@@ -36,6 +36,5 @@ def run_stock(ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Re
             seq_length=1,
             micro_batch_size=1,
             forward_only=False,
-            force_all_reduce=reduction.whole,
         )
     return batches.executed

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evenload.commands.checkpoints import newest_whole
+from evenload.commands.manifest import read as load_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,12 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def samples(log: Path) -> list[list[int]]:
     return [json.loads(line)["samples"] for line in log.read_text().splitlines()]
+
+
+def chosen(root: Path) -> str | None:
+    """The checkpoint from which a run would go on."""
+    newest = newest_whole(root)
+    return newest[0].name if newest else None
 
 
 def written(folder: Path) -> Path:
@@ -120,6 +128,45 @@ def test_a_run_goes_on_with_another_layout(place: Path, forged: Forged) -> None:
     for ours, theirs in zip(rest, whole[2:], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_every_sample_is_seen_once_over_changing_numbers_of_ranks(trainer: str, place: Path, forged: Forged) -> None:
+    """4, 2, 1 and 4 ranks, two steps each, beside an undisturbed run of 2."""
+    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
+    whole = json.loads(forged(place, "train", recipe, "train.steps=8", "log.jsonl=whole.jsonl", "--json").stdout)
+    rows = []
+    for number, ranks in enumerate((4, 2, 1, 4)):
+        done = forged(place, "train", recipe, f"parallel.dp={ranks}", f"train.steps={2 * number + 2}", *common)
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows += json.loads(done.stdout)["steps"]
+    assert [row["step"] for row in rows] == list(range(8))
+    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole["steps"]], rel=1e-5)
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_one_flipped_bit_is_passed_over_and_the_older_checkpoint_goes_on(
+    trainer: str, place: Path, forged: Forged
+) -> None:
+    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "--json")
+    whole = losses(forged(place, "train", recipe, *common))
+    newest = place / "kept" / "step00000004"
+    for file in sorted(p for p in (newest / "trainer").rglob("*") if p.is_file() and p.stat().st_size)[1::2]:
+        kept = file.read_bytes()
+        flipped = bytearray(kept)
+        flipped[len(kept) // 2] ^= 1
+        file.write_bytes(flipped)
+        known = load_manifest(newest)
+        assert known.files[str(file.relative_to(newest))].size == len(kept)
+        assert chosen(place / "kept") == "step00000002", file
+        file.write_bytes(kept)
+    assert chosen(place / "kept") == "step00000004"
+    file.write_bytes(flipped)
+    done = forged(place, "train", recipe, *common)
+    assert losses(done) == whole[2:]
+    assert f"{file.name} has other content than was written" in done.stderr
+    assert "going on from the older checkpoint step00000002" in done.stderr
 
 
 def heavy_tail(place: Path) -> tuple[str, ...]:
@@ -200,18 +247,27 @@ def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forge
     assert shown == [f"{name}, {kind}" for name in ("evenload", "stock", "in_order") for kind in kinds]
 
 
-def test_a_full_disk_keeps_the_old_checkpoint(place: Path, forged: Forged) -> None:
-    """A limit on file sizes stands in for the disk: the second save fails half-way on every rank."""
-    losses(forged(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+@pytest.mark.parametrize("limited_rank", ["0", "1"])
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
+    trainer: str, limited_rank: str, place: Path, forged: Forged
+) -> None:
+    """The second save fails half-way on one rank, by a limit on file sizes, while the other one waits for it."""
+    recipe = f"{trainer}.yaml"
+    losses(forged(place, "train", recipe, "train.steps=2", "checkpoint.dir=kept", "--json"))
     before = sorted(p.name for p in (place / "kept" / "step00000002").rglob("*"))
-    limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", planted=limited)
+    limited = "import os, resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += f"os.environ['RANK'] == '{limited_rank}' and "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))"
+    done = forged(place, "train", recipe, "checkpoint.dir=kept", "safety.stuck_s=60", planted=limited)
     assert done.returncode == 1, (done.stdout, done.stderr[-2000:])
     assert "the checkpoint step00000004 was not written" in done.stderr
+    assert f"found: rank {limited_rank if trainer == 'deepspeed' else 0}: " in done.stderr
     assert "the last good checkpoint is step00000002" in done.stderr
+    assert "is stuck" not in done.stderr
+    assert "Traceback" not in done.stderr
     assert sorted(p.name for p in (place / "kept" / "step00000002").rglob("*")) == before
-    resumed = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "--json")
+    resumed = forged(place, "train", recipe, "checkpoint.dir=kept", "--json")
     assert [row["step"] for row in json.loads(resumed.stdout)["steps"]] == [2, 3]
 
 
@@ -366,3 +422,51 @@ def test_torchrun_starts_the_same_job(trainer: str, place: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(json.loads(done.stdout)["steps"]) == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """``small_disk(kib)``: a file system of its own with so much space; skips where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(kib: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be mounted here")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_a_full_disk_is_named(trainer: str, place: Path, forged: Forged, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(1500)
+    save = (f"checkpoint.dir={disk}", "checkpoint.every=1", "checkpoint.keep=9", "train.steps=9", "safety.stuck_s=60")
+    done = forged(place, "train", f"{trainer}.yaml", *save)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "was not written: the disk is full" in done.stderr
+    assert f"free space on the disk of {disk}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert chosen(disk) is not None
+
+
+def test_a_log_that_fails_is_given_up_and_training_goes_on(
+    place: Path, forged: Forged, small_disk: Callable[[int], Path]
+) -> None:
+    disk = small_disk(16)
+    (disk / "others").write_bytes(bytes(9 << 10))
+    logs = (f"log.jsonl={disk}/log.jsonl", f"log.tensorboard={disk}/board", "--trace", f"{disk}/t.json")
+    done = forged(place, "train", "megatron.yaml", *logs, "train.steps=40", "--json")
+    assert len(losses(done)) == 40
+    assert "log.jsonl is given up after step" in done.stderr
+    assert "no trace: the file cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_log_that_cannot_be_opened_is_refused(place: Path, forged: Forged) -> None:
+    (place / "taken").mkdir()
+    done = forged(place, "train", "megatron.yaml", "log.jsonl=taken")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "log.jsonl cannot be written" in done.stderr

@@ -13,7 +13,7 @@ from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequ
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import engine_host, open_host
 from evenload.integrations.deepspeed import host as host_module
-from evenload.integrations.deepspeed.verify import reference, relative_error
+from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.world import init_world
 
 LENGTHS = (40, 9, 13, 22, 5, 17)

@@ -22,7 +22,7 @@ from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequ
 from evenload.integrations.deepspeed import open_host, pipeline_stage
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline_stage import PlannedStage
-from evenload.integrations.deepspeed.verify import plain_gradients, reference, relative_error
+from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.deferred import WeightGradients
 from evenload.runtime.prefix import PrefixStore
 from evenload.runtime.tape import Tape

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed.verify import reference, relative_error
+from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.ring import Ring
 from evenload.runtime.world import init_world
 

@@ -17,7 +17,7 @@ from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.passes import Pass
-from evenload.integrations.deepspeed.verify import reference, relative_error
+from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.prefix import PrefixStore
 from evenload.runtime.world import init_world
 

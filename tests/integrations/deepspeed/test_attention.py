@@ -14,7 +14,7 @@ from evenload.core.workload import MicroBatch, Slice, sequences
 from evenload.integrations.deepspeed import attention
 from evenload.integrations.deepspeed.host import loss_sum
 from evenload.integrations.deepspeed.model import build_model
-from evenload.integrations.deepspeed.verify import plain_gradients, relative_error
+from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.runtime.pack import build_pack
 
 LENGTHS = (5, 19, 3, 8)

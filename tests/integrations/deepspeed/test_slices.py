@@ -9,7 +9,7 @@ from evenload.core.errors import EvenloadError
 from evenload.integrations.deepspeed.host import call_of, loss_sum
 from evenload.integrations.deepspeed.jobs import passes_of_rank
 from evenload.integrations.deepspeed.model import build_model, recompute_layers
-from evenload.integrations.deepspeed.verify import plain_gradients, relative_error
+from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.runtime.pack import build_pack, count_targets
 from evenload.runtime.prefix import PrefixStore
 

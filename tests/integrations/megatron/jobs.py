@@ -20,7 +20,7 @@ from evenload.integrations.megatron import batch as batch_module
 from evenload.integrations.megatron import checkpoint as checkpoint_module
 from evenload.integrations.megatron import reduction as reduction_module
 from evenload.integrations.megatron.model import torch_optimizers
-from evenload.integrations.megatron.verify import grad_rel_err, reference
+from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients, global_parameters
 from evenload.runtime.busy import BusyClock
 from megatron.core import parallel_state
@@ -210,7 +210,7 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
         _, expected = reference(host.recipe, host, data, plan(host.layout.plane_size).sequences)
         with mutation(mutant):
             for packs in plans:
-                host._run(plan(host.layout.plane_size, packs=packs), data, lambda _: None, BusyClock(CPU), whole=False)
+                host._run(plan(host.layout.plane_size, packs=packs), data, lambda _: None, BusyClock(CPU))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -18,8 +18,8 @@ from evenload.core.setting import limits_of, situation_of
 from evenload.core.workload import Limits, StepPlan, sequences
 from evenload.integrations.megatron import linears, model, open_host, schedule
 from evenload.integrations.megatron.attention import PackedCoreAttention
+from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.verify import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients
 from evenload.runtime import deferred
 from evenload.runtime.busy import BusyClock
@@ -99,7 +99,7 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
     with sharding, hosted(world, **changes) as host:
         _, expected = reference(host.recipe, host, tokens(lengths), sequences(lengths))
         for written in plans:
-            host._run(_plan(host, written), tokens(lengths), lambda _: None, BusyClock(CPU), whole=False)
+            host._run(_plan(host, written), tokens(lengths), lambda _: None, BusyClock(CPU))
             for group in host.ddp.bucket_groups:
                 for bucket in group.buckets:
                     members = group.intra_distributed_optimizer_instance_group

@@ -12,8 +12,8 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.workload import StepPlan, sequences
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
+from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.verify import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients, global_parameters
 from evenload.runtime import pack as pack_module
 from evenload.runtime import prefix
@@ -66,7 +66,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
         unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
         for which in plans:
             for the_plan in (sharing(host, which), replace(unshared, order=())):
-                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")), whole=False)
+                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -14,8 +14,8 @@ from evenload.core.order import one_forward_one_backward, orders_of_stage
 from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.megatron.attention import PackedCoreAttention
 from evenload.integrations.megatron.forward import Forward
+from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.verify import grad_rel_err, reference
 from evenload.integrations.megatron.weights import global_gradients, global_parameters
 from evenload.runtime import prefix
 from evenload.runtime.busy import BusyClock
@@ -81,7 +81,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
         _, expected = reference(host.recipe, host, data, sequences(LENGTHS))
         for seed in seeds:
             for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.plane_size)):
-                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")), whole=False)
+                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -48,7 +48,7 @@ def card() -> Iterator[tuple[Any, Any]]:
 
 def errors(jobs: Any, world: Any, dtype: str, packs: Any) -> tuple[float, float, Any]:
     """Relative errors of loss and worst gradient against the reference, and the step's result."""
-    from evenload.integrations.megatron.verify import grad_rel_err, reference
+    from evenload.integrations.megatron.plain import grad_rel_err, reference
 
     with jobs.hosted(world, train__dtype=dtype, **WIDE) as host:
         data, plan = jobs.tokens(LENGTHS), jobs.plan(1, LENGTHS, packs)

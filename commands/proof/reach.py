@@ -1,0 +1,106 @@
+"""Batches that take branches of the runtime which the first batches of a run did not.
+
+What a proof has not run it has not proved. So for the branches that the recipe's settings open (`Plugin.branches`) and
+no step has taken yet, batches are composed of the run's own samples - further ones in its order, long ones, short
+ones, mixed ones, fewer than there are ranks - and planned under the recipe's caps, with settings that prefer the
+branch among those that the recipe allows. Greedily, the batch that takes most missing branches is chosen first, and of
+these the smallest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.branches import IDLE_RANKS, PACKED, branches_of
+from ...core.chain import PlanChain
+from ...core.errors import EvenloadError
+from ...core.workload import StepPlan, sequences
+
+Ints = npt.NDArray[np.int64]
+
+MOST_BATCHES = 3
+_BUDGET_S = 20.0
+_FURTHER = 8
+"""Batches that are composed by chance, beside those of extremes."""
+
+
+class Chosen(NamedTuple):
+    """A batch that takes branches which were missing."""
+
+    samples: Ints
+    prefers: str
+    """The branch whose chain of `opened` plans it."""
+    takes: frozenset[str]
+
+
+def opened(chain: PlanChain) -> dict[str, PlanChain]:
+    """The branches that the settings of a chain open, each with the chain that most likely takes it."""
+    chains: dict[str, PlanChain] = {PACKED: chain}
+    if chain.limits.num_ranks > 1:
+        chains[IDLE_RANKS] = chain
+    for place, (plugin, config) in enumerate(chain.links):
+        preferring = plugin.branches(config, chain.situation) if plugin.branches else {}
+        for name, settings in preferring.items():
+            links = (*chain.links[:place], (plugin, settings), *chain.links[place + 1 :])
+            chains[name] = chain if settings == config else replace(chain, links=links)
+    return chains
+
+
+def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: int) -> list[Chosen]:
+    """Up to `MOST_BATCHES` batches that together take as many of the missing branches as batches here do.
+
+    Args:
+        lengths: tokens of every sample of the data.
+        size: samples of a batch.
+    """
+    until = time.monotonic() + _BUDGET_S
+    chains = opened(chain)
+    missing = missing & chains.keys()
+    tried: list[tuple[Chosen, int]] = []
+    for samples in _batches(lengths, size, seed):
+        for name in {id(chains[name]): name for name in sorted(missing)}.values():
+            plan = _plan(chains[name], lengths[samples])
+            if plan is not None and (takes := missing & branches_of(plan).keys()):
+                tried.append((Chosen(samples, name, frozenset(takes)), plan.num_tokens))
+        if time.monotonic() > until:
+            break
+    chosen: list[Chosen] = []
+    left = set(missing)
+    while tried and len(chosen) < MOST_BATCHES:
+        best, _ = max(tried, key=lambda row: (len(row[0].takes & left), -row[1]))
+        if not best.takes & left:
+            break
+        chosen.append(best)
+        left -= best.takes
+    return chosen
+
+
+def _plan(chain: PlanChain, lengths: Ints) -> StepPlan | None:
+    try:
+        return chain.plan(sequences(lengths))
+    except EvenloadError:
+        return None
+
+
+def _batches(lengths: Ints, size: int, seed: int) -> Iterator[Ints]:
+    """Sample numbers of each batch to try: extremes first, then drawn ones."""
+    by_length = np.argsort(lengths, kind="stable")
+    size = min(size, len(lengths))
+    longest, shortest, median = by_length[::-1], by_length, len(lengths) // 2
+    yield shortest[median : median + 1]
+    yield longest[:1]
+    yield longest[: min(2, size)]
+    yield np.concatenate([longest[:1], shortest[: size - 1]])
+    yield np.concatenate([longest[: size // 2], shortest[: size - size // 2]])
+    yield longest[:size]
+    yield by_length[median : median + size]
+    yield shortest[:size]
+    random = np.random.default_rng(seed)
+    for _ in range(_FURTHER):
+        yield random.permutation(len(lengths))[: int(random.integers(1, size + 1))].astype(np.int64)

@@ -1,0 +1,92 @@
+"""The reference that `evenload verify` holds a DeepSpeed run against: plain training, written for the proof.
+
+Same weights, whole sequences one after the other, Transformers' own attention and no mask, no packing, no engine, no
+process group, float32. Nothing here knows of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ...core.recipe import Recipe
+from ...core.workload import Sequence
+from ...runtime.pack import TokensOf
+from ..exactness import largest_error
+from ..host import Host
+from .model import build_model
+
+
+class PlainModel:
+    """Transformers' model of a recipe, whole on each rank. Making one is collective: it takes the host's weights.
+
+    Args:
+        recipe: of the host.
+        dtype: of weights and passes, bf16 or fp64 (norms stay in float32 there); None takes float32.
+    """
+
+    def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
+        self._model = build_model(recipe, attn_implementation="sdpa")
+        self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
+        self._parameters = dict(self._model.named_parameters())
+        self.load(host.weights())
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, by parameter name."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+
+    def gradients(self, tokens_of: TokensOf, sequences: Iterable[Sequence]) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients, by parameter name, of the mean token loss of a global batch. Every rank computes all."""
+        return plain_gradients(self._model, tokens_of, sequences)
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Norm of the whole model's gradient."""
+        return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What a parameter's gradient is compared by: Transformers' projections are apart already."""
+        yield name, tensor
+
+    def close(self) -> None:
+        """Nothing is held outside."""
+
+
+def reference(
+    recipe: Recipe, host: Host, tokens_of: TokensOf, sequences: Iterable[Sequence]
+) -> tuple[float, Mapping[str, Tensor]]:
+    """Loss and gradients, by parameter name, of the mean token loss of a global batch.
+
+    Collective, because the weights are gathered from `host`; every rank then computes the whole batch.
+    """
+    return PlainModel(recipe, host).gradients(tokens_of, sequences)
+
+
+def plain_gradients(
+    model: torch.nn.Module, tokens_of: TokensOf, sequences: Iterable[Sequence]
+) -> tuple[float, dict[str, Tensor]]:
+    """The same of any causal language model, in the precision of its weights."""
+    samples = [torch.as_tensor(tokens_of(s.index))[: s.length].long() for s in sequences]
+    num_targets = sum(len(sample) - 1 for sample in samples)
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for sample in samples:
+        if len(sample) < 2:
+            continue
+        logits_TV = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
+        logits_TV = logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV
+        loss = cross_entropy(logits_TV, sample[1:], reduction="sum") / num_targets
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total, {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(gradients: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> float:
+    """max over parameters of ||g - ref|| / ||ref||; infinite where a gradient is missing or not finite."""
+    if gradients.keys() != references.keys():
+        return float("inf")
+    return largest_error(gradients, references).error

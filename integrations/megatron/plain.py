@@ -1,0 +1,187 @@
+"""Plain training of a host's weights, for the proof that a plan changed nothing.
+
+Nothing of the planned path is used: Megatron-Core's *stock* local layers and rotary embeddings, a model with all layers
+on each rank, whole sequences one after the other in their own [1, L] batch, no pack, no plan, no DDP. Tensor
+parallelism is kept as the host has it (a gradient shard is then compared with the same shard, and Megatron's
+cross-entropy, float32 inside even in a float64 run, rounds alike on both sides: parity to 1e-15 is left visible).
+
+Two liberties, neither of which the planned path shares. Sequences are dealt to all ranks of equal tensor-parallel
+index and their float64 gradient sums are added up at the end. Beyond `STOCK_ATTENTION` tokens the stock core attention,
+which keeps [heads, L, L] scores, is replaced by torch's scaled_dot_product_attention on the same whole sequence.
+The reference of a bf16 run is computed in float32 from the bf16 weights: what bf16 would give without its rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...core.layout import Layout
+from ...core.recipe import Recipe
+from ...core.workload import Sequence
+from ...runtime.pack import TokensOf
+from ..exactness import largest_error
+from ..host import Host
+from .model import build_model, transformer_config
+from .weights import global_parameters
+
+STOCK_ATTENTION = 2048
+"""Longest sequence [tokens] that goes through Megatron's own DotProductAttention."""
+
+
+class PlainModel:
+    """The stock model of a recipe, whole on each rank but for tensor parallelism. Making one is collective.
+
+    Args:
+        recipe: of the host, vocabulary size filled in.
+        host: whose weights it starts from; it must live as long as the plain model.
+        dtype: of weights and passes; None takes the recipe's, and float32 for a recipe in bf16.
+    """
+
+    def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
+        dtype = dtype or ("fp32" if recipe.train.dtype == "bf16" else recipe.train.dtype)
+        recipe = recipe.changed({"train.recompute": False, "train.dtype": dtype})
+        self._alone, self._workers = _own_groups(host.layout)
+        tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+        groups = ProcessGroupCollection(
+            tp=tensor_parallel,
+            cp=parallel_state.get_context_parallel_group(),
+            pp=self._alone,
+            embd=None,
+            pos_embd=None,
+        )
+        config = transformer_config(recipe, Layout(tp=host.layout.tp), attention_softmax_in_fp32=False)
+        model = build_model(recipe, config, first=True, last=True, packed=False, pg_collection=groups)
+        self._model, self._config, self._device = model.to(host.device), config, host.device
+        for layer in self._model.decoder.layers:
+            attention = layer.self_attention
+            attention.core_attention = _ByLength(attention.core_attention, config)
+        self._parameters = dict(global_parameters(self._model))
+        self.load(host.weights())
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, by global name; shards are those of this tensor-parallel rank."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+
+    def gradients(self, tokens_of: TokensOf, sequences: Iterable[Sequence]) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the whole model by global parameter name, float64 on the CPU. Collective.
+
+        The loss is the sum of all token losses / target tokens, as `StepResult.loss`; tensor-parallel shards are those
+        of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
+        """
+        batch = [s for s in sequences if s.length > 1]
+        sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for sequence in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
+            tokens_L = torch.from_numpy(tokens_of(sequence.index)[: sequence.length]).to(self._device)
+            loss_sum = _whole_sequence(self._model, tokens_L)
+            totals += torch.stack([loss_sum, totals.new_tensor(sequence.length - 1)])
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    sums[name] += parameter.grad
+                    parameter.grad = None
+        dist.all_reduce(totals, group=self._workers)
+        for name, total in sums.items():
+            dist.all_reduce(total, group=self._workers)
+            if "q_layernorm" in name or "k_layernorm" in name:
+                # Each tensor-parallel rank has its own heads' part, which Megatron sums when it finalizes.
+                dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+            total /= totals[1]
+        return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Norm of the whole model's gradient, what tensor-parallel ranks hold alike counted once. Collective."""
+        squares = torch.zeros(2, dtype=torch.float64)
+        for name, gradient in gradients.items():
+            cut = bool(getattr(self._parameters[name], "tensor_model_parallel", False))
+            squares[int(cut)] += gradient.double().square().sum().cpu()
+        shards = squares[1:].to(self._device)
+        dist.all_reduce(shards, group=parallel_state.get_tensor_model_parallel_group())
+        return float((squares[0] + shards.cpu()[0]).sqrt())
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What a parameter's gradient is compared by: query, key and value of a fused projection apart.
+
+        Their gradients differ by orders of magnitude, so an error in one would drown in the norm of all three.
+        """
+        if ".linear_qkv." not in name:
+            yield name, tensor
+            return
+        config, groups = self._config, self._config.num_query_groups // self._config.tensor_model_parallel_size
+        heads = config.num_attention_heads // config.num_query_groups
+        rows = tensor.reshape(groups, heads + 2, config.kv_channels, *tensor.shape[1:])
+        yield f"{name} (query)", rows[:, :heads]
+        yield f"{name} (key)", rows[:, heads]
+        yield f"{name} (value)", rows[:, heads + 1]
+
+    def close(self) -> None:
+        """Give back its process groups. Collective."""
+        dist.destroy_process_group(self._workers)
+        dist.destroy_process_group(self._alone)
+
+
+def reference(
+    recipe: Recipe, host: Host, tokens_of: TokensOf, sequences: Iterable[Sequence]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one batch from the host's weights; see `PlainModel.gradients`. Collective."""
+    plain = PlainModel(recipe, host)
+    try:
+        return plain.gradients(tokens_of, sequences)
+    finally:
+        plain.close()
+
+
+def grad_rel_err(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """max over parameters of ||g - ref|| / ||ref||, for the parameters that this rank holds.
+
+    A parameter whose reference is zero counts by ||g|| itself; one with a NaN or an infinity is infinitely wrong.
+    """
+    return largest_error(gradients, expected).error
+
+
+def _own_groups(layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A group of this rank alone, and one of all ranks of its tensor-parallel index. Made by all ranks in one order."""
+    own = parallel_state.get_tensor_model_parallel_rank()
+    rows: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    alone = [dist.new_group([rank]) for rank in range(len(rows))]
+    workers = [dist.new_group([rank for rank, tp in enumerate(rows) if tp == index]) for index in range(layout.tp)]
+    return alone[dist.get_rank()], workers[own]
+
+
+def _whole_sequence(model: Any, tokens_L: Tensor) -> Tensor:
+    """Sum of the token losses of one sequence, after its backward. The last token has no target."""
+    length = len(tokens_L)
+    mask_LL = None
+    if length <= STOCK_ATTENTION:
+        mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
+    positions = torch.arange(length, device=tokens_L.device)[None]
+    losses_1L: Tensor = model(tokens_L[None], positions, mask_LL, labels=tokens_L.roll(-1)[None])
+    loss = losses_1L[0, :-1].double().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+class _ByLength(MegatronModule):  # type: ignore[misc]
+    """Stock core attention for short sequences, torch's for long ones."""
+
+    def __init__(self, stock: Callable[..., Tensor], config: Any) -> None:
+        super().__init__(config=config)
+        self.stock = stock
+
+    def forward(self, q_LBHD: Tensor, k_LBGD: Tensor, v_LBGD: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        if mask is not None:
+            return self.stock(q_LBHD, k_LBGD, v_LBGD, mask, **kwargs)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_LBHD, k_LBGD, v_LBGD))
+        out_BHLD = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out_BHLD.permute(2, 0, 1, 3).flatten(2)

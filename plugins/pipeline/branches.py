@@ -1,0 +1,17 @@
+"""Which branches of the runtime the pipeline section opens."""
+
+from __future__ import annotations
+
+from ...core.branches import CUT, RECOMPUTED, WEIGHT_PASSES
+from ...core.registry import Situation
+from .config import PipelineConfig
+
+
+def branches(config: PipelineConfig, situation: Situation) -> dict[str, PipelineConfig]:
+    """For each branch that plans may take, settings under the same caps with which they most likely do."""
+    opened = {CUT: config} if config.chunks > 1 and situation.layout.pp > 1 else {}
+    if config.recompute == "auto":
+        opened[RECOMPUTED] = config
+    if config.split_backward != "off" and situation.layout.pp > 1:
+        opened[WEIGHT_PASSES] = config
+    return opened

@@ -1,0 +1,96 @@
+"""Files as they were written: size and hash, made and compared by several threads.
+
+Hashes are xxh3 with 128 bits: 18 GB/s on one core, where blake2b gives 0.8, so that comparing costs what reading costs.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+_BLOCK_BYTES = 1 << 22
+_THREADS = 4
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXTS = [f"[Errno {number}]" for number in _FULL]
+"""What is left of such an error where a trainer has gathered those of all ranks."""
+
+
+class File(NamedTuple):
+    """One file, as it was written."""
+
+    size: int
+    """Bytes."""
+    hash: str
+    """Empty where none was kept."""
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that there is no space left."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _FULL) or any(text in str(error) for text in _FULL_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def quiet_when_full() -> Iterator[None]:
+    """Threads of others that meet a full disk inside do not print it: whoever waits for them says it once."""
+    before = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if not disk_is_full(arguments.exc_value):
+            before(arguments)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def below(folder: Path) -> list[str]:
+    """Names of all files below a folder, relative to it."""
+    return [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
+
+
+def stamp(folder: Path, names: Iterable[str]) -> dict[str, File]:
+    """Sizes and hashes of these files below a folder, by name. Raises OSError."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        rows = pool.map(lambda name: (name, _stamp(folder / name)), names)
+        return dict(rows)
+
+
+def faults(folder: Path, files: Mapping[str, File], *, hashes: bool) -> list[str]:
+    """In words what is wrong with these files below a folder: missing, of another size, or of other content."""
+
+    def fault(name: str) -> str | None:
+        wanted, path = files[name], folder / name
+        try:
+            size = path.stat().st_size
+            if size != wanted.size:
+                return f"{name} has {size} bytes, {wanted.size} were written"
+            if hashes and wanted.hash and _stamp(path) != wanted:
+                return f"{name} has other content than was written (its hash differs)"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [text for text in pool.map(fault, files) if text]
+
+
+def _stamp(path: Path) -> File:
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            hasher.update(block)
+            size += len(block)
+    return File(size, hasher.hexdigest())

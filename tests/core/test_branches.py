@@ -1,0 +1,104 @@
+"""A plan names the branches of the runtime that it takes; the settings of a recipe name those that plans may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from evenload.commands.proof.reach import MOST_BATCHES, choose, opened
+from evenload.core import branches
+from evenload.core.branches import branches_of
+from evenload.core.chain import PlanChain
+from evenload.core.recipe import parse
+from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.face import load_plugins
+
+load_plugins()
+
+LIMITS = Limits(num_ranks=3, max_tokens=16, num_stages=2, layers_per_stage=4)
+PLAN = StepPlan(
+    sequences([12, 5, 3]),
+    (
+        MicroBatch((Slice(0, 0, 7), Slice(1, 0, 5)), (0,)),
+        MicroBatch((Slice(0, 7, 12),), (0,)),
+        MicroBatch((Slice(2, 0, 3),), (1,)),
+        MicroBatch((), (2,)),
+    ),
+    LIMITS,
+)
+
+
+def test_what_a_plan_takes_is_counted() -> None:
+    assert branches_of(PLAN) == {
+        branches.PACKED: 1,
+        branches.CUT: 1,
+        branches.IDLE_RANKS: 1,
+        branches.UNEQUAL_COUNTS: 1,
+        branches.DUMMIES: 1,
+        branches.PADDED: 1,
+    }
+
+
+def ops(text: str) -> tuple[Op, ...]:
+    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "count"),
+    [
+        ({"replayed": (0,)}, branches.REPLAYED, 1),
+        ({"backward": PLAN.micro_batches[:2]}, branches.REGROUPED, 2),
+        ({"recompute": ((1, 0, 2, 0), (0, 0, 1, 0))}, branches.RECOMPUTED, 4),
+        ({"order": (ops("F0 B0 W0"), ops("F0 B0"))}, branches.WEIGHT_PASSES, 1),
+        ({"order": (ops("F0 B0"), ops("F0 B0"))}, branches.OWN_ORDER, 2),
+        ({"offload": (0.5, 0.0, 0.0, 0.0)}, branches.OFFLOADED, 1),
+    ],
+)
+def test_every_way_to_run_a_plan_has_a_name(changes: dict[str, object], name: str, count: int) -> None:
+    assert branches_of(replace(PLAN, **changes))[name] == count  # type: ignore[arg-type]
+
+
+def test_shared_micro_batches_are_counted_by_how_they_share() -> None:
+    shared = MicroBatch((Slice(0, 0, 12), Slice(1, 0, 5)), (0, 1), 0, "ring", homes=((0, 1), (1, 0)), remap=True)
+    gathered = MicroBatch((Slice(2, 0, 3),), (1, 2), 0, "all_gather", routed=True)
+    taken = branches_of(replace(PLAN, micro_batches=(shared, gathered)))
+    for name in (branches.sharing("ring"), branches.sharing("all_gather"), branches.SEVERAL_GROUPS, branches.REMAPPED):
+        assert taken[name] == 1
+    assert taken[branches.ROUTED] == 1
+
+
+def chain(**plugins: dict[str, object]) -> PlanChain:
+    recipe = parse(
+        {
+            "parallel": {"dp": 4},
+            "train": {"recompute": True, "global_batch_size": 8},
+            "plugins": {name: {"enabled": True, **settings} for name, settings in plugins.items()},
+        }
+    )
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+def test_settings_open_branches_and_say_what_prefers_them() -> None:
+    both = chain(packing={"max_tokens": 64}, mesh={"engines": ["ring", "all_gather"], "remap": "off"})
+    names = set(opened(both))
+    assert {branches.PACKED, branches.CUT, branches.REGROUPED, branches.IDLE_RANKS, branches.SEVERAL_GROUPS} <= names
+    assert {branches.sharing("ring"), branches.sharing("all_gather")} <= names
+    assert not {branches.REMAPPED, branches.sharing("hybrid"), branches.WEIGHT_PASSES} & names
+    preferring = dict(zip(("packing", "mesh"), opened(both)[branches.sharing("ring")].links, strict=True))
+    assert preferring["mesh"][1].engines == ("ring",)  # type: ignore[attr-defined]
+    assert set(opened(chain(packing={"slices": "off"}))) == {branches.PACKED, branches.IDLE_RANKS}
+
+
+def test_batches_are_chosen_that_take_what_is_missing() -> None:
+    import numpy as np
+
+    one = chain(packing={"max_tokens": 64, "slices": "auto"})
+    lengths = np.array([30 + 17 * k % 90 for k in range(50)], dtype=np.int64)
+    missing = {branches.IDLE_RANKS, branches.PACKED, branches.REGROUPED}
+    chosen = choose(one, missing, lengths, 8, seed=1)
+    assert 1 <= len(chosen) <= MOST_BATCHES
+    assert frozenset().union(*(batch.takes for batch in chosen)) == missing
+    for batch in chosen:
+        plan = opened(one)[batch.prefers].plan(sequences(lengths[batch.samples]))
+        assert batch.takes <= branches_of(plan).keys()
+    assert choose(one, {branches.WEIGHT_PASSES}, lengths, 8, seed=1) == []

@@ -1,0 +1,138 @@
+"""Plant every fault of `table` in a copy of the code, one after the other, and see whether its killer notices.
+
+    python tests/mutants/run.py                  all of them, each killer first without a fault
+    python tests/mutants/run.py --part 3/10      every tenth from the third on, faults alone
+    python tests/mutants/run.py NAME ...         these
+
+Exit code 1 if a fault survives, or if a killer fails where nothing is planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from table import KILLERS, MUTANTS, Mutant, Words
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 300.0
+
+
+class Outcome(NamedTuple):
+    """How a killer ended."""
+
+    failed: bool | None
+    """None: it neither passed nor failed, but could not be run."""
+    said: str
+    seconds: float
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    """What git tracks or would track, as the package ``evenload`` in a folder."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            target = folder / "evenload" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+    return folder / "evenload"
+
+
+def run(words: Words, code: Path) -> Outcome:
+    """Run a killer on a copy of the code."""
+    verb, *rest = words
+    command = {
+        "verify": [sys.executable, "-m", "evenload", verb, *rest, "--json"],
+        "pytest": [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *rest],
+    }[verb]
+    environment = {**os.environ, "PYTHONPATH": str(code.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return Outcome(None, f"not done after {LIMIT_S:g} s", LIMIT_S)
+    failed, said = _verdict(done) if verb == "verify" else _test_verdict(done)
+    return Outcome(failed, said, time.monotonic() - start)
+
+
+def _verdict(done: subprocess.CompletedProcess[str]) -> tuple[bool | None, str]:
+    if done.returncode not in (0, 1):
+        return None, f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+    try:
+        result = json.loads(done.stdout)
+    except ValueError:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("evenload: ") and "{" not in line]
+        return True, (lines or ["no word"])[-1]
+    wrong = [f"not finite: {name}" for name in result["not_finite"]]
+    wrong += [f"{result[key]} {key}" for key in ("samples_wrong", "tokens_missing", "tokens_repeated") if result[key]]
+    return not result["exact"], (wrong + result["over"] or ["exact"])[0]
+
+
+def _test_verdict(done: subprocess.CompletedProcess[str]) -> tuple[bool | None, str]:
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("E  ", "FAILED"))]
+    said = lines[0][4:].strip() if lines else (done.stdout.strip().splitlines() or [""])[-1]
+    return {0: False, 1: True}.get(done.returncode), said
+
+
+def plant(mutant: Mutant, code: Path) -> None:
+    """Replace the piece of code. Raises ValueError where it does not stand once in its file."""
+    file = code / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(
+            f"{mutant.name}: the code to be replaced stands {text.count(mutant.old)} times in {mutant.file}"
+        )
+    file.write_text(text.replace(mutant.old, mutant.new))
+
+
+def chosen(names: list[str], part: str) -> list[Mutant]:
+    """The faults that the command line asks for."""
+    mutants = [one for one in MUTANTS if not names or one.name in names]
+    if part:
+        first, of = map(int, part.split("/"))
+        mutants = mutants[first % of :: of]
+    return mutants
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--part", default="", help="K/N: every N-th fault from the K-th on")
+    arguments = parser.parse_args()
+    mutants, console = chosen(arguments.names, arguments.part), Console(stderr=True)
+    table = Table("fault", "killer", "what it said", "seconds")
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        code = copy_of_the_code(Path(folder))
+        for name in () if arguments.part else dict.fromkeys(one.killer for one in mutants):
+            outcome = run(KILLERS[name], code)
+            bad += outcome.failed is not False
+            console.print(f"[dim]nothing planted[/] {name}: {outcome.said[:100]} ({outcome.seconds:.0f} s)")
+        for mutant in mutants:
+            kept = (code / mutant.file).read_text()
+            plant(mutant, code)
+            outcome = run(KILLERS[mutant.killer], code)
+            (code / mutant.file).write_text(kept)
+            bad += outcome.failed is not True
+            word = "killed" if outcome.failed else "SURVIVED"
+            console.print(f"{word} by {mutant.killer} in {outcome.seconds:.0f} s: {mutant.name}: {outcome.said[:100]}")
+            table.add_row(mutant.name, mutant.killer, f"{word}: {outcome.said[:80]}", f"{outcome.seconds:.0f}")
+    Console(width=180).print(table)
+    print(f"{len(mutants)} faults, {bad} survived or could not be judged")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

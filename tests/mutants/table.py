@@ -1,0 +1,354 @@
+"""Planted faults, and what must notice them.
+
+Each is a fault that a person could make: one piece of the code replaced by another, wrong one. ``killer`` names the
+command of `KILLERS` that must fail where the fault is planted, and pass where it is not. Quick ones die in
+`make check`: their killer is a run of tests/commands/test_proof.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Words = tuple[str, ...]
+
+
+class Mutant(NamedTuple):
+    """A planted fault."""
+
+    name: str
+    file: str
+    old: str
+    """Stands once in the file."""
+    new: str
+    killer: str
+
+
+_TINY = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=2")
+_SMALL = (*_TINY, "data.max_length=512", "train.global_batch_size=8")
+_DEEP = ("model.num_layers=4", *_SMALL[1:])
+_CUT = ("plugins.packing.max_tokens=128",)
+_EXACT = ("train.dtype=fp64",)
+
+
+def _verify(recipe: str, *words: str) -> Words:
+    return ("verify", f"recipes/{recipe}.yaml", *words)
+
+
+def _quick(run: str) -> Words:
+    return ("pytest", f"tests/commands/test_proof.py::test_a_small_run_is_exact[{run}]")
+
+
+KILLERS: dict[str, Words] = {
+    "quick overlap": _quick("megatron, overlapped reduction"),
+    "quick tensor parallel": _quick("megatron, tensor parallel"),
+    "quick stages": _quick("megatron, stages, recompute"),
+    "quick shared": _quick("megatron, shared slices"),
+    "quick deepspeed": _quick("deepspeed"),
+    "quick deepspeed stages": _quick("deepspeed, stages"),
+    "slices": _verify("slices", *_SMALL, *_EXACT, *_CUT),
+    "slices bf16": _verify("slices", *_SMALL, *_CUT, "train.dtype=bf16"),
+    "packs": _verify("quickstart", *_SMALL, *_EXACT, "plugins.packing.max_tokens=1024"),
+    "long": _verify("quickstart", *_SMALL, *_EXACT, "plugins.packing.max_tokens=1024", "--steps", "8"),
+    "weight passes": _verify("pipeline", *_DEEP, *_EXACT),
+    "weight passes, biases": _verify("pipeline", *_DEEP, *_EXACT, "model.family=gpt"),
+    "weight passes, tensor parallel": _verify("pipeline", *_DEEP, *_EXACT, "parallel.tp=2"),
+    "stages": _verify("pipeline", *_SMALL, *_EXACT),
+    "mesh": _verify("mesh", *_SMALL, *_EXACT, "plugins.mesh.max_tokens=160"),
+    "mesh one key head": _verify("mesh", *_TINY[:3], "model.num_query_groups=1", *_SMALL[4:], *_EXACT)
+    + ("plugins.mesh.max_tokens=160", "plugins.mesh.engines=all_to_all"),
+    "mesh three ranks": _verify("mesh", *_SMALL, *_EXACT, "parallel.dp=3", "plugins.mesh.max_tokens=200")
+    + ("plugins.mesh.engines=all_to_all",),
+    "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
+    "deepspeed replays": _verify("slices", *_SMALL, *_CUT, "trainer=deepspeed", "train.recompute=true")
+    + ("parallel.pp=2", "parallel.dp=1"),
+    "prefix": ("pytest", "tests/runtime/test_prefix.py"),
+    "planner": ("pytest", "tests/core/test_planner.py"),
+}
+
+_PREFIX, _ENGINE_HOST = "runtime/prefix.py", "integrations/deepspeed/engine_host.py"
+_REDUCTION, _SCALED = (
+    "integrations/megatron/reduction.py",
+    "            self._ddp.scale_gradients(1.0 / self.totals[1])\n",
+)
+_STAGE = "integrations/deepspeed/pipeline_stage.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "dK of earlier slices is dropped",
+        _PREFIX,
+        "            entry.dk_PGD[: piece.stop].add_(dk_PNGD)\n",
+        "            entry.dk_PGD[piece.start : piece.stop].add_(dk_PNGD[piece.start :])\n",
+        "slices",
+    ),
+    Mutant(
+        "dV of earlier slices is dropped by short slices",
+        _PREFIX,
+        "            entry.dv_PGD[: piece.stop].add_(dv_PNGD)\n",
+        "            start = 0 if piece.stop - piece.start > 4 else piece.start\n"
+        "            entry.dv_PGD[start : piece.stop].add_(dv_PNGD[start:])\n",
+        "prefix",
+    ),
+    Mutant(
+        "positions of late slices are one off",
+        "runtime/pack.py",
+        "positions_T[first:last] = np.arange(piece.start, piece.stop)",
+        "positions_T[first:last] = np.arange(piece.start, piece.stop) + (piece.start > 0)",
+        "slices",
+    ),
+    Mutant(
+        "the label at the border of a slice is lost",
+        "runtime/pack.py",
+        "targets = sample[piece.start + 1 : piece.stop + 1]",
+        "targets = sample[piece.start + 1 : piece.stop + (len(slices) > 1)]",
+        "slices",
+    ),
+    Mutant(
+        "a dummy counts in the loss",
+        "runtime/pack.py",
+        "    labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)",
+        "    labels_T = np.full(segments[-1], IGNORE if slices else 0, dtype=np.int64)",
+        "zero 3",
+    ),
+    Mutant(
+        "attention's scale is two per cent off in bfloat16",
+        "runtime/attention.py",
+        "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n    cut =",
+        "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n"
+        "    scale = scale * 1.02 if q_NHD.dtype == torch.bfloat16 else scale\n    cut =",
+        "slices bf16",
+    ),
+    Mutant(
+        "dK and dV are summed in bfloat16",
+        _PREFIX,
+        "    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)",
+        "    return grad.to(grad.dtype, copy=True)",
+        "prefix",
+    ),
+    Mutant(
+        "the backward's scale is off where a pack has one slice",
+        "runtime/attention.py",
+        "dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, cut.scale), out, lse)",
+        "wrong = cut.scale * (1.0 if len(cut.pieces) > 1 else 1.001)\n"
+        "            dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, wrong), out, lse)",
+        "slices",
+    ),
+    Mutant(
+        "a ring loses dK and dV after two hops",
+        "runtime/ring.py",
+        "                if going is not None:\n                    grads += going()",
+        "                if going is not None:\n                    grads += going() * (hop < 2)",
+        "mesh",
+    ),
+    Mutant(
+        "a ring's tile over the prefix is dropped",
+        "runtime/ring.py",
+        "        found = [Tile(0, mine.first, theirs.before, False), Tile(mine.first, mine.own, theirs.all, False)]",
+        "        found = [Tile(mine.first, mine.own, theirs.all, False)]",
+        "quick shared",
+    ),
+    Mutant(
+        "a share of gathered gradients is a per mille off",
+        "runtime/gather.py",
+        "going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)",
+        "going = self.exchange(rows, {g: shares[g] * (1 if g else 0.999) for g in self._others}, 0, 1)",
+        "mesh",
+    ),
+    Mutant(
+        "gradients of a shared key head overwrite each other",
+        "runtime/relayout.py",
+        "                    total[part.rows, _span(part, kind)] += next(values)",
+        "                    total[part.rows, _span(part, kind)] = next(values)",
+        "mesh one key head",
+    ),
+    Mutant(
+        "gradients of query heads are not summed over their key head",
+        "runtime/heads.py",
+        "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_add_(1, index, grad_MKD)",
+        "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_copy_(1, index, grad_MKD)",
+        "mesh three ranks",
+    ),
+    Mutant(
+        "a replay's input is gathered from the start",
+        "runtime/tape.py",
+        "rows[start - have.start : stop - have.start]",
+        "rows[: stop - start]",
+        "quick stages",
+    ),
+    Mutant(
+        "the last of many weight gradients is skipped",
+        "runtime/deferred.py",
+        "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
+        "            del left[len(left) - (len(left) > 3) :]\n"
+        "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
+        "weight passes",
+    ),
+    Mutant(
+        "a weight pass leaves a token out of a bias",
+        "runtime/deferred.py",
+        "db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None",
+        "db = dy.reshape(-1, dy.shape[-1])[1:].sum(0) if ctx.needs_input_grad[1] else None",
+        "weight passes, biases",
+    ),
+    Mutant(
+        "a weight pass forgets the sum over tensor-parallel ranks",
+        "integrations/megatron/linears.py",
+        'sum_over=how["tp_group"] if how["allreduce_dgrad"] else None',
+        "sum_over=None",
+        "weight passes, tensor parallel",
+    ),
+    Mutant(
+        "every tensor-parallel rank books the loss",
+        "integrations/megatron/host.py",
+        "books=self._last and self.tp_rank == 0",
+        "books=self._last",
+        "quick tensor parallel",
+    ),
+    Mutant(
+        "norms of the first stage get half their gradient",
+        _REDUCTION,
+        _SCALED,
+        _SCALED + "            for p in self._ddp.parameters() if self.local_loss == 0.0 else ():\n"
+        "                p.main_grad.mul_(0.5 if p.dim() == 1 else 1.0)\n",
+        "stages",
+    ),
+    Mutant(
+        "gradients are kept after the first step",
+        "integrations/megatron/host.py",
+        "        self.ddp.zero_grad_buffer()\n",
+        '        getattr(self, "_zeroed", None) or self.ddp.zero_grad_buffer()\n        self._zeroed = True\n',
+        "quick overlap",
+    ),
+    Mutant(
+        "the learning rate is not set",
+        "integrations/megatron/model.py",
+        '        group["lr"] = lr * group.get("lr_mult", 1.0)',
+        '        group["lr"] = group["lr"]',
+        "quick overlap",
+    ),
+    Mutant(
+        "the norm for clipping counts tensor-parallel copies",
+        _REDUCTION,
+        'if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):',
+        "if True:",
+        "quick tensor parallel",
+    ),
+    Mutant(
+        "parameters share Adam's step after a resume",
+        "integrations/megatron/checkpoint.py",
+        '            states["step"] = step.clone()',
+        '            states["step"] = steps[0]',
+        "quick overlap",
+    ),
+    Mutant(
+        "the order of the plan ahead is saved",
+        "commands/resuming.py",
+        'state = {"order": planned.draw.state,',
+        'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
+        '    state = {"order": {**planned.draw.state, "consumed": ahead},',
+        "quick overlap",
+    ),
+    Mutant(
+        "rank 1 reads wrong tokens later in the run",
+        "commands/job.py",
+        "return lambda index: self.source.tokens(int(draw.samples[index]))",
+        'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 4 * len(draw.samples)\n'
+        "        return lambda index: self.source.tokens(int(draw.samples[index - (late and index > 0)]))",
+        "long",
+    ),
+    Mutant(
+        "rank 1 reads wrong tokens after a resume",
+        "commands/job.py",
+        "return lambda index: self.source.tokens(int(draw.samples[index]))",
+        'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 2 * len(draw.samples)\n'
+        "        return lambda index: self.source.tokens(int(draw.samples[index - (late and index > 0)]))",
+        "quick overlap",
+    ),
+    Mutant(
+        "a gradient is NaN",
+        _REDUCTION,
+        _SCALED,
+        _SCALED + "            for name, p in self._ddp.named_parameters():\n"
+        '                p.main_grad.mul_(float("nan") if "layers.1.mlp.linear_fc2" in name else 1.0)\n',
+        "quick overlap",
+    ),
+    Mutant(
+        "a gradient is NaN under DeepSpeed",
+        _ENGINE_HOST,
+        "        return full_gradients(self.engine, self._own_parameters())",
+        "        named = full_gradients(self.engine, self._own_parameters())\n"
+        '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
+        "quick deepspeed",
+    ),
+    Mutant(
+        "ZeRO 3 divides gradients by the ranks once more",
+        "integrations/deepspeed/host.py",
+        "share = self.world.size if self.stage == 3 else 1",
+        "share = 1",
+        "zero 3",
+    ),
+    Mutant(
+        "the number of targets is that of the first step",
+        _ENGINE_HOST,
+        "        num_targets = count_targets(plan.sequences)\n",
+        '        num_targets = self._first = getattr(self, "_first", 0) or count_targets(plan.sequences)\n',
+        "quick deepspeed",
+    ),
+    Mutant(
+        "one group alone gets the learning rate",
+        _ENGINE_HOST,
+        "        for group in self.engine.basic_optimizer.param_groups:\n",
+        "        for group in self.engine.basic_optimizer.param_groups[:1]:\n",
+        "quick deepspeed",
+    ),
+    Mutant(
+        "a replay's loss weighs half",
+        _STAGE,
+        "                output = loss * self._weight",
+        '                output = loss * self._weight * (1.0 if op.kind == "F" else 0.5)',
+        "deepspeed replays",
+    ),
+    Mutant(
+        "an idle rank of a stage adds ones",
+        _STAGE,
+        "                    parameter.grad = torch.zeros_like(parameter)",
+        "                    parameter.grad = torch.ones_like(parameter)",
+        "quick deepspeed stages",
+    ),
+    Mutant(
+        "a recomputed layer sees positions of another pack",
+        "integrations/megatron/rope.py",
+        "        return torch.index_select(table, 0, pack.positions_T.to(table.device))",
+        '        if torch.is_grad_enabled() or len(getattr(self, "_had", ())) != pack.num_slots:\n'
+        "            self._had = pack.positions_T\n"
+        "        return torch.index_select(table, 0, self._had.to(table.device))",
+        "quick stages",
+    ),
+    Mutant(
+        "reduction overlaps with an order of the plan's own",
+        _REDUCTION,
+        "self.quiet = self.overlap and (idle or not is_stock(plan))",
+        "self.quiet = self.overlap and idle",
+        "quick overlap",
+    ),
+    Mutant(
+        "weights do not decay",
+        "integrations/megatron/model.py",
+        '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
+        '        group["weight_decay"] = 0.0',
+        "quick overlap",
+    ),
+    Mutant(
+        "norms decay",
+        "integrations/megatron/model.py",
+        '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
+        '        group["weight_decay"] = train.weight_decay',
+        "quick overlap",
+    ),
+    Mutant(
+        "one rank's other plan is no matter",
+        "core/planner.py",
+        "    if odd:\n        raise RankError(",
+        "    if len(odd) > 1:\n        raise RankError(",
+        "planner",
+    ),
+)
