@@ -1,6 +1,6 @@
 # make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
 # make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
-# make docs    generated pages
+# make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check explore lint types contracts docs clean
+.PHONY: train test check explore mutants lint types contracts docs clean
 
 train: $(READY)
 	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
@@ -25,6 +25,10 @@ check: lint types contracts
 # Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
 explore: $(READY)
 	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=explore -q
+
+# Faults planted in copies of the code; each has a command that must notice it.
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(if $(PART),--part $(PART))
 
 lint: $(READY)
 	$(BIN)/ruff check .

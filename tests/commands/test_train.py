@@ -247,8 +247,7 @@ def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forge
     assert shown == [f"{name}, {kind}" for name in ("evenload", "stock", "in_order") for kind in kinds]
 
 
-@pytest.mark.parametrize("limited_rank", ["0", "1"])
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize(("trainer", "limited_rank"), [("megatron", "0"), ("deepspeed", "0"), ("deepspeed", "1")])
 def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
     trainer: str, limited_rank: str, place: Path, forged: Forged
 ) -> None:
@@ -258,11 +257,11 @@ def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
     before = sorted(p.name for p in (place / "kept" / "step00000002").rglob("*"))
     limited = "import os, resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += f"os.environ['RANK'] == '{limited_rank}' and "
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))"
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     done = forged(place, "train", recipe, "checkpoint.dir=kept", "safety.stuck_s=60", planted=limited)
     assert done.returncode == 1, (done.stdout, done.stderr[-2000:])
     assert "the checkpoint step00000004 was not written" in done.stderr
-    assert f"found: rank {limited_rank if trainer == 'deepspeed' else 0}: " in done.stderr
+    assert f"found: rank {limited_rank}: " in done.stderr
     assert "the last good checkpoint is step00000002" in done.stderr
     assert "is stuck" not in done.stderr
     assert "Traceback" not in done.stderr

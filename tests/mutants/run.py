@@ -38,16 +38,9 @@ class Outcome(NamedTuple):
 
 
 def copy_of_the_code(folder: Path) -> Path:
-    """What git tracks or would track, as the package ``evenload`` in a folder."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            target = folder / "evenload" / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target)
-    return folder / "evenload"
+    """The checkout without what tools have left in it, as the package ``evenload`` in a folder."""
+    left = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "*.egg-info")
+    return Path(shutil.copytree(ROOT, folder / "evenload", ignore=left))
 
 
 def run(words: Words, code: Path) -> Outcome:
