@@ -24,13 +24,12 @@ import numpy.typing as npt
 from ..core.errors import EvenloadError
 from ..core.planner import Draw, Planned, Planner
 from ..core.recipe import Recipe
-from ..core.workload import sequences
 from ..runtime.agreement import everyone, from_first
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import World
 from .job import Job, hand_over, logger, open_trainer, open_world
 from .preflight import preflight
-from .proof.reach import choose, opened
+from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
 from .resuming import drawing_after, keep, resume
 from .train import learning_rate
@@ -72,10 +71,10 @@ class _Proof:
             self._opened = set(opened(job.chain))
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
-            planned = self._take(beside, job.planner(job.drawing()), range(last))
+            last_planned = self._take(beside, job.planner(job.drawing()), range(last))
             self._reach(beside)
             if folder is not None:
-                keep(job, folder, last - 1, planned)
+                keep(job, folder, last - 1, last_planned)
             beside.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
@@ -96,10 +95,10 @@ class _Proof:
     def _take(self, beside: Beside, planner: Planner, numbers: range) -> Planned:
         """Steps in the run's own order; the last of them as it was planned."""
         for number in numbers:
-            planned = planner.next()
-            batch = Batch(planned.draw, planned.plan, next(self._expected))
+            newest = planner.next()
+            batch = Batch(newest.draw, newest.plan, next(self._expected))
             self._proven.append(beside.step(number, batch, learning_rate(number, beside.job.recipe.train)))
-        return planned
+        return newest
 
     def _reach(self, beside: Beside) -> None:
         """Steps on further batches, for branches that no step has taken yet."""
@@ -109,8 +108,7 @@ class _Proof:
         job.watchdog.at("choosing batches for other branches")
         for one in from_first(lambda: choose(job.chain, missing, job.source.lengths, size, seed)) if missing else []:
             lengths = job.source.lengths[one.samples]
-            plan = opened(job.chain)[one.prefers].plan(sequences(lengths))
-            batch = Batch(Draw(one.samples, lengths, {}), plan, one.samples)
+            batch = Batch(Draw(one.samples, lengths, {}), planned(job.chain, lengths, one.prefers), one.samples)
             rate = learning_rate(self._steps - 1, job.recipe.train)
             self._proven.append(beside.step(len(self._proven), batch, rate))
 

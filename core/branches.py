@@ -21,6 +21,7 @@ SEVERAL_GROUPS = "sequences on different ranks of a micro-batch"
 REMAPPED = "remapped tokens"
 ROUTED = "routed transfers"
 IDLE_RANKS = "idle ranks"
+RANKS_WITHOUT_PASS = "ranks without any pass"
 UNEQUAL_COUNTS = "unequal numbers of micro-batches"
 DUMMIES = "dummies"
 PADDED = "padding"
@@ -65,6 +66,7 @@ _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     REMAPPED: _micro_batches(lambda m: m.remap),
     ROUTED: _micro_batches(lambda m: m.routed),
     IDLE_RANKS: _idle_ranks,
+    RANKS_WITHOUT_PASS: lambda plan: sum(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks)),
     UNEQUAL_COUNTS: lambda plan: len({len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}) - 1,
     DUMMIES: _micro_batches(lambda m: not m.slices),
     PADDED: lambda plan: plan.num_slots - plan.num_tokens,

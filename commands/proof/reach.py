@@ -4,7 +4,7 @@ What a proof has not run it has not proved. So for the branches that the recipe'
 no step has taken yet, batches are composed of the run's own samples - further ones in its order, long ones, short
 ones, mixed ones, fewer than there are ranks - and planned under the recipe's caps, with settings that prefer the
 branch among those that the recipe allows. Greedily, the batch that takes most missing branches is chosen first, and of
-these the smallest.
+these the smallest. Where ranks may run unequal numbers of passes, a plan may also leave out its dummies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.branches import IDLE_RANKS, PACKED, branches_of
+from ...core.branches import IDLE_RANKS, PACKED, RANKS_WITHOUT_PASS, branches_of
 from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
-from ...core.workload import StepPlan, sequences
+from ...core.workload import Op, StepPlan, sequences
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,12 +44,41 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
     chains: dict[str, PlanChain] = {PACKED: chain}
     if chain.limits.num_ranks > 1:
         chains[IDLE_RANKS] = chain
+        if not chain.limits.equal_counts:
+            chains[RANKS_WITHOUT_PASS] = chain
     for place, (plugin, config) in enumerate(chain.links):
         preferring = plugin.branches(config, chain.situation) if plugin.branches else {}
         for name, settings in preferring.items():
             links = (*chain.links[:place], (plugin, settings), *chain.links[place + 1 :])
             chains[name] = chain if settings == config else replace(chain, links=links)
     return chains
+
+
+def planned(chain: PlanChain, lengths: Ints, prefers: str) -> StepPlan:
+    """The plan of a batch that takes a branch most likely. Raises EvenloadError."""
+    plan = opened(chain)[prefers].plan(sequences(lengths))
+    return without_dummies(plan).check() if prefers == RANKS_WITHOUT_PASS else plan
+
+
+def without_dummies(plan: StepPlan) -> StepPlan:
+    """The same work; ranks that had none have no pass either."""
+    numbers = [i for i, m in enumerate(plan.micro_batches) if m.slices]
+    backward = [i for i, m in enumerate(plan.passes("B")) if m.slices]
+    place = {"F": {i: k for k, i in enumerate(numbers)}, "B": {i: k for k, i in enumerate(backward)}}
+    place["W"] = place["B"]
+    order = tuple(
+        tuple(Op(op.kind, place[op.kind][op.micro_batch]) for op in ops if op.micro_batch in place[op.kind])
+        for ops in plan.order
+    )
+    return replace(
+        plan,
+        micro_batches=tuple(plan.micro_batches[i] for i in numbers),
+        backward=tuple(plan.backward[i] for i in backward) if plan.backward else (),
+        replayed=tuple(place["B"][i] for i in plan.replayed if i in place["B"]),
+        order=order,
+        recompute=tuple(tuple(row[i] for i in numbers) for row in plan.recompute),
+        offload=tuple(plan.offload[i] for i in numbers) if plan.offload else (),
+    )
 
 
 def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: int) -> list[Chosen]:
@@ -64,8 +93,8 @@ def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: 
     missing = missing & chains.keys()
     tried: list[tuple[Chosen, int]] = []
     for samples in _batches(lengths, size, seed):
-        for name in {id(chains[name]): name for name in sorted(missing)}.values():
-            plan = _plan(chains[name], lengths[samples])
+        for name in {(id(chains[name]), name == RANKS_WITHOUT_PASS): name for name in sorted(missing)}.values():
+            plan = _plan(chain, lengths[samples], name)
             if plan is not None and (takes := missing & branches_of(plan).keys()):
                 tried.append((Chosen(samples, name, frozenset(takes)), plan.num_tokens))
         if time.monotonic() > until:
@@ -81,9 +110,9 @@ def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: 
     return chosen
 
 
-def _plan(chain: PlanChain, lengths: Ints) -> StepPlan | None:
+def _plan(chain: PlanChain, lengths: Ints, prefers: str) -> StepPlan | None:
     try:
-        return chain.plan(sequences(lengths))
+        return planned(chain, lengths, prefers)
     except EvenloadError:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.commands.proof.reach import MOST_BATCHES, choose, opened
+from evenload.commands.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
 from evenload.core import branches
 from evenload.core.branches import branches_of
 from evenload.core.chain import PlanChain
@@ -86,7 +86,21 @@ def test_settings_open_branches_and_say_what_prefers_them() -> None:
     assert not {branches.REMAPPED, branches.sharing("hybrid"), branches.WEIGHT_PASSES} & names
     preferring = dict(zip(("packing", "mesh"), opened(both)[branches.sharing("ring")].links, strict=True))
     assert preferring["mesh"][1].engines == ("ring",)  # type: ignore[attr-defined]
-    assert set(opened(chain(packing={"slices": "off"}))) == {branches.PACKED, branches.IDLE_RANKS}
+    least = {branches.PACKED, branches.IDLE_RANKS, branches.RANKS_WITHOUT_PASS}
+    assert set(opened(chain(packing={"slices": "off"}))) == least
+
+
+def test_dummies_are_left_out_of_everything_that_counts_them() -> None:
+    work = [MicroBatch((Slice(0, 0, 12),), (0,)), MicroBatch((Slice(1, 0, 5), Slice(2, 0, 3)), (1,))]
+    dummy = MicroBatch((), (2,))
+    limits = replace(LIMITS, splits_backward=True)
+    lists = "F0 F1 F2 B0 W0 B1 B2 W2", "F0 B0 F1 B1 F2 B2"
+    plan = StepPlan(PLAN.sequences, (work[0], dummy, work[1]), limits, tuple(map(ops, lists)), ((1, 2, 3), (0, 0, 4)))
+    bare = without_dummies(plan.check()).check()
+    assert bare.micro_batches == tuple(work)
+    assert bare.order == (ops("F0 F1 B0 W0 B1 W1"), ops("F0 B0 F1 B1"))
+    assert bare.recompute == ((1, 3), (0, 4))
+    assert branches_of(bare)[branches.RANKS_WITHOUT_PASS] == 1
 
 
 def test_batches_are_chosen_that_take_what_is_missing() -> None:
@@ -94,11 +108,11 @@ def test_batches_are_chosen_that_take_what_is_missing() -> None:
 
     one = chain(packing={"max_tokens": 64, "slices": "auto"})
     lengths = np.array([30 + 17 * k % 90 for k in range(50)], dtype=np.int64)
-    missing = {branches.IDLE_RANKS, branches.PACKED, branches.REGROUPED}
+    missing = {branches.IDLE_RANKS, branches.RANKS_WITHOUT_PASS, branches.PACKED, branches.REGROUPED}
     chosen = choose(one, missing, lengths, 8, seed=1)
     assert 1 <= len(chosen) <= MOST_BATCHES
     assert frozenset().union(*(batch.takes for batch in chosen)) == missing
     for batch in chosen:
-        plan = opened(one)[batch.prefers].plan(sequences(lengths[batch.samples]))
+        plan = planned(one, lengths[batch.samples], batch.prefers)
         assert batch.takes <= branches_of(plan).keys()
     assert choose(one, {branches.WEIGHT_PASSES}, lengths, 8, seed=1) == []
