@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.packing":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, config, delay, plan
+from . import baselines, config, delay, plan, settings
 
 register(
     Plugin(
@@ -18,6 +18,7 @@ register(
         places=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
+        breaks=settings.breaks,
         simpler="chunks",
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
         needs_order=("slices", "activation_gib"),

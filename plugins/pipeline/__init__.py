@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.pipeline":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, config, plan
+from . import baselines, config, plan, settings
 
 register(
     Plugin(
@@ -18,6 +18,7 @@ register(
         places=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
+        breaks=settings.breaks,
         simpler="fixed_chunks",
     )
 )

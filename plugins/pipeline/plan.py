@@ -41,6 +41,7 @@ from .config import GIB, PipelineConfig
 from .elastic import ordered
 from .judge import Judged, judged, keeping_all
 from .remedies import refused
+from .settings import breaks, limits_for, refuse_ranks_in_step
 from .weights import placed
 
 ALIKE = 0.005
@@ -56,7 +57,7 @@ FILLED_BY_W = 0.6
 
 def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
     """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
-    limits = config.capped(given.limits)
+    limits = limits_for(given, config)
     if limits.equal_counts:
         return _alone(given, situation, config)
     over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
@@ -100,7 +101,8 @@ class _Portfolio:
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
                 drafts = baseline.drafts(bare, self._at, self._config)
-                allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
+                under = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
+                allowed = (one for one in under if not breaks(one, self._config))
                 best = baseline.best(allowed, self._at, self._config, self._least_s)
                 if best is not None:
                     held = best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})"))
@@ -232,15 +234,9 @@ def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> Ste
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
     in_step = given.limits.equal_counts
     if not given.micro_batches:
-        raise EvenloadError(
-            "plugins.pipeline makes no micro-batches for a trainer whose ranks run in step",
-            "it needs equal counts on every rank (ZeRO 3, expert parallelism)",
-            "enable plugins.packing, which does, or disable plugins.pipeline",
-        )
-    cap = config.capped(given.limits).max_activation_bytes
-    limits = replace(given.limits, max_activation_bytes=cap)
+        refuse_ranks_in_step(given.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
-    given = replace(given, limits=limits, notes=(*given.notes, note))
+    given = replace(given, limits=limits_for(given, config), notes=(*given.notes, note))
     again = situation.costs.recompute
     if config.recompute == "off" or (not again and judged(given, situation).fits):
         return given
