@@ -35,6 +35,15 @@ WARNINGS = LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_token
 caps. Training warns of each reason once."""
 
 
+def warn_once(plan: StepPlan, warned: set[str]) -> None:
+    """Warn of what a plan leaves out, but of reasons in ``warned``, to which they are added."""
+    for note in (note for note in plan.notes if note.startswith(WARNINGS)):
+        reason = note.partition(" (")[0]
+        if reason not in warned:
+            warned.add(reason)
+            logger.warning("%s", note)
+
+
 @dataclass(frozen=True)
 class PlanChain:
     """Everything but the batch. Pure: the same batch gives the same plan on every rank."""

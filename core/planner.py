@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .chain import WARNINGS, PlanChain
+from .chain import PlanChain, warn_once
 from .errors import EvenloadError, RankError
 from .workload import StepPlan, sequences
 
@@ -97,7 +97,7 @@ class Planner:
         self._budget_s, self._background = budget_s, background
         self._first = first or chain
         self._ahead: _Begun | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.step = 0
 
     def next(self) -> Planned:
@@ -110,7 +110,7 @@ class Planner:
             plan = self._fall_back(draw, chain, told, why, future)
         else:
             _refuse_divergence([message[1:] for message in told], self.step)
-        self._say(plan)
+        warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
         self.step += 1
         self._ahead = self._begin(self._chain) if self._background else None
@@ -156,14 +156,6 @@ class Planner:
         except Exception as error:
             return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
         return READY, plan, plan_s, ""
-
-    def _say(self, plan: StepPlan) -> None:
-        """Warn, once for each reason, of what plans do otherwise than the recipe may be read."""
-        for note in (note for note in plan.notes if note.startswith(WARNINGS)):
-            reason = note.partition(" (")[0]
-            if reason not in self._said:
-                self._said.add(reason)
-                logger.warning("step %d: %s", self.step, note)
 
     def _fall_back(
         self,

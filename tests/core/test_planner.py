@@ -145,8 +145,8 @@ def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture
             planner.next()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert said[0].startswith("step 0: left out of this plan: packing: a sequence is longer than plugins.packing.max_t")
-    assert said[1] == "step 0: the least max_tokens of all plugins holds: packing 40, mesh 48"
+    assert said[0].startswith("left out of this plan: packing: a sequence is longer than plugins.packing.max_t")
+    assert said[1] == "the least max_tokens of all plugins holds: packing 40, mesh 48"
 
 
 def test_a_fallback_that_crashes_hands_over_too(caplog: pytest.LogCaptureFixture) -> None:
