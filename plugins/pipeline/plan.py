@@ -84,6 +84,8 @@ class _Portfolio:
         """Why a candidate could not be made to fit: of the one that lacks least."""
         self._bar_s = float("inf")
         """What the plan that came in and the baselines take where they fit: nothing slower is returned."""
+        self._note = ""
+        """What is to be said beside `_notes`."""
         self._splits = limits.splits_backward and config.split_backward != "off"
 
     def keep(self, given: StepPlan) -> None:
@@ -139,9 +141,10 @@ class _Portfolio:
             yield replace(given, order=(), recompute=(), limits=self._limits, made_by=made_by)
         try:
             yield from chunkings(given, self._limits, self._at, self._config)
-        except EvenloadError:  # a sequence that this plugin must leave whole; the plan that came in has it somehow
+        except EvenloadError as error:  # a sequence that must stay whole here; the plan that came in has it somehow
             if not given.micro_batches:
                 raise
+            self._note = f"pipeline: no chunks of its own: {error.what} ({error.found})"
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
@@ -187,7 +190,8 @@ class _Portfolio:
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
         alike = [one for one in fitting if one.step_s <= limit_s]
         best = min(alike, key=lambda one: one.step_s * max(1.0, one.held_bytes) ** MEMORY_WORTH).plan
-        return best.revised(notes=(*best.notes, *_notes(best)), bound_s=_bound_s(best, given, self._at))
+        own = [self._note] if self._note else []
+        return best.revised(notes=(*best.notes, *_notes(best), *own), bound_s=_bound_s(best, given, self._at))
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import parse
@@ -31,6 +32,7 @@ _spec.loader.exec_module(checker)
 
 load_plugins()
 EXPLORING = settings.get_current_profile_name() == "explore"
+pytestmark = pytest.mark.timeout(7200 if EXPLORING else 300)
 
 ENGINES = ("ring", "all_gather", "all_to_all", "hybrid")
 CLUSTERS = ("local", "a100", "a800", "h100", "h200", "flexsp-a100")

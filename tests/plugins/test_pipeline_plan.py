@@ -329,6 +329,7 @@ def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_ca
     plugins = {before: {"enabled": True, "max_tokens": CAP}}
     plan = chain(2, 4, plugins=plugins, chunks=1).plan(sequences([3 * CAP, 100, 90]))
     assert plan.cut if before == "packing" else plan.shared
+    assert any("pipeline: no chunks of its own: a sequence is longer" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("before", ["packing", "mesh"])
