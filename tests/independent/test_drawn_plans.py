@@ -129,6 +129,7 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     pp = draw(st.sampled_from([1, 1, 2, 4]))
     tp = 1 if deepspeed else draw(st.sampled_from([1, 1, 2]))
     cp = 1 if "mesh" in names or deepspeed else draw(st.sampled_from([1, 1, 1, 2, 3]))
+    dp = draw(st.one_of(st.integers(1, 4), st.integers(1, 12)))
     heads = draw(st.sampled_from([1, 2, 4, 6])) * tp
     plugins: dict[str, Any] = {}
     for name in names:
@@ -144,13 +145,14 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
             "vocab_size": 256,
         },
         "data": {"max_length": LONGEST},
-        "parallel": {"tp": tp, "pp": pp, "cp": cp, "dp": draw(st.one_of(st.integers(1, 4), st.integers(1, 12)))},
+        "parallel": {"tp": tp, "pp": pp, "cp": cp, "ep": draw(st.sampled_from([1, 1, 1, 2])), "dp": dp},
         "train": {
             "global_batch_size": 64,
             "micro_batch_size": draw(st.sampled_from([1, 1, 4])),
             "recompute": draw(st.booleans()),
             "dtype": "fp32" if deepspeed and pp > 1 else draw(st.sampled_from(["bf16", "fp32"])),
         },
+        "megatron": {"overlap_grad_reduce": draw(st.booleans()), "distributed_optimizer": draw(st.booleans())},
         "deepspeed": {"zero_stage": draw(st.integers(0, 1 if pp > 1 else 3))},
         "cluster": draw(st.sampled_from(CLUSTERS)),
         "costs": draw(st.sampled_from(COSTS)),
