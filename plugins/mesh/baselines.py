@@ -80,8 +80,8 @@ def _sliced(bare: StepPlan, lengths: Ints, limits: Limits, situation: Situation,
     """With chains of slices on single ranks; None where the cap is too small for a slice."""
     prices = prices_of(situation, limits, config.model_copy(update={"max_degree": 1}), int(lengths.max()))
     price, stages = situation.costs.forward.plus(situation.costs.backward), limits.num_stages
-    ways = chained(lengths, prices, limits)
-    blocks = min(ways, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
+    divisions = chained(lengths, prices, limits)
+    blocks = min(divisions, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
     if blocks is None:
         return None
     return fitted(

@@ -47,7 +47,7 @@ from .prices import Prices, prices_of
 _PRECISION = 1e-4
 """Relative width at which a search for the least time ends."""
 _INSTANT = 1e-9
-"""Seconds below which times are not told apart: costs without launches begin at none."""
+"""Seconds below which times count as equal: without launches the search begins at none."""
 _NODES = 200
 """Branch-and-bound nodes for each time that is tried."""
 _WHOLE = 48

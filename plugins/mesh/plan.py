@@ -109,9 +109,9 @@ def _under(given: StepPlan, limits: Limits) -> StepPlan | None:
 
 def _on_single_ranks(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> StepPlan:
     """For hosts that cut and share nothing. Raises EvenloadError for a sequence over a cap that the recipe sets."""
-    made = cp_1(given, situation, config)
-    if made.limits.max_tokens == limits.max_tokens:
-        return made
+    alone = cp_1(given, situation, config)
+    if alone.limits.max_tokens == limits.max_tokens:
+        return alone
     longest = max(s.length for s in given.sequences)
     if config.max_tokens is not None or given.limits.max_tokens < UNCAPPED:
         raise EvenloadError(
@@ -120,7 +120,7 @@ def _on_single_ranks(given: StepPlan, limits: Limits, situation: Situation, conf
             "raise plugins.mesh.max_tokens, or lower data.max_length",
         )
     note = f"mesh: {longest} tokens run at once, {limits.max_tokens} are predicted to fit into the device"
-    return made.revised(notes=(*made.notes, note))
+    return alone.revised(notes=(*alone.notes, note))
 
 
 def _of_others(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> Iterator[StepPlan]:

@@ -134,11 +134,11 @@ def tokens_of(m: MicroBatch) -> dict[int, int]:
     slots = max(1, len(slices) * m["pad_to"] if m.get("pad_to") else sum(b - a for _, a, b in slices))
     if len(ranks) == 1 or m.get("remap") or not m.get("engine"):  # moved until counts are even; padded until they are
         return {rank: (slots + len(ranks) - 1 - place) // len(ranks) for place, rank in enumerate(ranks)}
-    found = dict.fromkeys(ranks, 0)
+    counts = dict.fromkeys(ranks, 0)
     for (_, a, b), home in zip(slices, homes_of(m), strict=True):
         for place, rank in enumerate(home):
-            found[rank] += sum(y - x for x, y in pieces(a, b, len(home), _sharing(m, len(home)), place))
-    return found
+            counts[rank] += sum(y - x for x, y in pieces(a, b, len(home), _sharing(m, len(home)), place))
+    return counts
 
 
 def _refuse_micro_batch(name: str, m: MicroBatch, lengths: list[int], cut: set[int], facts: Facts) -> None:
@@ -281,13 +281,13 @@ def _twins(plan: Plan) -> dict[int, int]:
     alike: dict[str, deque[int]] = defaultdict(deque)
     for i, m in enumerate(plan["micro_batches"]):
         alike[repr((m["slices"], m["ranks"]))].append(i)
-    found = {}
+    twins = {}
     for j, m in enumerate(plan["backward"]):
         if j not in again:
             same = alike[repr((m["slices"], m["ranks"]))]
             require(bool(same), f"B{j} equals no forward and is not replayed")
-            found[j] = same.popleft()
-    return found
+            twins[j] = same.popleft()
+    return twins
 
 
 def _refuse_memory(plan: Plan, facts: Facts, stage: int, rows: list[list[tuple[str, int]]], twins: Any) -> None:

@@ -36,13 +36,13 @@ def _ops(text: str) -> list[list[Any]]:
 def plan(lengths: list[int], ranks: int, cap: int, *micro_batches: Any, order: str = "", **rest: Any) -> Plan:
     """A step of plan.json. Micro-batches are (slices, ranks) or with further fields; an order is one text a stage."""
     ops = [_ops(row) for row in order.split(";")] if order else []
-    made = [{"slices": [list(s) for s in slices], "ranks": on, **dict(*more)} for slices, on, *more in micro_batches]
+    rows = [{"slices": [list(s) for s in slices], "ranks": on, **dict(*more)} for slices, on, *more in micro_batches]
     bare: Plan = {"backward": [], "replayed": [], "recompute": [], "offload": []}
     return {
         "lengths": lengths,
         "num_ranks": ranks,
         "max_tokens": cap,
-        "micro_batches": made,
+        "micro_batches": rows,
         "order": ops,
         **bare,
         **rest,
@@ -323,42 +323,42 @@ def limits_of(words: dict[str, Any]) -> Limits:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_both_accept_what_is_lawful(name: str) -> None:
-    words, made = PLANS[name]
-    StepPlan.from_json(made, limits_of(words)).check()
-    checker.refuse(made, checker.facts_of(words))
+    words, step = PLANS[name]
+    StepPlan.from_json(step, limits_of(words)).check()
+    checker.refuse(step, checker.facts_of(words))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_both_refuse_what_is_broken(mutation: str) -> None:
     name, fault, changes = MUTATIONS[mutation]
     words, lawful = PLANS[name]
-    made = copy.deepcopy(lawful)
+    step = copy.deepcopy(lawful)
     for change in changes:
-        change(made)
+        change(step)
     with pytest.raises(checker.BrokenError, match=re.escape(fault)):
-        checker.refuse(made, checker.facts_of(words))
+        checker.refuse(step, checker.facts_of(words))
     with pytest.raises(PlanError):
-        StepPlan.from_json(made, limits_of(words)).check()
+        StepPlan.from_json(step, limits_of(words)).check()
 
 
 def test_a_plan_that_hides_its_cap_is_refused() -> None:
     """A plan says under which cap it stands; only the recipe knows what was promised."""
     words, lawful = PLANS["host"]
-    made = copy.deepcopy(lawful) | {"max_tokens": 100, "lengths": [10, 8, 60]}
-    made["micro_batches"][1]["slices"] = [[2, 0, 60]]
-    StepPlan.from_json(made, replace(limits_of(words), max_tokens=100)).check()
+    step = copy.deepcopy(lawful) | {"max_tokens": 100, "lengths": [10, 8, 60]}
+    step["micro_batches"][1]["slices"] = [[2, 0, 60]]
+    StepPlan.from_json(step, replace(limits_of(words), max_tokens=100)).check()
     with pytest.raises(checker.BrokenError, match="holds 60 of 20"):
-        checker.refuse(made, checker.facts_of(words))
+        checker.refuse(step, checker.facts_of(words))
 
 
 def test_what_is_kept_is_held_to_the_cap_of_memory() -> None:
-    words, made = PLANS["stages"]
-    made = made | {"offload": []}
+    words, step = PLANS["stages"]
+    step = step | {"offload": []}
     facts = replace(checker.facts_of(words), layer_bytes=10.0, input_bytes=1.0)
     # Rank 0 of stage 0 keeps 18 tokens of one layer and 20 of two, and 18 of the input of a layer.
-    checker.refuse(made, replace(facts, activation_bytes=18 * 11 + 20 * 20))
+    checker.refuse(step, replace(facts, activation_bytes=18 * 11 + 20 * 20))
     with pytest.raises(checker.BrokenError, match="rank 0 of stage 0 holds"):
-        checker.refuse(made, replace(facts, activation_bytes=18 * 11 + 20 * 20 - 1))
+        checker.refuse(step, replace(facts, activation_bytes=18 * 11 + 20 * 20 - 1))
 
 
 def test_caps_are_the_least_of_the_enabled_plugins() -> None:
