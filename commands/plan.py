@@ -37,6 +37,8 @@ class Simulated:
 
     plan: StepPlan
     outcome: Simulation
+    ignores: str = ""
+    """Which setting of the recipe the plan of a baseline does not keep: one that does not is shown and not compared."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def _baselines(chain: PlanChain, batch: tuple[Sequence, ...], record: bool) -> d
     found = {}
     for name in names:
         with suppress(EvenloadError):
-            found[name] = _simulated(replace(chain, instead=name).plan(batch), chain, record)
+            one = _simulated(chain.baseline(name, batch), chain, record)
+            found[name] = replace(one, ignores=chain.breaks(name, one.plan))
     return found
 
 
@@ -157,7 +160,11 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
         "notes": [*plan.notes, *_bound_note(plan, chain)],
         "delay_steps": step.delay_steps,
         "baselines": {
-            name: {**_outcome_json(one, chain), "over_caps": over_caps(one, step.ours, chain.situation)}
+            name: {
+                **_outcome_json(one, chain),
+                "ignores": one.ignores or None,
+                "over_caps": one.ignores or over_caps(one, step.ours, chain.situation),
+            }
             for name, one in step.baselines.items()
         },
     }

@@ -149,11 +149,11 @@ def _row(outlook: Outlook) -> Result:
 
 
 def _strongest(steps: tuple[PlannedStep, ...], ours_s: float) -> Result:
-    """The fastest baseline among those that planned every step, and what evenload gains over it."""
+    """The fastest baseline among those that planned every step with the settings, and what evenload gains over it."""
     totals = {
         name: sum(step.baselines[name].outcome.step_s for step in steps)
         for name in steps[0].baselines
-        if all(name in step.baselines for step in steps)
+        if all(name in step.baselines and not step.baselines[name].ignores for step in steps)
     }
     name = min(totals, key=lambda name: totals[name])
     return {"name": name, "gain": totals[name] / ours_s}

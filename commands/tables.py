@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from ..core.chain import WARNINGS
 from .pictures.words import gib
 from .show import grid, percent, seconds
 from .sweep import said, written
@@ -194,13 +195,14 @@ def plan(result: Result) -> Group:
         )
         for s in result["steps"]
     ]
-    notes = sorted({note for s in result["steps"] for note in s["notes"] if not note.startswith("micro-batches")})
+    notes = {note for s in result["steps"] for note in s["notes"] if not note.startswith("micro-batches")}
+    shown = sorted(notes, key=lambda note: (not note.startswith(WARNINGS), note))
     about = (
         f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
     )
-    table = grid("plan", head, rows, "\n".join([*about, *notes[:3]]))
+    table = grid("plan", head, rows, "\n".join([*about, *shown[:3]]))
     pipelines = [s["pipeline"] for s in result["steps"] if s["pipeline"]]
     return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]))
 
@@ -295,9 +297,10 @@ def _planners(steps: list[Result]) -> Table:
     for name, row in named.items():
         total_s = sum(s["step_s"] for s in row)
         kinds = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
+        ignored = next((s["ignores"] for s in row if s.get("ignores")), None)
         rows.append(
             (
-                "stock (padded)" if name == "padded" else name,
+                ("stock (padded)" if name == "padded" else name) + (": not allowed" if ignored else ""),
                 seconds(total_s),
                 f"{total_s / ours_s:.2f}x",
                 sum(s["imbalance"] for s in row) / len(row),
@@ -307,7 +310,9 @@ def _planners(steps: list[Result]) -> Table:
             )
         )
         broken = next((s["over_caps"] for s in row if s.get("over_caps")), None)
-        if broken and total_s < ours_s:
+        if ignored:
+            over.append(f"{name} is not allowed: {ignored}")
+        elif broken and total_s < ours_s:
             over.append(f"{name} is faster, but may not be run: {broken}")
     head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
     return grid("planners", head, rows, "\n".join(["predicted", *over]))

@@ -113,6 +113,11 @@ def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
 def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
     """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
     orders = orders_of_stage(plan, 0)
+    counts = {rank: len(row) for rank, row in enumerate(orders)}
+    if len(set(counts.values())) > 1:
+        few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        found = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
+        raise PlanError("ranks that run in step have unlike numbers of passes", found, "add dummies")
     of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in _KINDS}
     done = dict.fromkeys(_KINDS, 0)
     now = 0.0

@@ -69,7 +69,9 @@ def _on_lane(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
     ranks = tuple(rank * cp + i for rank in micro_batch.ranks for i in range(cp))
     if not micro_batch.slices:
         return tuple(micro_batch._replace(ranks=(rank,)) for rank in ranks)
-    pad_to = cp if micro_batch.num_slots < cp else micro_batch.pad_to
+    pad_to, count = micro_batch.pad_to, len(micro_batch.slices)
+    if micro_batch.num_slots < cp:
+        pad_to = max(-(-cp // count), *(s.length for s in micro_batch.slices))
     return (micro_batch._replace(ranks=ranks, pad_to=pad_to),)
 
 

@@ -241,11 +241,13 @@ def _equal_counts(plan: StepPlan) -> None:
         if len(set(counts)) > 1:
             found = f"between {min(counts)} and {max(counts)}"
             raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
-    rows = orders_of_stage(plan, 0) if plan.shared else []
+    rows = orders_of_stage(plan, 0)
     patterns = {"".join(op.kind for op in row) for row in rows}
     if len(patterns) > 1:
         found = " and ".join(sorted(patterns)[:2])
-        raise PlanError("ranks that run in step share micro-batches and differ in the order of their passes", found)
+        raise PlanError("ranks that run in step differ in the order of their passes", found)
+    if not plan.shared:
+        return
     places = [{op: place for place, op in enumerate(row)} for row in rows]
     for op in [Op(kind, i) for kind in ("F", "B") for i, m in enumerate(plan.passes(kind)) if len(m.ranks) > 1]:
         met = {rank: places[rank].get(op) for rank in plan.passes(op.kind)[op.micro_batch].ranks}
@@ -390,5 +392,6 @@ def _memory(plan: StepPlan) -> None:
         for rank, (peak, at) in enumerate(peaks_of_stage(plan, stage)):
             if peak > limits.max_activation_bytes:
                 found = f"{peak:.3g} bytes on rank {rank} of stage {stage} at {at.kind}{at.micro_batch}"
-                do = f"the cap is {limits.max_activation_bytes:.3g}; recompute more layers or run fewer in flight"
+                cap = f"the cap is {limits.max_activation_bytes:.3g} bytes"
+                do = f"{cap} (activation_gib): raise it, recompute more layers or run fewer in flight"
                 raise PlanError("activations are over the memory cap", found, do)

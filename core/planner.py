@@ -3,6 +3,9 @@
 Each step every rank tells the others whether its plan is ready, and its digest (17 bytes). If all are ready and equal,
 the plan runs. If one is late, failed or broke a law, all ranks take the next simpler planner together, with a warning;
 so a slow host never makes ranks diverge. If digests differ although all were ready, every rank raises the same error.
+
+No simpler plan runs that breaks a cap or a setting of the recipe. Where none is left, a late plan is waited for, and a
+planner that failed ends the job with one message.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .chain import PlanChain
+from .chain import PlanChain, warn_once
 from .errors import EvenloadError, RankError
 from .workload import StepPlan, sequences
 
@@ -94,18 +97,20 @@ class Planner:
         self._budget_s, self._background = budget_s, background
         self._first = first or chain
         self._ahead: _Begun | None = None
+        self._warned: set[str] = set()
         self.step = 0
 
     def next(self) -> Planned:
         """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
         start = time.perf_counter()
         draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
-        status, plan, plan_s, why = self._wait(future)
+        status, plan, plan_s, why = self._wait(future, self._budget_s)
         told = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
         if plan is None or any(message[0] != READY for message in told):
-            plan = self._fall_back(draw, chain, told, why)
+            plan = self._fall_back(draw, chain, told, why, future)
         else:
             _refuse_divergence([message[1:] for message in told], self.step)
+        warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
         self.step += 1
         self._ahead = self._begin(self._chain) if self._background else None
@@ -140,16 +145,27 @@ class Planner:
             work()
         return _Begun(draw, chain, future)
 
-    def _wait(self, future: Future[tuple[StepPlan, float]]) -> tuple[int, StepPlan | None, float, str]:
+    def _wait(
+        self, future: Future[tuple[StepPlan, float]], budget_s: float | None
+    ) -> tuple[int, StepPlan | None, float, str]:
+        """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
         try:
-            plan, plan_s = future.result(timeout=self._budget_s)
+            plan, plan_s = future.result(timeout=budget_s)
         except TimeoutError:
             return LATE, None, self._budget_s, f"no plan within {1e3 * self._budget_s:.0f} ms (planner.budget_ms)"
         except Exception as error:
             return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
         return READY, plan, plan_s, ""
 
-    def _fall_back(self, draw: Draw, chain: PlanChain, told: list[bytes], why: str) -> StepPlan:
+    def _fall_back(
+        self,
+        draw: Draw,
+        chain: PlanChain,
+        told: list[bytes],
+        why: str,
+        future: Future[tuple[StepPlan, float]],
+    ) -> StepPlan:
+        """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
         ranks = {kind: [r for r, message in enumerate(told) if message[0] == kind] for kind in (LATE, FAILED)}
         cause = "; ".join(
             f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
@@ -158,7 +174,7 @@ class Planner:
         for name, make in chain.simpler(batch):
             try:
                 plan = make()
-            except EvenloadError as error:
+            except Exception as error:
                 logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
                 continue
             logger.warning(
@@ -166,8 +182,17 @@ class Planner:
             )
             _refuse_divergence(self._exchange(bytes([READY]) + plan.digest), self.step)
             return replace(plan, notes=(*plan.notes, f"fallback: {cause}"))
+        if not ranks[FAILED]:
+            logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
+            status, late, _, why = self._wait(future, budget_s=None)
+            told = self._exchange(bytes([status]) + (late.digest if late else bytes(16)))
+            if late is not None and all(message[0] == READY for message in told):
+                _refuse_divergence([message[1:] for message in told], self.step)
+                return replace(late, notes=(*late.notes, f"waited for: {cause}"))
         raise EvenloadError(
-            "no planner could plan this step", f"step {self.step}: {cause}; {why}", "see the warnings above"
+            "no planner could plan this step under the caps and settings of the recipe",
+            f"step {self.step}: {cause}; {why or 'other ranks'}",
+            "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
         )
 
 

@@ -38,7 +38,7 @@ class PluginConfig(BaseModel):
         return self
 
     def capped(self, limits: Limits) -> Limits:
-        """The host's limits with the caps of this section, which hold for plugins that plan later too."""
+        """The limits with the caps of this section, none raised: they hold for what every plugin plans."""
         return limits
 
 
@@ -84,6 +84,11 @@ class Plugin:
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, Situation, Any], StepPlan]] = field(default_factory=dict)
     """Other people's answers to the same question, for comparison."""
+    breaks: Callable[[StepPlan, Any], str] | None = None
+    """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
+
+    Such a plan is shown for comparison and never runs instead of the plugin's own.
+    """
     simpler: str = ""
     """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
     hold_back: Callable[[Any], HoldBack | None] | None = None

@@ -219,7 +219,7 @@ class StepPlan:
         return {}
 
     def revised(self, **changes: Any) -> StepPlan:
-        """The same micro-batches run otherwise: another ``order``, ``recompute``, ``replayed``, ``offload`` or notes.
+        """The same micro-batches run otherwise: another order, recomputation or offload, other replays, caps or notes.
 
         What the changes do not touch is not worked out again.
         """

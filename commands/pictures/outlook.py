@@ -23,8 +23,9 @@ def planners(step: PlannedStep) -> dict[str, Simulated]:
 
 
 def names(outlook: Outlook) -> list[str]:
-    """Planners that planned every step: evenload, then the baselines, stock first."""
-    return [n for n in planners(outlook.steps[0]) if all(n in planners(step) for step in outlook.steps)]
+    """Planners that planned every step with the recipe's settings: evenload, then the baselines, stock first."""
+    steps = [planners(step) for step in outlook.steps]
+    return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
 
 
 def tracks_of(outlook: Outlook) -> list[Track]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from ...core.chain import PlanChain
+from ...core.chain import PlanChain, warn_once
 from ...core.errors import EvenloadError
 from ...core.workload import MicroBatch, Slice, sequences
 from ...runtime.pack import IGNORE, Pack, build_pack
@@ -77,6 +77,7 @@ class PlannedLoader:
         self._chain, self._num_micro_batches = chain, num_micro_batches
         self._handed_out, self._lives = handed_out, lives
         self._told = False
+        self._warned: set[str] = set()
         self._has_mask = False
 
     def __getattr__(self, name: str) -> Any:
@@ -147,6 +148,8 @@ class PlannedLoader:
         """This rank's share of the plan, `num_micro_batches` long."""
         batch = sequences(lengths)
         plan = self._chain.plan(batch)
+        if dist.get_rank() == 0:
+            warn_once(plan, self._warned)
         if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
             # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
             plan = replace(self._chain, limits=replace(self._chain.limits, equal_counts=True)).plan(batch)

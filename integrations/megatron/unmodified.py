@@ -34,7 +34,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from ...core.chain import PlanChain
+from ...core.chain import PlanChain, warn_once
 from ...core.errors import EvenloadError
 from ...core.layout import Layout
 from ...core.recipe import Recipe
@@ -90,6 +90,7 @@ class PlannedSteps:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
         self._step = 0
+        self._warned: set[str] = set()
         self.lives = True
         _all.add(self)
 
@@ -173,6 +174,8 @@ class PlannedSteps:
         lengths = [told[rank][place][row] for rank, place, row in order]
         own = {i: mine[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = chain.plan(sequences(lengths))
+        if dist.get_rank() == 0:
+            warn_once(plan, self._warned)
         agree(plan.digest, "plans", self._step)
         if plan.shared:
             raise EvenloadError(

@@ -1,14 +1,16 @@
 """What others do with the same batch, as plans: the yardsticks of `evenload plan` and `evenload bench`.
 
 cp_all          every sequence on all ranks, packed in order: static context parallelism of the whole plane
-cp_1            whole sequences on single ranks, balanced by cost, in packs under the token cap
+cp_1            sequences on single ranks, balanced by cost, in packs under the token cap; what is over it in slices
 in_order        packs in the order of the batch on single ranks, dealt out in turn
 memory_degree   as many ranks as the tokens of a sequence fill, rounded up to a power of two, on aligned neighbours; the
                 least loaded first (Megatron-Core's BalancedCPScheduler, core/pipeline_parallel/hybrid_cp_schedule.py in
                 0.16.1, chooses degrees so; ByteScale's D(s) without the rounding)
 
-A sequence longer than the cap runs by itself in cp_1 and in_order, over the cap: they show what sharing saves. All are
-run by the same code as evenload's own plans, memory_degree with short sequences packed, which 0.16.1 does not do.
+A sequence longer than the cap runs by itself in in_order, over the cap, and so it does in cp_1 where it may not be cut:
+they show what sharing saves. cp_all and memory_degree heed none of the section's other settings (`settings.breaks`).
+All are run by the same code as evenload's own plans, memory_degree with short sequences packed, which 0.16.1 does not
+do.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...core.memory import room_bytes
 from ...core.partition import Ints, Load, balance, best_fit_decreasing
 from ...core.registry import Situation
-from ...core.workload import MicroBatch, Slice, StepPlan
+from ...core.workload import Limits, MicroBatch, Slice, StepPlan
+from .blocks import compute_seconds, fitted, in_blocks
+from .chains import chained
 from .config import MeshConfig
 from .prices import Prices, Way, prices_of
 from .steps import lengths_of, limits_for, step
@@ -57,6 +62,10 @@ def _on_all(pack: list[Slice], ranks: tuple[int, ...], prices: Prices) -> MicroB
 
 def cp_1(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    if lengths.max(initial=0) > limits.max_tokens and not limits.whole_sequences:
+        sliced = _sliced(bare, lengths, limits, situation, config)
+        if sliced is not None:
+            return sliced
     cap, costs = limits.max_tokens, situation.costs
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
     packs: list[list[list[int]]] = []
@@ -65,6 +74,19 @@ def cp_1(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
         bins = best_fit_decreasing([int(lengths[i]) for i in mine], cap)
         packs.append([[mine[i] for i in one] for one in bins])
     return _single(bare, limits.max_tokens, situation, config, packs, "cp_1")
+
+
+def _sliced(bare: StepPlan, lengths: Ints, limits: Limits, situation: Situation, config: MeshConfig) -> StepPlan | None:
+    """With chains of slices on single ranks; None where the cap is too small for a slice."""
+    prices = prices_of(situation, limits, config.model_copy(update={"max_degree": 1}), int(lengths.max()))
+    price, stages = situation.costs.forward.plus(situation.costs.backward), limits.num_stages
+    divisions = chained(lengths, prices, limits)
+    blocks = min(divisions, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
+    if blocks is None:
+        return None
+    return fitted(
+        in_blocks(bare, limits, blocks, "cp_1"), room_bytes(situation.cluster, situation.costs.memory, limits)
+    )
 
 
 def in_order(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:

@@ -65,16 +65,31 @@ def in_blocks(given: StepPlan, limits: Limits, blocks: list[Block], name: str) -
 
 
 def fitted(plan: StepPlan, room: float) -> StepPlan:
-    """With as few replays as bring the plan into the device: of every chain the last slices keep their activations."""
+    """With as few replays as bring the plan into the device: of every chain the last slices keep their activations.
+
+    As it was where none do.
+    """
     chains: dict[int, list[int]] = {}
     for number, m in enumerate(plan.micro_batches):
         for s in m.slices:
             if s.sequence in plan.cut:
                 chains.setdefault(s.sequence, []).append(number)
-    for keep in range(max(map(len, chains.values()), default=1), 0, -1):
-        early = tuple(sorted(i for chain in chains.values() for i in chain[: max(0, len(chain) - keep)]))
-        tried = plan.revised(replayed=early)
+
+    def keeping(count: int) -> StepPlan:
+        early = tuple(sorted(i for chain in chains.values() for i in chain[: max(0, len(chain) - count)]))
+        return plan.revised(replayed=early)
+
+    def fits(tried: StepPlan) -> bool:
         stages = range(plan.limits.num_stages)
-        if max(peak for stage in stages for peak, _ in peaks_of_stage(tried, stage)) <= room:
-            return tried
-    return plan
+        return max(peak for stage in stages for peak, _ in peaks_of_stage(tried, stage)) <= room
+
+    most = max(map(len, chains.values()), default=1)
+    if fits(tried := keeping(most)):
+        return tried
+    if not fits(keeping(1)):
+        return plan
+    low, high = 1, most - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(keeping(middle)) else (low, middle - 1)
+    return keeping(low)

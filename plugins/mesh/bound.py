@@ -46,6 +46,8 @@ from .prices import Prices, prices_of
 
 _PRECISION = 1e-4
 """Relative width at which a search for the least time ends."""
+_INSTANT = 1e-9
+"""Seconds below which times count as equal: without launches the search begins at none."""
 _NODES = 200
 """Branch-and-bound nodes for each time that is tried."""
 _WHOLE = 48
@@ -325,10 +327,10 @@ def _least(possible: Callable[[float], bool], least: float, known: float = np.in
     """The largest time known to be impossible, or ``least``; possible is taken to be so from some time on."""
     if possible(least):
         return least
-    low, high = least, min(2 * least, known)
+    low, high = least, min(max(2 * least, _INSTANT), known)
     while high < known and not possible(high):
         low, high = high, min(2 * high, known)
-    while high - low > _PRECISION * low:
+    while high < np.inf and high - low > _PRECISION * max(low, _INSTANT):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if possible(middle) else (middle, high)
     return low

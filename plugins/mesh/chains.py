@@ -24,6 +24,7 @@ import numpy as np
 
 from ...core.costs import PassCost
 from ...core.partition import Ints
+from ...core.slicing import evenly
 from ...core.traffic import attention_s
 from ...core.workload import Limits, MicroBatch, Slice
 from .blocks import Block
@@ -33,6 +34,8 @@ _SHORTER = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Times of a round over the longest that the token cap allows, where stages wait for each other."""
 _FULL = 1.02
 """Time of a cell over the round's from which it takes no further sequence."""
+_TRIES = 16
+"""Numbers of slices of equal cost that are tried, from the fewest that might keep the cap on."""
 
 
 class Chain(NamedTuple):
@@ -52,7 +55,7 @@ def chained(lengths: Ints, prices: Prices, limits: Limits) -> Iterator[list[Bloc
     whole_s = min(mean_s, float(price.seconds(limits.max_tokens)))
     for shorter in _SHORTER if stages > 1 else _SHORTER[:1]:
         round_s = shorter * whole_s
-        for degree in _powers(prices.degrees.tolist()):
+        for degree in _powers(prices.usable):
             cuts = [
                 chain
                 for i in np.argsort(-lengths, kind="stable").tolist()
@@ -74,18 +77,23 @@ def _powers(degrees: list[int]) -> list[int]:
 def _chain(
     index: int, length: int, degree: int, round_s: float, price: PassCost, prices: Prices, limits: Limits
 ) -> Iterator[Chain]:
-    """The sequence on as many ranks, or on as many as its tokens are enough for."""
-    ranks = max((d for d in prices.degrees.tolist() if d <= degree and LEAST_TOKENS * d <= length), default=1)
+    """The sequence on as many ranks, or on as many as its tokens are enough for; nothing where the cap is too small."""
+    ranks = max((d for d in prices.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
+    least = LEAST_TOKENS * ranks
+    most = ranks * (limits.max_tokens - 2) if ranks > 1 else limits.max_tokens
     each = float(price.seconds(length)) / ranks
-    wanted = min(round(each / round_s), length // (LEAST_TOKENS * ranks))
+    wanted = min(round(each / round_s) if round_s else 1, length // least)
     count = max(1, wanted, -(-length // (ranks * limits.max_tokens)))
-    while count * LEAST_TOKENS * ranks <= length:
-        slices = _equal(index, length, count, price)
-        most = max(s.length for s in slices)
-        if -(-most // ranks) + (2 if ranks > 1 else 0) <= limits.max_tokens:
+    for more in range(_TRIES):
+        slices = _equal(index, length, count + more, price)
+        if all(least <= s.length <= most for s in slices):
             yield Chain(slices, ranks, _way(slices, ranks, prices))
             return
-        count += 1
+    if most >= least:
+        # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
+        slices = tuple(evenly(index, length, count, price, most, least))
+        if ranks == 1 or slices[-1].length >= least:
+            yield Chain(slices, ranks, _way(slices, ranks, prices))
 
 
 def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from ...core.registry import PluginConfig
+from ...core.workload import Limits
 
 EngineName = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 ENGINES: tuple[EngineName, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -16,8 +18,8 @@ class MeshConfig(PluginConfig):
     """How many ranks, and which, share each sequence; chosen by predicted time."""
 
     max_tokens: PositiveInt | None = None
-    """Tokens that one rank may hold in one micro-batch. Null: those of the packing plugin, or else as many as the
-    device's memory is predicted to hold."""
+    """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds. Null: those of the
+    other plugins, or else as many as the device's memory is predicted to hold."""
     max_degree: NonNegativeInt = 0
     """Most ranks that may share a sequence. 0: all."""
     powers_of_two: bool = False
@@ -46,3 +48,6 @@ class MeshConfig(PluginConfig):
     def _one_is_a_list(cls, value: Any) -> Any:
         """``engines: ring`` means ``engines: [ring]``."""
         return (value,) if isinstance(value, str) else value
+
+    def capped(self, limits: Limits) -> Limits:
+        return replace(limits, max_tokens=min(self.max_tokens or limits.max_tokens, limits.max_tokens))

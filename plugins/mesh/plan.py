@@ -25,8 +25,10 @@ import numpy as np
 from ...core.errors import EvenloadError, PlanError
 from ...core.memory import fixed_bytes, room_bytes
 from ...core.partition import Ints
+from ...core.parts import tokens_of_ranks
 from ...core.registry import Situation
 from ...core.simulate import simulate
+from ...core.stock import UNCAPPED
 from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES, cp_1
 from .blocks import compute_seconds, fitted, in_blocks
@@ -34,7 +36,8 @@ from .bound import lower_bound_s
 from .chains import chained
 from .config import MeshConfig
 from .offloads import offloaded
-from .prices import Shares, prices_of
+from .prices import LEAST_TOKENS, Shares, prices_of
+from .settings import breaks
 from .steps import lengths_of, limits_for, step
 from .ways import candidates
 
@@ -50,15 +53,18 @@ class _Judged(NamedTuple):
 
 def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     """The plan of the same batch with ranks shared out anew. Raises EvenloadError for what no ranks here can hold."""
-    if given.limits.num_ranks == 1 or given.limits.whole_sequences:
-        return given if given.micro_batches else cp_1(given, situation, config)
     lengths, limits = lengths_of(given), limits_for(given, situation, config)
+    comes = _under(given, limits)
+    if limits.whole_sequences:
+        return comes or _on_single_ranks(given, limits, situation, config)
+    if comes and limits.num_ranks == 1:
+        return comes
     if not len(lengths):
         return step(given, limits, [], "mesh")
     prices = prices_of(situation, limits, config, int(lengths.max()))
     anywhere = prices.of(lengths)
     shares = anywhere.under(limits.max_tokens)
-    found = [_judge(given, situation)] if given.micro_batches else []
+    found = [_judge(comes, situation)] if comes else []
     too_long = not np.isfinite(shares.fastest).all()
     for made in () if too_long else candidates(given, limits, prices, anywhere, config):
         found += _judged(made, situation)
@@ -91,22 +97,39 @@ def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
     raise problem or EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
 
 
+def _under(given: StepPlan, limits: Limits) -> StepPlan | None:
+    """The plan that came in under these limits; None where there is none, or it is over their cap."""
+    if not given.micro_batches:
+        return None
+    most = max(max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward))
+    if most > limits.max_tokens:
+        return None
+    return given if given.limits == limits else given.revised(limits=limits)
+
+
+def _on_single_ranks(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> StepPlan:
+    """For hosts that cut and share nothing. Raises EvenloadError for a sequence over a cap that the recipe sets."""
+    alone = cp_1(given, situation, config)
+    if alone.limits.max_tokens == limits.max_tokens:
+        return alone
+    longest = max(s.length for s in given.sequences)
+    if config.max_tokens is not None or given.limits.max_tokens < UNCAPPED:
+        raise EvenloadError(
+            "a sequence is longer than a micro-batch may be, in a loop that runs each on one rank",
+            f"{longest} tokens, the cap is {limits.max_tokens}",
+            "raise plugins.mesh.max_tokens, or lower data.max_length",
+        )
+    note = f"mesh: {longest} tokens run at once, {limits.max_tokens} are predicted to fit into the device"
+    return alone.revised(notes=(*alone.notes, note))
+
+
 def _of_others(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> Iterator[StepPlan]:
     """Baselines that keep the settings. With many sequences degrees by memory alone may level best, others never do."""
     few, free = len(given.sequences) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
     for name in BASELINES if few else ("memory_degree",) if free else ():
         other = BASELINES[name](given, situation, config)
-        if other.limits.max_tokens == limits.max_tokens and _allowed(other, config):
+        if other.limits.max_tokens == limits.max_tokens and not breaks(other, config):
             yield replace(other, made_by=f"mesh ({name})")
-
-
-def _allowed(made: StepPlan, config: MeshConfig) -> bool:
-    """Whether the settings allow how its ranks share sequences."""
-    shared = [m for m in made.micro_batches if len(m.ranks) > 1]
-    degrees = [len(home) for m in shared for home in (m.homes or (m.ranks,))]
-    most = max(degrees, default=1)
-    powers = not config.powers_of_two or all(d & (d - 1) == 0 for d in degrees)
-    return powers and most <= (config.max_degree or most) and all(m.engine in config.engines for m in shared)
 
 
 def _judged(made: StepPlan, situation: Situation) -> list[_Judged]:
@@ -128,7 +151,8 @@ def _refuse_longer(lengths: Ints, shares: Shares, limits: Limits) -> None:
         index = int(lost[lengths[lost].argmax()])
         raise EvenloadError(
             "a sequence is longer than all ranks that may share it can hold",
-            f"sequence {index} has {lengths[index]} tokens, the cap of a rank is {limits.max_tokens}",
+            f"sequence {index} has {lengths[index]} tokens, the cap of a rank is {limits.max_tokens}, and a slice has "
+            f"{LEAST_TOKENS} tokens or more on each of its ranks",
             "raise plugins.mesh.max_tokens or max_degree, allow more engines, or lower data.max_length",
         )
 

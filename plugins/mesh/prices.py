@@ -117,6 +117,11 @@ class Prices:
     def launch_s(self) -> float:
         return sum(self.launch)
 
+    @property
+    def usable(self) -> list[int]:
+        """The degrees at which some engine can share attention, ascending; the first is 1."""
+        return [degree for degree, (numbers, _, _) in zip(self.degrees.tolist(), self.columns, strict=True) if numbers]
+
     def of(self, lengths: Ints) -> Shares:
         """lengths int64 [K] -> what each costs on every degree."""
         n = lengths.astype(np.float64)

@@ -22,11 +22,12 @@ def lengths_of(plan: StepPlan) -> Ints:
 
 
 def limits_for(plan: StepPlan, situation: Situation, config: MeshConfig) -> Limits:
-    """The plan's limits with a token cap: the recipe's, that of the plan, or what the device is predicted to hold."""
-    cap = config.max_tokens or (plan.limits.max_tokens if plan.limits.max_tokens < UNCAPPED else 0)
-    if not cap:
-        cap = _held_tokens(plan.limits, situation, max(1, plan.num_tokens))
-    return replace(plan.limits, max_tokens=cap)
+    """The plan's limits with a token cap: the least of all plugins', or what the device is predicted to hold."""
+    limits = config.capped(plan.limits)
+    if config.max_tokens is None and (limits.max_tokens >= UNCAPPED or not plan.micro_batches):
+        held = _held_tokens(plan.limits, situation, max(1, plan.num_tokens))
+        return replace(limits, max_tokens=min(held, limits.max_tokens))
+    return limits
 
 
 def _held_tokens(limits: Limits, situation: Situation, most: int) -> int:

@@ -108,7 +108,7 @@ def common_way(sequences: list[tuple[int, Ranks]], prices: Prices) -> Way | None
 
 def _suiting(shared: list[tuple[int, Ranks]], prices: Prices) -> Iterator[Way]:
     degrees = sorted({len(home) for _, home in shared})
-    across = degrees[-1] > prices.node
+    across = max(degrees, default=1) > prices.node
     most = len({rank for _, home in shared for rank in home})
     for way in prices.ways[1:]:
         if way.engine == "hybrid" and (any(d % way.inner for d in degrees) or way.inner >= most):

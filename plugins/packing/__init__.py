@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.packing":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, branches, config, delay, plan
+from . import baselines, branches, config, delay, plan, settings
 
 register(
     Plugin(
@@ -19,6 +19,7 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         branches=branches.branches,
+        breaks=settings.breaks,
         simpler="chunks",
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
         needs_order=("slices", "activation_gib"),

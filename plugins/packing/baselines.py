@@ -3,7 +3,8 @@
 whole           whole sequences, longest first onto the cheapest rank, then onto its cheapest micro-batch: balanced
                 packing of samples without cutting any (Hydraulis's two stages; `whole`)
 chunks          sequences to ranks by cost; on each, long ones in chunks of ``max_tokens`` tokens, a micro-batch each,
-                the others best-fit (ChunkFlow, arXiv 2503.02356)
+                the others best-fit; early chunks are replayed where ``activation_gib`` asks for it (ChunkFlow, arXiv
+                2503.02356)
 in_order        pack in the order of the batch up to the cap, deal the packs out in turn (Megatron-Core's
                 DpBalancedScheduler, core/datasets/data_schedule.py on main, does this in spite of its name)
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
@@ -18,6 +19,7 @@ one is longer than ``max_tokens`` they get a cap that holds it. All are run by t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +30,7 @@ from ...core.registry import Situation
 from ...core.workload import Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
+from .replay import DoesNotFitError, fit_memory
 from .ways import chunked
 from .whole import whole_packs
 
@@ -43,9 +46,13 @@ def whole(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPl
 
 def chunks(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
     lengths, longest = _sizes(bare, config)
-    cap = longest if bare.limits.whole_sequences else config.max_tokens
-    plan = chunked(bare, lengths, replace(bare.limits, max_tokens=cap), situation.costs)
-    return replace(plan, made_by="chunks")
+    limits = config.capped(bare.limits)
+    if limits.whole_sequences:
+        limits = replace(limits, max_tokens=longest)
+    plan = replace(chunked(bare, lengths, limits, situation.costs, config.block_tokens), made_by="chunks")
+    with suppress(DoesNotFitError):
+        return fit_memory(plan)
+    return plan
 
 
 def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
@@ -107,7 +114,7 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
 def _sizes(bare: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
     """Lengths int64 [K], and the token cap: one that holds the longest."""
     lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
-    return lengths, max(config.max_tokens, int(lengths.max(initial=0)))
+    return lengths, max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
 
 
 def _planned(bare: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:

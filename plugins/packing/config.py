@@ -17,7 +17,7 @@ class PackingConfig(PluginConfig):
     """Slices and whole sequences into packed micro-batches, balanced by cost."""
 
     max_tokens: PositiveInt = 16384
-    """Tokens that one rank may hold in one micro-batch."""
+    """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds."""
     slices: Literal["auto", "even", "off"] = "auto"
     """Whether sequences are cut. even: so that all micro-batches cost alike, where that is not predicted to make the
     step slower. auto: the same, but only in a batch with a sequence longer than max_tokens, or where it is predicted to
@@ -47,7 +47,11 @@ class PackingConfig(PluginConfig):
 
     def capped(self, limits: Limits) -> Limits:
         cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
-        return replace(limits, max_tokens=self.max_tokens, max_activation_bytes=cap)
+        return replace(
+            limits,
+            max_tokens=min(self.max_tokens, limits.max_tokens),
+            max_activation_bytes=min(cap, limits.max_activation_bytes),
+        )
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

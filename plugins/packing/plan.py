@@ -47,7 +47,7 @@ def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPla
     limits = limits_for(bare, config)
     cuts = config.slices != "off" and not limits.whole_sequences
     if not cuts:
-        refuse_longer(lengths, config)
+        refuse_longer(lengths, limits, config)
     costs, bound_s = situation.costs, lower_bound_s(lengths, limits, situation.costs)
     ways = portfolio(bare, lengths, limits, costs, config, bound_s)
     room = room_bytes(situation.cluster, costs.memory, limits)
@@ -117,27 +117,34 @@ def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:
 
 
 def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
-    """The host's limits with this section's caps. Raises EvenloadError for a cap below one block."""
-    if config.max_tokens < 2 * config.block_tokens - 1 and config.slices != "off":
+    """The limits with this section's caps. Raises EvenloadError for a cap below two blocks."""
+    limits = config.capped(bare.limits)
+    if limits.max_tokens < 2 * config.block_tokens - 1 and config.slices != "off":
         # No slice is shorter than a block, so what is left of a sequence can be almost two.
         raise EvenloadError(
-            "plugins.packing.max_tokens is smaller than two blocks",
-            f"max_tokens {config.max_tokens}, block_tokens {config.block_tokens}",
-            "raise max_tokens, or lower block_tokens",
+            f"{_cap(limits, config)} is smaller than two blocks",
+            f"max_tokens {limits.max_tokens}, block_tokens {config.block_tokens}",
+            "raise max_tokens, or lower plugins.packing.block_tokens",
         )
-    return config.capped(bare.limits)
+    return limits
 
 
-def refuse_longer(lengths: Ints, config: PackingConfig) -> None:
+def refuse_longer(lengths: Ints, limits: Limits, config: PackingConfig) -> None:
     """Raise EvenloadError for a sequence over the token cap, where none may be cut."""
-    if len(lengths) and lengths.max() > config.max_tokens:
+    if len(lengths) and lengths.max() > limits.max_tokens:
         index = int(lengths.argmax())
         raise EvenloadError(
-            "a sequence is longer than plugins.packing.max_tokens",
-            f"sequence {index} has {lengths[index]} tokens, the cap is {config.max_tokens}",
+            f"a sequence is longer than {_cap(limits, config)}",
+            f"sequence {index} has {lengths[index]} tokens, the cap is {limits.max_tokens}",
             "raise max_tokens, let it be cut (plugins.packing.slices=auto, where the host can), or lower "
             "data.max_length (longer samples are split, truncated or dropped)",
         )
+
+
+def _cap(limits: Limits, config: PackingConfig) -> str:
+    """What the token cap is called."""
+    own = limits.max_tokens == config.max_tokens
+    return "plugins.packing.max_tokens" if own else "the least max_tokens of all plugins"
 
 
 def _notes(best: _Judged, costs: Costs) -> list[str]:

@@ -77,7 +77,7 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
     lengths = {s.index: s.length for s in plan.sequences}
     mine = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
-    longest = max(lengths[i] for i in mine)
+    longest = max((lengths[i] for i in mine), default=0)
     per_token = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * limits.layers_per_stage
     kv = longest * per_token if mine & plan.cut else 0.0
     tokens = max(plan.micro_batches[i].num_slots for i in plan.of_rank(rank))

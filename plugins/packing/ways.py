@@ -23,6 +23,8 @@ from .dispatch import dispatch, slots
 from .slicing import Packs, fill
 from .whole import by_launches, whole_packs
 
+_MOST_COUNTS = 64
+"""Numbers of micro-batches of one rank that are tried, from the fewest on, before its sequences run in chunks."""
 _MOST_TRIES = 8
 """Numbers of micro-batches tried where the first leaves too much in one of them."""
 
@@ -41,7 +43,7 @@ def portfolio(
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
         yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
-        yield chunked(bare, lengths, limits, costs)
+        yield chunked(bare, lengths, limits, costs, config.block_tokens)
 
 
 def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
@@ -51,18 +53,24 @@ def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: 
     return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
 
 
-def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs) -> StepPlan:
-    """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit."""
-    cap = limits.max_tokens
+def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: int) -> StepPlan:
+    """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit.
+
+    A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
+    """
     ranks = longest_first(costs.sequence_s(lengths), limits.num_ranks)
-    packs: list[list[list[Slice]]] = []
-    for rank in range(limits.num_ranks):
-        mine = [(i, int(lengths[i])) for i in np.flatnonzero(ranks == rank).tolist()]
-        cut = [[Slice(i, start, min(start + cap, n))] for i, n in mine if n > cap for start in range(0, n, cap)]
-        short = [(i, n) for i, n in mine if n <= cap]
-        filled = best_fit_decreasing([n for _, n in short], cap)
-        packs.append(cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled])
-    return assemble(bare, limits, packs)
+    items = [np.flatnonzero(ranks == rank).tolist() for rank in range(limits.num_ranks)]
+    return assemble(bare, limits, [_chunks_of(mine, lengths, limits.max_tokens, block) for mine in items])
+
+
+def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
+    """The micro-batches of one rank."""
+    chunk = cap // block * block or cap
+    mine = [(i, int(lengths[i])) for i in items]
+    cut = [[Slice(i, start, min(start + chunk, n))] for i, n in mine if n > cap for start in range(0, n, chunk)]
+    short = [(i, n) for i, n in mine if n <= cap]
+    filled = best_fit_decreasing([n for _, n in short], cap)
+    return cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled]
 
 
 def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
@@ -137,16 +145,17 @@ def _filled(
     limits: Limits,
     config: PackingConfig,
 ) -> list[Packs]:
-    """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands)."""
+    """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands).
+
+    Chunks where no number of them is found: slices of equal cost may leave room for less than a block in each.
+    """
     cap, block, even = limits.max_tokens, config.block_tokens, counts is not None
     out = []
     for rank, mine in enumerate(items):
         count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
-        packs = fill(mine, lengths, price, count, cap, block, even=even) if mine else []
-        while packs is None:
-            count += 1
-            packs = fill(mine, lengths, price, count, cap, block, even=even)
-        out.append(packs)
+        tried = (fill(mine, lengths, price, n, cap, block, even=even) for n in range(count, count + _MOST_COUNTS))
+        packs = next((packs for packs in tried if packs is not None), None) if mine else []
+        out.append(_chunks_of(mine, lengths, cap, block) if packs is None else packs)
     return out
 
 

@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.pipeline":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, branches, config, plan
+from . import baselines, branches, config, plan, settings
 
 register(
     Plugin(
@@ -19,6 +19,7 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         branches=branches.branches,
+        breaks=settings.breaks,
         simpler="fixed_chunks",
     )
 )

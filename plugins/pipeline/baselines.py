@@ -35,6 +35,7 @@ from .config import PipelineConfig
 from .elastic import ordered
 from .groups import grouped
 from .judge import Judged, best_of, keeping_all
+from .settings import limits_for, refuse_ranks_in_step
 
 SIZES = 4
 """Chunk sizes that ``fixed_chunks`` tries: the cap, and half as many tokens each time."""
@@ -54,6 +55,7 @@ class Baseline:
     finish: Change
 
     def __call__(self, bare: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+        refuse_ranks_in_step(bare.limits)
         drafts = list(self.drafts(bare, situation, config))
         best = self.best(drafts, situation, config)
         if best is None or not best.fits:
@@ -97,10 +99,10 @@ def in_order(bare: StepPlan, situation: Situation, config: PipelineConfig) -> It
 
 
 def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
-    limits = config.capped(bare.limits)
     lengths = _lengths(bare)
     longest = int(lengths.max(initial=1))
-    uncut = limits.whole_sequences or config.chunks == 1
+    uncut = bare.limits.whole_sequences or config.chunks == 1
+    limits = config.capped(bare.limits) if uncut else limits_for(bare, config)
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
     items = dealt(lengths, _price(situation), limits.num_ranks)
@@ -114,7 +116,7 @@ def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -
 
 
 def algorithm_1(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
-    limits = config.capped(bare.limits)
+    limits = limits_for(bare, config)
     lengths = _lengths(bare)
     if limits.whole_sequences or config.chunks == 1:
         raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")

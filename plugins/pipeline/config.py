@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from ...core.errors import EvenloadError
 from ...core.registry import PluginConfig
 from ...core.workload import Limits
 
@@ -18,7 +17,7 @@ class PipelineConfig(PluginConfig):
     """In which order chunks run forward and backward at each pipeline stage, and what is recomputed there."""
 
     max_tokens: PositiveInt = 16384
-    """Tokens that one rank may hold in one micro-batch; a cap that another plugin set before is kept as well."""
+    """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds."""
     chunks: PositiveInt = 64
     """Most chunks of one sequence, unless max_tokens demands more. 1: sequences are not cut."""
     block_tokens: PositiveInt = 4
@@ -50,13 +49,9 @@ class PipelineConfig(PluginConfig):
         return self.model_copy(update={"chunks": 1})
 
     def capped(self, limits: Limits) -> Limits:
-        """Raises EvenloadError where a micro-batch would hold less than one block."""
         cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
-        max_tokens = min(self.max_tokens, limits.max_tokens)
-        if max_tokens < self.block_tokens:
-            raise EvenloadError(
-                "a micro-batch of the pipeline is smaller than one block",
-                f"max_tokens {max_tokens} (the least of all plugins'), block_tokens {self.block_tokens}",
-                "raise max_tokens, or lower plugins.pipeline.block_tokens",
-            )
-        return replace(limits, max_tokens=max_tokens, max_activation_bytes=min(cap, limits.max_activation_bytes))
+        return replace(
+            limits,
+            max_tokens=min(self.max_tokens, limits.max_tokens),
+            max_activation_bytes=min(cap, limits.max_activation_bytes),
+        )

@@ -41,6 +41,7 @@ from .config import GIB, PipelineConfig
 from .elastic import ordered
 from .judge import Judged, judged, keeping_all
 from .remedies import refused
+from .settings import breaks, limits_for, refuse_ranks_in_step
 from .weights import placed
 
 ALIKE = 0.005
@@ -56,7 +57,7 @@ FILLED_BY_W = 0.6
 
 def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
     """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
-    limits = config.capped(given.limits)
+    limits = limits_for(given, config)
     if limits.equal_counts:
         return _alone(given, situation, config)
     over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
@@ -83,6 +84,8 @@ class _Portfolio:
         """Why a candidate could not be made to fit: of the one that lacks least."""
         self._bar_s = float("inf")
         """What the plan that came in and the baselines take where they fit: nothing slower is returned."""
+        self._note = ""
+        """What is to be said beside `_notes`."""
         self._splits = limits.splits_backward and config.split_backward != "off"
 
     def keep(self, given: StepPlan) -> None:
@@ -100,7 +103,8 @@ class _Portfolio:
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
                 drafts = baseline.drafts(bare, self._at, self._config)
-                allowed = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
+                under = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
+                allowed = (one for one in under if not breaks(one, self._config))
                 best = baseline.best(allowed, self._at, self._config, self._least_s)
                 if best is not None:
                     held = best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})"))
@@ -137,9 +141,10 @@ class _Portfolio:
             yield replace(given, order=(), recompute=(), limits=self._limits, made_by=made_by)
         try:
             yield from chunkings(given, self._limits, self._at, self._config)
-        except EvenloadError:  # a sequence that this plugin must leave whole; the plan that came in has it somehow
+        except EvenloadError as error:  # a sequence that must stay whole here; the plan that came in has it somehow
             if not given.micro_batches:
                 raise
+            self._note = f"pipeline: no chunks of its own: {error.what} ({error.found})"
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
@@ -185,7 +190,8 @@ class _Portfolio:
         limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
         alike = [one for one in fitting if one.step_s <= limit_s]
         best = min(alike, key=lambda one: one.step_s * max(1.0, one.held_bytes) ** MEMORY_WORTH).plan
-        return best.revised(notes=(*best.notes, *_notes(best)), bound_s=_bound_s(best, given, self._at))
+        own = [self._note] if self._note else []
+        return best.revised(notes=(*best.notes, *_notes(best), *own), bound_s=_bound_s(best, given, self._at))
 
     def _too_large(self) -> EvenloadError:
         least = min(self._found, key=lambda one: one.missing_bytes)
@@ -232,15 +238,9 @@ def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> Ste
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
     in_step = given.limits.equal_counts
     if not given.micro_batches:
-        raise EvenloadError(
-            "plugins.pipeline makes no micro-batches for a trainer whose ranks run in step",
-            "it needs equal counts on every rank (ZeRO 3, expert parallelism)",
-            "enable plugins.packing, which does, or disable plugins.pipeline",
-        )
-    cap = config.capped(given.limits).max_activation_bytes
-    limits = replace(given.limits, max_activation_bytes=cap)
+        refuse_ranks_in_step(given.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
-    given = replace(given, limits=limits, notes=(*given.notes, note))
+    given = replace(given, limits=limits_for(given, config), notes=(*given.notes, note))
     again = situation.costs.recompute
     if config.recompute == "off" or (not again and judged(given, situation).fits):
         return given

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from evenload.commands import tables
+from evenload.commands.pictures.outlook import names
 from evenload.commands.plan import look_ahead
-from evenload.commands.sweep import MOST, axes_of, best_of, sweep
+from evenload.commands.sweep import MOST, _strongest, axes_of, best_of, sweep
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import Recipe
 from evenload.face import load_recipe
@@ -78,6 +81,29 @@ def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
     baselines = {n: sum(s["baselines"][n]["step_s"] for s in steps) for n in steps[0]["baselines"]}
     fastest = min(baselines, key=lambda name: baselines[name])
     assert row["strongest_baseline"] == {"name": fastest, "gain": pytest.approx(baselines[fastest] / total_s)}
+
+
+def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: Path) -> None:
+    """With two ranks to a sequence at most, what shares each among all four is not allowed, however fast it is."""
+    mesh = recipe.changed({"parallel.dp": 4, "plugins.packing.enabled": False, "plugins.mesh.enabled": True})
+    free, bound = (
+        look_ahead(mesh.changed({"plugins.mesh.max_degree": degree}), np.array([4096] * 64), 1) for degree in (0, 2)
+    )
+    for outlook, ignores in ((free, None), (bound, "plugins.mesh.max_degree is 2, 4 ranks share a sequence")):
+        told = outlook.to_json()["steps"][0]["baselines"]
+        assert (told["cp_all"]["ignores"], told["cp_all"]["over_caps"]) == (ignores, ignores)
+        assert told["cp_1"]["ignores"] is None
+        assert ("cp_all" in names(outlook)) == (ignores is None)
+        console = Console(width=160, record=True, file=StringIO())
+        console.print(tables.plan(outlook.to_json()))
+        text = " ".join(console.export_text().split())
+        assert ("cp_all: not allowed" in text) == (ignores is not None)
+        assert (f"cp_all is not allowed: {ignores}" in text) == (ignores is not None)
+    others = {name: one.outcome.step_s for name, one in bound.steps[0].baselines.items() if name != "cp_all"}
+    faster = replace(bound.steps[0].baselines["cp_all"].outcome, step_s=0.5 * min(others.values()))
+    one = replace(bound.steps[0].baselines["cp_all"], outcome=faster)
+    step = replace(bound.steps[0], baselines={**bound.steps[0].baselines, "cp_all": one})
+    assert _strongest((step,), 1.0)["gain"] == min(others.values())
 
 
 def test_words_multiply_and_any_key_can_be_swept(recipe: Recipe, lengths: Path) -> None:

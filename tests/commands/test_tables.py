@@ -39,3 +39,18 @@ def test_long_keys_are_shown_to_their_ends() -> None:
 
 def test_seconds_have_a_unit_that_fits() -> None:
     assert [seconds(value) for value in (2e-6, 0.0123, 1.234, 33772.4)] == ["2 us", "12.3 ms", "1.23 s", "33,772 s"]
+
+
+def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
+    numbers = ("plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "exposed_frac", "peak_bytes")
+    step = {
+        **dict.fromkeys(numbers, 0.5),
+        "step": 0,
+        "micro_batch_imbalance": {"forward": 1.0, "backward": 1.0},
+        "notes": ["a", "b", "c", "left out of this plan: packing: a sequence is longer (900 tokens)"],
+        "pipeline": None,
+        "baselines": {},
+    }
+    text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local"}))
+    assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
+    assert [word in text.split() for word in "abc"] == [True, True, False]

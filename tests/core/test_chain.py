@@ -1,15 +1,136 @@
-"""The chain of planners for loops that are not ours."""
+"""The chain of planners: caps that hold, refusals that are told, what takes over, and loops that are not ours."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from evenload.core.chain import PlanChain
-from evenload.core.errors import EvenloadError
+from evenload.core.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
+from evenload.core.errors import EvenloadError, PlanError
+from evenload.core.memory import peaks_of_stage
+from evenload.core.parts import tokens_of_ranks
 from evenload.core.recipe import parse
-from evenload.core.workload import sequences
+from evenload.core.registry import Plugin
+from evenload.core.stock import stock_plan
+from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
 
 load_plugins()
+GIB = 2.0**30
+
+
+def chain(plugins: dict[str, dict[str, Any]], **parallel: int) -> PlanChain:
+    enabled = {name: {"enabled": True, **section} for name, section in plugins.items()}
+    asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": "h100", "plugins": enabled})
+    return PlanChain.of_recipe(asked, asked.layout())
+
+
+def most_tokens(plan: StepPlan) -> int:
+    return max(max(tokens_of_ranks(m).values()) for m in plan.micro_batches)
+
+
+@pytest.mark.parametrize("order", [(900, 300), (300, 900)])
+@pytest.mark.parametrize("names", [("packing", "mesh"), ("packing", "pipeline"), ("mesh", "pipeline")])
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"dp": 1}])
+def test_of_several_caps_the_least_holds(
+    names: tuple[str, str], order: tuple[int, int], parallel: dict[str, int]
+) -> None:
+    made = chain({name: {"max_tokens": cap} for name, cap in zip(names, order, strict=True)}, **parallel)
+    plan = made.plan(sequences([2000, 800, 310, 299, 40]))
+    assert made.caps.max_tokens == plan.limits.max_tokens == 300
+    assert most_tokens(plan) <= 300
+    words = ", ".join(f"{name} {cap}" for name, cap in zip(names, order, strict=True))
+    assert plan.notes[-1] == LEAST_CAP + words
+
+
+def test_lanes_keep_the_least_cap_and_its_note_speaks_of_ranks() -> None:
+    made = chain({"packing": {"max_tokens": 900}, "pipeline": {"max_tokens": 300}}, cp=2)
+    plan = made.plan(sequences([2000, 800, 310, 299, 40]))
+    assert plan.limits.max_tokens == 300
+    assert plan.notes[-1] == f"{LEAST_CAP}packing 900, pipeline 300"
+
+
+def test_a_plugin_that_refuses_is_told_of_and_its_caps_still_hold() -> None:
+    sections = {
+        "packing": {"max_tokens": 400, "slices": "off", "activation_gib": 1.0},
+        "mesh": {"engines": ["all_to_all"]},
+        "pipeline": {"max_tokens": 500},
+    }
+    plan = chain(sections).plan(sequences([900, 300, 20]))
+    refusal = (
+        "packing: a sequence is longer than plugins.packing.max_tokens (sequence 0 has 900 tokens, the cap is 400)"
+    )
+    assert LEFT_OUT + refusal in plan.notes
+    assert (plan.limits.max_tokens, plan.limits.max_activation_bytes) == (400, GIB)
+    assert most_tokens(plan) <= 400
+
+
+def test_the_plan_that_came_in_stays_where_a_later_plugin_refuses() -> None:
+    def refuses(*_: object) -> StepPlan:
+        raise EvenloadError("mesh has no way", "here", "disable it")
+
+    made = chain({"packing": {}, "mesh": {}, "pipeline": {}})
+    links = [(replace(plugin, plan=refuses) if plugin.name == "mesh" else plugin, c) for plugin, c in made.links]
+    plan = replace(made, links=tuple(links)).plan(sequences([900, 300, 20]))
+    assert f"{LEFT_OUT}mesh: mesh has no way (here)" in plan.notes
+    assert plan.made_by == "packing"
+
+
+def _greedy(bare: StepPlan, *_: object) -> StepPlan:
+    """A planner that raises its cap on the way."""
+    return stock_plan(bare.sequences, bare.limits)
+
+
+def test_no_planner_raises_its_cap_on_the_way() -> None:
+    made = chain({"packing": {"max_tokens": 100}})
+    ((packing, config),) = made.links
+    greedy: Plugin = replace(packing, plan=_greedy)
+    assert _greedy(StepPlan(sequences([101, 3]), (), made.limits)).check()
+    with pytest.raises(PlanError, match=r"over the token cap\n.*101 tokens on a rank, cap 100"):
+        replace(made, links=((greedy, config),)).plan(sequences([101, 3]))
+
+
+@pytest.mark.parametrize("name", ["packing", "mesh", "pipeline"])
+def test_what_takes_over_keeps_the_caps(name: str) -> None:
+    for parallel in ({}, {"dp": 1}, {"pp": 2}):
+        made = chain({name: {"max_tokens": 200}}, **parallel)
+        batch = sequences([900, 300, 20, 199])
+        simpler = dict(made.simpler(batch))
+        *_, last = simpler
+        assert last == STOCK
+        with pytest.raises(PlanError, match="900 tokens on a rank, cap 200"):
+            simpler[STOCK]()
+        for plan in (make() for at, make in simpler.items() if at != STOCK):
+            assert plan.limits.max_tokens == 200
+            assert most_tokens(plan) <= 200
+        assert simpler.keys() - {STOCK}
+
+
+def test_chunks_take_over_with_replays_under_a_cap_of_memory() -> None:
+    batch = sequences([6000, 300, 20])
+    free = chain({"packing": {"max_tokens": 500}})
+    held = dict(free.simpler(batch))["chunks"]()
+    peak = max(bytes_ for bytes_, _ in peaks_of_stage(held, 0))
+    tight = chain({"packing": {"max_tokens": 500, "activation_gib": 0.7 * peak / GIB}})
+    plan = dict(tight.simpler(batch))["chunks"]()
+    assert plan.replayed
+    assert max(bytes_ for bytes_, _ in peaks_of_stage(plan, 0)) <= 0.7 * peak
+    # For show it may hold more than any cap.
+    tiny = chain({"packing": {"max_tokens": 500, "activation_gib": 1e-6}})
+    assert tiny.baseline("chunks", batch)
+    with pytest.raises(PlanError, match="activation_gib"):
+        dict(tiny.simpler(batch))["chunks"]()
+
+
+def test_what_takes_over_keeps_the_settings() -> None:
+    made = chain({"packing": {"max_tokens": 200, "slices": "off"}, "mesh": {}})
+    batch = sequences([900, 30])
+    assert made.plan(batch)
+    chunks, cp_1 = (dict(made.simpler(batch))[name] for name in ("chunks", "cp_1"))
+    with pytest.raises(EvenloadError, match=r"plugins\.packing\.slices is off, 1 sequences are cut"):
+        chunks()
+    assert most_tokens(cp_1()) <= 200
 
 
 def recipe(**packing: object) -> object:

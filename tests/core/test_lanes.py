@@ -113,6 +113,14 @@ def test_the_stock_plan_runs_one_sequence_a_lane() -> None:
     assert [m.pad_to for m in plan.micro_batches] == [0, 0, 0, 2]
 
 
+def test_a_lane_of_few_tokens_is_padded_no_further_than_it_must() -> None:
+    made = chain(8, 1, "plugins.packing.max_tokens=8", "plugins.packing.slices=off")
+    (one,) = made.plan(sequences([1] * 7)).micro_batches
+    assert one.pad_to == 2, "14 tokens on 8 ranks, not 56"
+    (one,) = made.plan(sequences([3, 1])).micro_batches
+    assert one.pad_to == 4
+
+
 def test_lanes_without_work_run_a_dummy_on_every_rank() -> None:
     plan = chain(2, 3, "train.global_batch_size=6").stock(sequences([10])).check()
     assert [m.ranks for m in plan.micro_batches] == [(0, 1), (2,), (3,), (4,), (5,)]

@@ -353,3 +353,13 @@ def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
     with pytest.raises(PlanError, match="runs all ranks in step"):
         crossed_order.check()
     replace(crossed_order, order=(ops("F0 F1 F2 B2 B0 B1"),)).check()
+
+
+def test_ranks_that_run_in_step_run_passes_of_one_kind_at_a_time() -> None:
+    """Every pass gathers weights from all ranks, forwards from the first layer on and backwards from the last."""
+    in_step = replace(LIMITS, num_stages=1, equal_counts=True)
+    alone = tuple(MicroBatch((Slice(i, 0, 8),), (i % 2,)) for i in range(4))
+    plan = StepPlan(sequences([8] * 4), alone, in_step, order=(ops("F0 F1 F2 F3 B0 B1 B2 B3"),))
+    assert not plan.check().shared
+    with pytest.raises(PlanError, match="differ in the order of their passes"):
+        replace(plan, order=(ops("F0 F1 B0 F2 F3 B1 B2 B3"),)).check()

@@ -92,6 +92,72 @@ def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, capl
     assert "'chunks' failed too" in caplog.text
 
 
+def only_stock(plan: Callable[..., StepPlan]) -> PlanChain:
+    """A chain that nothing but stock could take over from, and stock's two samples at once are over its cap."""
+    ((plugin, config),) = chain(plan).links
+    return replace(chain(plan), links=((replace(plugin, simpler=""), config),), micro_batch_size=2)
+
+
+def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "evenload"),
+        pytest.raises(EvenloadError, match="no planner could plan this step under the caps") as caught,
+    ):
+        Planner(only_stock(fails), Draws()).next()
+    assert "ZeroDivisionError: inside a planner" in caught.value.found
+    assert "100 tokens on a rank, cap 64" in caplog.text
+
+
+def test_a_late_plan_is_waited_for_where_nothing_else_keeps_the_caps(caplog: pytest.LogCaptureFixture) -> None:
+    goes_on = threading.Event()
+
+    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+        assert goes_on.wait(30)
+        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "the step waits" in record.getMessage():
+                goes_on.set()
+
+    logging.getLogger("evenload").addHandler(handler := Told())
+    try:
+        planned = Planner(only_stock(slow), Draws(), budget_s=0.01).next()
+    finally:
+        logging.getLogger("evenload").removeHandler(handler)
+    assert planned.plan.made_by == "packing"
+    assert planned.plan.notes[-1] == "waited for: late on ranks [0]"
+
+
+def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = parse(
+        {
+            "parallel": {"dp": 2},
+            "plugins": {
+                "packing": {"enabled": True, "max_tokens": 40, "slices": "off"},
+                "mesh": {"enabled": True, "max_tokens": 48},
+            },
+        }
+    )
+    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws())
+    with caplog.at_level(logging.WARNING, "evenload"):
+        for _ in range(3):
+            planner.next()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith("left out of this plan: packing: a sequence is longer than plugins.packing.max_t")
+    assert said[1] == "the least max_tokens of all plugins holds: packing 40, mesh 48"
+
+
+def test_a_fallback_that_crashes_hands_over_too(caplog: pytest.LogCaptureFixture) -> None:
+    ((plugin, config),) = chain(fails).links
+    broken = replace(plugin, baselines={"chunks": fails})
+    with caplog.at_level(logging.WARNING, "evenload"):
+        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws()).next()
+    assert planned.plan.made_by == "stock"
+    assert "'chunks' failed too: inside a planner" in caplog.text
+
+
 def short(bare: StepPlan, *rest: object) -> StepPlan:
     return replace(get("packing").plan(bare, *rest), made_by="other")  # type: ignore[arg-type]
 
@@ -162,6 +228,21 @@ def test_one_late_rank_takes_all_ranks_to_the_simpler_plan() -> None:
     assert isinstance(second, StepPlan)
     assert first.made_by == second.made_by == "chunks"
     assert first.digest == second.digest
+
+
+def test_all_ranks_wait_for_a_late_one_where_nothing_else_keeps_the_caps() -> None:
+    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+        time.sleep(1.0)
+        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+
+    quick = get("packing").plan
+    first, second = Ranks().run([only_stock(quick), only_stock(slow)])
+    assert isinstance(first, StepPlan)
+    assert isinstance(second, StepPlan)
+    assert first.digest == second.digest
+    assert first.made_by == second.made_by == "packing"
+    failed = Ranks().run([only_stock(quick), only_stock(fails)])
+    assert all(isinstance(one, EvenloadError) for one in failed)
 
 
 def test_ranks_that_plan_differently_stop_with_one_message() -> None:

@@ -334,6 +334,13 @@ def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
     assert static.exposed_s.max() > 0 == shared.exposed_s.max()
 
 
+def test_ranks_in_step_with_unlike_counts_are_refused() -> None:
+    limits = Limits(2, 100, equal_counts=True)
+    plan = StepPlan(sequences([5, 6, 7]), tuple(MicroBatch((Slice(i, 0, 5 + i),), (i % 2,)) for i in range(3)), limits)
+    with pytest.raises(PlanError, match=r"unlike numbers of passes\n  found: 2 on rank 1, 4 on rank 0"):
+        list(play(plan, lambda stage, op: 1.0))
+
+
 def test_orders_that_wait_in_a_circle_are_refused() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
     rows = ((("F", 0), ("B", 0), ("F", 1), ("B", 1)), (("F", 1), ("F", 0), ("B", 0), ("B", 1)))

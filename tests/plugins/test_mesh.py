@@ -8,13 +8,17 @@ from functools import cache
 import numpy as np
 import pytest
 from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.parts import tokens_of_ranks
 from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
 from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
+from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.plan import plan
+from evenload.plugins.mesh.settings import breaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,11 +120,110 @@ def test_ranks_beyond_a_node_are_taken_only_where_they_pay() -> None:
     assert degree_of(planned(near, longer, max_tokens=1 << 20), 0) > 8
 
 
-def test_a_plan_of_one_rank_and_a_host_of_whole_sequences_stay_as_they_are() -> None:
+@pytest.mark.parametrize("pp", [1, 4])
+@pytest.mark.parametrize("zero", [None, 3])
+def test_one_rank_keeps_the_cap_of_many(pp: int, zero: int | None) -> None:
+    """What several ranks share or cut, one that is left cuts: a resumed run is under the same cap."""
+    if zero and pp > 1:
+        return
+    for ranks in (2, 1):
+        found = planned(chain(ranks, pp, zero), [1024, 512, 256, 64], max_tokens=256).check()
+        assert found.limits.max_tokens == 256
+        assert max(max(tokens_of_ranks(m).values()) for m in found.micro_batches) <= 256
+        assert ranks > 1 or found.cut == {0, 1}
+
+
+def test_a_plan_of_one_rank_stays_as_it_came() -> None:
     made = chain(1)
-    found = planned(made, [5, 900, 40], max_tokens=512)
+    found = planned(made, [5, 900, 40], max_tokens=1024)
     assert sorted(s for m in found.micro_batches for s in m.slices) == [(0, 0, 5), (1, 0, 900), (2, 0, 40)]
     assert plan(found, made.situation, MeshConfig()) is found
+
+
+def test_a_plan_over_the_cap_does_not_come_in() -> None:
+    for ranks in (1, 4):
+        made = chain(ranks)
+        came = planned(made, [900, 300, 200], max_tokens=1024, max_degree=1)
+        found = plan(came, made.situation, MeshConfig(max_tokens=500)).check()
+        assert found.limits.max_tokens == 500
+        assert "packing" not in found.made_by
+
+
+def test_hosts_of_whole_sequences_keep_the_cap_that_was_asked_for() -> None:
+    made = chain(2)
+    made = replace(made, limits=replace(made.limits, whole_sequences=True))
+    assert planned(made, [500, 300], max_tokens=500).limits.max_tokens == 500
+    with pytest.raises(EvenloadError, match=r"501 tokens, the cap is 500\n.*plugins\.mesh\.max_tokens"):
+        planned(made, [501, 300], max_tokens=500)
+    # Nobody asked for what the device is predicted to hold; that it is exceeded is said.
+    found = planned(made, [400_000, 300])
+    assert any("400000 tokens run at once" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("engines", [[name] for name in ENGINE_NAMES] + [["hybrid", "all_to_all"]])
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize(("ranks", "pp", "zero"), [(3, 2, None), (2, 1, None), (3, 1, 3), (1, 4, None)])
+def test_any_engines_plan(engines: list[str], heads: int, ranks: int, pp: int, zero: int | None) -> None:
+    """Also where no engine shares a sequence among so many ranks, and where chains are tried."""
+    for cap in (256, 1 << 20):
+        lengths = [1000 + 13 * k for k in range(9)]
+        found = planned(chain(ranks, pp, zero, heads=heads), lengths, max_tokens=cap, engines=engines).check()
+        assert breaks(found, MeshConfig.model_validate({"engines": engines})) == ""
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+def test_one_rank_a_sequence_in_several_rounds(zero: int | None) -> None:
+    lengths = [1000 + 13 * k for k in range(20)]
+    found = planned(chain(2, 1, zero), lengths, max_tokens=4096, max_degree=1).check()
+    assert not found.shared
+
+
+def test_costs_without_launches_have_a_bound() -> None:
+    """One long sequence alone, and nothing that takes time without it: the search for the bound begins at nothing."""
+    made = chain(11)
+    costs = made.situation.costs
+    free = {name: getattr(costs, name).model_copy(update={"launch_s": 0.0}) for name in ("forward", "backward")}
+    made = replace(made, situation=replace(made.situation, costs=costs.model_copy(update=free)))
+    found = planned(made, [77], max_tokens=11, remap="off", powers_of_two=True)
+    assert 0 < found.bound_s <= seconds(made, found) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "broken"),
+    [
+        ({}, ""),
+        ({"max_degree": 3}, ""),
+        ({"max_degree": 2}, "max_degree is 2, 3 ranks share a sequence"),
+        ({"powers_of_two": True}, "powers_of_two is true, 3 ranks share a sequence"),
+        ({"engines": ["all_to_all", "ring"]}, ""),
+        ({"engines": "all_to_all"}, "engines are all_to_all, sequences are shared by ring"),
+        ({"remap": "off"}, "remap is off, tokens are moved"),
+        ({"routed": "off"}, "routed is off, traffic is routed"),
+        ({"offload": "off"}, "offload is off, activations wait in host memory"),
+    ],
+)
+def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(settings: dict[str, object], broken: str) -> None:
+    one = MicroBatch((Slice(0, 0, 90),), (0, 1, 2), engine="ring", remap=True, routed=True)
+    made = StepPlan(sequences([90]), (one,), chain(3).limits, offload=(0.5,))
+    assert breaks(made, MeshConfig.model_validate(settings)) == (f"plugins.mesh.{broken}" if broken else "")
+
+
+def test_baselines_that_ignore_settings_are_said_to_and_never_taken() -> None:
+    made, lengths = chain(4), [6000, 5000, 400, 300]
+    bare, config = StepPlan(sequences(lengths), (), made.limits), MeshConfig(max_tokens=1 << 20, max_degree=2)
+    assert "4 ranks share" in breaks(BASELINES["cp_all"](bare, made.situation, config), config)
+    assert breaks(BASELINES["cp_1"](bare, made.situation, config), config) == ""
+    assert breaks(plan(bare, made.situation, config), config) == ""
+
+
+def test_what_no_rank_holds_runs_in_slices_on_one_rank_in_cp_1() -> None:
+    for ranks, pp, zero in ((3, 1, None), (2, 2, None), (3, 1, 3), (1, 1, None)):
+        made = chain(ranks, pp, zero)
+        bare = StepPlan(sequences([3000, 500, 20]), (), made.limits)
+        found = BASELINES["cp_1"](bare, made.situation, MeshConfig(max_tokens=600)).check()
+        assert found.limits.max_tokens == 600
+        assert found.cut == {0}
+        assert not found.shared
 
 
 def test_settings_bound_the_degrees() -> None:

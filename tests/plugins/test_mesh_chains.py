@@ -9,6 +9,7 @@ import pytest
 from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.memory import peaks_of_stage
+from evenload.core.parts import tokens_of_ranks
 from evenload.core.recipe import parse
 from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan, sequences
@@ -85,6 +86,35 @@ def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
     assert max(peak for peak, _ in peaks_of_stage(less, 0)) <= 0.6 * whole
     assert fitted(made, whole) is not less
     assert not fitted(made, whole).replayed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20_000), st.integers(4, 600), st.sampled_from([1, 2, 3, 4]))
+def test_slices_keep_the_cap_however_many_they_are(length: int, cap: int, degree: int) -> None:
+    """Equal in cost where that keeps the cap, else at the cap; and no rank has less than it needs."""
+    limits = replace(chain(cap).limits, max_tokens=cap)
+    prices = prices_of(chain(cap).situation, limits, MeshConfig(max_degree=degree), length)
+    for blocks in chained(np.array([length]), prices, limits):
+        mine = [m for block in blocks for one in block.rounds for m in one if m.slices]
+        assert sum(m.num_tokens for m in mine) == length
+        for m in mine:
+            assert max(tokens_of_ranks(m).values()) <= cap
+            assert len(m.ranks) == 1 or m.num_tokens >= LEAST_TOKENS * len(m.ranks)
+
+
+def test_degrees_that_no_engine_can_share_are_not_tried() -> None:
+    planner = chain(1 << 20, dp=6, pp=2)
+    for engines, usable in ((("hybrid",), [1, 4, 6]), (("all_to_all",), [1, 2, 3, 4]), (("ring",), [1, 2, 3, 4, 5, 6])):
+        prices = prices_of(planner.situation, planner.limits, MeshConfig(engines=engines), 4000)
+        assert prices.usable == usable
+        degrees = {
+            len(m.ranks)
+            for blocks in chained(np.array([4000, 100]), prices, replace(planner.limits, max_tokens=4000))
+            for block in blocks
+            for one in block.rounds
+            for m in one
+        }
+        assert degrees <= set(usable)
 
 
 def test_what_no_cut_can_hold_is_refused() -> None:

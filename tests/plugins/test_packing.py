@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
 from evenload.core.predict import predict
 from evenload.core.recipe import parse
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
 from evenload.face import load_plugins
+from evenload.plugins.packing.config import PackingConfig
+from evenload.plugins.packing.settings import breaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +126,47 @@ def test_the_baselines_are_what_they_say() -> None:
 def test_a_sequence_over_the_cap_is_refused_with_its_length() -> None:
     with pytest.raises(EvenloadError, match="sequence 1 has 300 tokens, the cap is 256"):
         chain(2, slices="off").plan(sequences([5, 300]))
+
+
+def test_a_cap_that_another_plugin_set_is_named() -> None:
+    made = chain(2, slices="off")
+    ((plugin, config),) = made.links
+    bare = StepPlan(sequences([5, 200]), (), replace(made.limits, max_tokens=100))
+    with pytest.raises(EvenloadError, match="longer than the least max_tokens of all plugins") as caught:
+        plugin.plan(bare, made.situation, config)
+    assert caught.value.found == "sequence 1 has 200 tokens, the cap is 100"
+    with pytest.raises(EvenloadError, match="the least max_tokens of all plugins is smaller than two blocks"):
+        plugin.plan(bare, made.situation, config.model_copy(update={"slices": "auto", "block_tokens": 128}))
+
+
+@pytest.mark.parametrize("block", [1, 3, 64, 128])
+def test_chunks_start_at_blocks(block: int) -> None:
+    made = chain(2, cap=255, block_tokens=block)
+    plan = made.baseline("chunks", sequences([900, 256, 40]))
+    assert plan.cut == {0, 1}
+    assert {s.start % block for m in plan.micro_batches for s in m.slices} == {0}
+    assert made.breaks("chunks", plan) == ""
+
+
+@pytest.mark.parametrize(
+    ("section", "broken"),
+    [
+        ({"block_tokens": 8}, ""),
+        ({"slices": "off"}, "slices is off, 1 sequences are cut"),
+        ({"block_tokens": 16}, "block_tokens is 16, a slice starts at 8"),
+        ({"asymmetric": False}, "asymmetric is false, the backward has groups of its own"),
+    ],
+)
+def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(section: dict[str, object], broken: str) -> None:
+    row = tuple(MicroBatch((Slice(0, a, a + 8),), (0,)) for a in (0, 8))
+    plan = StepPlan(sequences([16]), row, chain(1).limits, backward=row[::-1])
+    assert breaks(plan, PackingConfig.model_validate(section)) == (f"plugins.packing.{broken}" if broken else "")
+
+
+def test_a_rank_without_work_that_holds_too_much_is_refused() -> None:
+    """Its dummy has one token, and what any pass takes."""
+    with pytest.raises(EvenloadError, match=r"plugins\.packing\.activation_gib cannot hold what a rank must keep"):
+        chain(3, activation_gib=1e-12).plan(sequences([1]))
 
 
 def test_unknown_baselines_are_refused() -> None:

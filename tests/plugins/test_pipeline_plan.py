@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from evenload.core.simulate import simulate
 from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
-from evenload.plugins.pipeline.config import GIB
+from evenload.plugins.pipeline.config import GIB, PipelineConfig
+from evenload.plugins.pipeline.settings import breaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +153,57 @@ def test_one_stage_leaves_a_plan_as_it_is_and_says_so() -> None:
     assert (by_itself.num_tokens, by_itself.notes) == (650, plan.notes[-1:])
 
 
+def test_other_peoples_pipelines_refuse_trainers_in_step_too() -> None:
+    recipe = parse(
+        {
+            "trainer": "deepspeed",
+            "deepspeed": {"zero_stage": 3},
+            "parallel": {"dp": 2},
+            "plugins": {name: {"enabled": True, "max_tokens": CAP} for name in ("mesh", "pipeline")},
+        }
+    )
+    of, batch = PlanChain.of_recipe(recipe, recipe.layout()), sequences([CAP] * 15)
+    assert of.plan(batch).limits.max_tokens == CAP
+    for name in ("whole_1f1b", "fixed_chunks", "algorithm_1"):
+        with pytest.raises(EvenloadError, match="whose ranks run in step"):
+            of.baseline(name, batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "broken"),
+    [
+        ({"chunks": 2}, "algorithm_1", "chunks is 2, a sequence is in 4"),
+        ({"chunks": 4}, "algorithm_1", ""),
+        ({"chunks": 2}, "fixed_chunks", ""),
+        ({"chunks": 1}, "whole_1f1b", ""),
+    ],
+)
+def test_baselines_that_do_not_keep_a_setting_are_said_to(settings: Any, name: str, broken: str) -> None:
+    of, batch = chain(2, max_tokens=4 * CAP, **settings), sequences([3 * CAP, 90, 80])
+    found = of.breaks(name, of.baseline(name, batch))
+    assert found == (f"plugins.pipeline.{broken}" if broken else "")
+    plan = of.plan(batch)
+    most = max(Counter(s.sequence for m in plan.micro_batches for s in m.slices).values())
+    assert most <= settings["chunks"], "what does not keep a setting is no candidate"
+
+
+def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does() -> None:
+    of = chain(2, chunks=64, split_backward="on")
+    plan = of.plan(sequences([4 * CAP, 300, 200, 90]))
+    assert any(plan.split)
+    again = plan.revised(recompute=((1,) * len(plan.micro_batches),) * 2)
+    odd = plan.revised(limits=replace(plan.limits, max_tokens=1 << 20))
+    words = (
+        (plan, {"split_backward": "off"}, "split_backward is off, weight gradients run apart"),
+        (again, {"recompute": "off"}, "recompute is off, layers are recomputed"),
+        (plan, {"block_tokens": 64}, "block_tokens is 64, a slice starts at"),
+        (odd, {"chunks": 3}, "chunks is 3, a sequence is in"),
+    )
+    for made, section, broken in words:
+        assert breaks(made, PipelineConfig()) == ""
+        assert broken in breaks(made, PipelineConfig.model_validate(section))
+
+
 def test_trainers_in_step_are_left_to_packing() -> None:
     of = chain(1, 2)
     in_step = replace(of, limits=replace(of.limits, equal_counts=True))
@@ -264,10 +317,11 @@ def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() ->
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp: int) -> None:
-    packing = {"packing": {"enabled": True, "max_tokens": 4 * CAP, "slices": "off"}}
-    plan = chain(pp, 2, plugins=packing).plan(sequences([900, 700, 300, 20]))
+    of = chain(pp, 2)
+    ((plugin, config),) = of.links
+    plan = plugin.plan(of.stock(sequences([900, 700, 300, 20])), of.situation, config).check()
     assert plan.limits.max_tokens == CAP
-    assert any("over max_tokens and left out (packing)" in note for note in plan.notes)
+    assert any("over max_tokens and left out (stock)" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("before", ["packing", "mesh"])
@@ -275,6 +329,7 @@ def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_ca
     plugins = {before: {"enabled": True, "max_tokens": CAP}}
     plan = chain(2, 4, plugins=plugins, chunks=1).plan(sequences([3 * CAP, 100, 90]))
     assert plan.cut if before == "packing" else plan.shared
+    assert any("pipeline: no chunks of its own: a sequence is longer" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("before", ["packing", "mesh"])

@@ -250,6 +250,14 @@ def test_a_cap_that_the_last_two_blocks_may_exceed_is_refused(cap: int, block: i
     assert planned([100], 1, max_tokens=2 * block - 1, block_tokens=block).check()
 
 
+@pytest.mark.parametrize("slices", ["auto", "even"])
+def test_blocks_that_leave_no_room_for_equal_slices_end_in_chunks(slices: str) -> None:
+    """The last micro-batch keeps a whole sequence beside less room than a block, however many there are."""
+    made = planned([2876, 248, 101, 51], 1, max_tokens=343, block_tokens=128, slices=slices).check()
+    assert max(m.num_tokens for m in made.micro_batches) <= 343
+    assert {s.start % 128 for m in made.micro_batches for s in m.slices} == {0}
+
+
 def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
     limits = Limits(2, 1 << 40, whole_sequences=True)
     assert not planned([900, 400, 30, 20], 2, limits=limits, max_tokens=1024).cut

@@ -1,0 +1,24 @@
+"""Which settings of the section a plan of somebody else does not keep."""
+
+from __future__ import annotations
+
+from ...core.workload import StepPlan
+from .config import MeshConfig
+
+
+def breaks(plan: StepPlan, config: MeshConfig) -> str:
+    """The first setting that a plan does not keep, with what it does instead; empty where it keeps all."""
+    shared = [m for m in plan.micro_batches if len(m.ranks) > 1]
+    degrees = {len(home) for m in shared for home in (m.homes or (m.ranks,))}
+    engines = {m.engine for m in shared} - set(config.engines)
+    odd = sorted(d for d in degrees if d & (d - 1))
+    most = max(degrees, default=1)
+    rules = (
+        (0 < config.max_degree < most, f"max_degree is {config.max_degree}, {most} ranks share a sequence"),
+        (config.powers_of_two and odd, f"powers_of_two is true, {(odd or [0])[-1]} ranks share a sequence"),
+        (engines, f"engines are {', '.join(config.engines)}, sequences are shared by {', '.join(sorted(engines))}"),
+        (config.remap == "off" and any(m.remap for m in shared), "remap is off, tokens are moved"),
+        (config.routed == "off" and any(m.routed for m in shared), "routed is off, traffic is routed"),
+        (config.offload == "off" and any(plan.offload), "offload is off, activations wait in host memory"),
+    )
+    return next((f"plugins.mesh.{words}" for broken, words in rules if broken), "")

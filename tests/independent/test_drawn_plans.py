@@ -1,0 +1,234 @@
+"""Recipes of any settings, drawn: a plan keeps the laws, the independent checker and the recipe's caps, or is refused.
+
+`make explore` draws thousands of them; `--hypothesis-show-statistics` counts what became of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.core.chain import PlanChain
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe import parse
+from evenload.core.workload import StepPlan, sequences
+from evenload.face import load_plugins
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+_spec = importlib.util.spec_from_file_location("independent_checker", Path(__file__).with_name("checker.py"))
+assert _spec is not None
+assert _spec.loader is not None
+checker = importlib.util.module_from_spec(_spec)
+sys.modules["independent_checker"] = checker  # where dataclasses look their annotations up
+_spec.loader.exec_module(checker)
+
+load_plugins()
+EXPLORING = settings.get_current_profile_name() == "explore"
+pytestmark = pytest.mark.timeout(7200 if EXPLORING else 300)
+
+ENGINES = ("ring", "all_gather", "all_to_all", "hybrid")
+CLUSTERS = ("local", "a100", "a800", "h100", "h200", "flexsp-a100")
+COSTS = ("auto", "auto", "cpu", "cpu-2-stages", "cpu-4-ranks", "verl-7b", "flexsp-gpt-7b-a100", "galvatron-llama2-7b")
+LONGEST = 6000
+"""Tokens of a drawn sequence at the most: what is tried is what settings do to each other, not size,"""
+_PARTS, _CAPS = 40, 200
+"""and how many caps it fills at the most, and a batch: what thousands of slices take to plan is not the question."""
+
+HUGE = 10**30
+CAPS = st.one_of(st.integers(1, 12), st.integers(1, 2 * LONGEST), st.sampled_from([64, 512, 4096, HUGE]))
+BLOCKS = st.sampled_from([1, 2, 3, 4, 4, 4, 16, 128, HUGE])
+GIB = st.one_of(
+    st.none(), st.none(), st.floats(-8, -1).map(lambda exponent: 10.0**exponent), st.sampled_from([1e-12, 1e9])
+)
+KEYS = re.compile(r"plugins\.|parallel\.|max_tokens|activation_gib|parallelism")
+SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "packing": {
+        "max_tokens": CAPS,
+        "slices": st.sampled_from(["auto", "even", "off"]),
+        "block_tokens": BLOCKS,
+        "asymmetric": st.booleans(),
+        "activation_gib": GIB,
+        "max_delay_steps": st.sampled_from([0, 1, HUGE]),
+        "polish_nodes": st.sampled_from([0, 0, 0, 1, 20]),
+    },
+    "mesh": {
+        "max_tokens": st.one_of(st.none(), CAPS),
+        "max_degree": st.one_of(st.integers(0, 9), st.just(HUGE)),
+        "powers_of_two": st.booleans(),
+        "engines": st.lists(st.sampled_from(ENGINES), min_size=1, max_size=4, unique=True),
+        "remap": st.sampled_from(["auto", "off"]),
+        "routed": st.sampled_from(["auto", "off"]),
+        "offload": st.sampled_from(["auto", "off"]),
+        "effort": st.sampled_from([0, 1, 2, HUGE]),
+    },
+    "pipeline": {
+        "max_tokens": CAPS,
+        "chunks": st.sampled_from([1, 2, 3, 8, 64, HUGE]),
+        "block_tokens": BLOCKS,
+        "activation_gib": GIB,
+        "recompute": st.sampled_from(["auto", "off"]),
+        "split_backward": st.sampled_from(["auto", "on", "off"]),
+        "max_extra": st.sampled_from([0, 1, 2, HUGE]),
+        "solver_ms": st.sampled_from([0, 0, 1, 100, HUGE]),
+    },
+}
+"""Every setting of every plugin, its least and largest values among them."""
+
+
+def test_every_setting_is_drawn() -> None:
+    sections = parse({}).plugins
+    for name, drawn in SETTINGS.items():
+        assert set(drawn) | {"enabled"} == set(type(getattr(sections, name)).model_fields), name
+
+
+PLUGINS = [["packing"], ["mesh"], ["pipeline"], ["packing", "mesh"], ["packing", "pipeline"]]
+PLUGINS += [["mesh", "pipeline"], ["packing", "mesh", "pipeline"]]
+
+
+@st.composite
+def lengths_of_a_batch(draw: st.DrawFn, cap: float) -> list[int]:
+    """Lengths of all shapes; ``cap`` tokens hold at least a small part of the longest."""
+    longest = draw(st.integers(1, min(LONGEST, int(_PARTS * min(cap, LONGEST)))))
+    count = draw(st.integers(1, min(24, max(1, int(_CAPS * min(cap, LONGEST)) // longest))))
+    any_length = st.integers(1, longest)
+    shapes = {
+        "uniform": st.lists(any_length, min_size=count, max_size=count),
+        "equal": st.just([longest] * count),
+        "giant": st.lists(st.integers(1, max(1, longest // 50)), min_size=count, max_size=count).map(
+            lambda row: [*row, longest]
+        ),
+        "ones": st.just([1] * count),
+        "powers": st.lists(
+            st.integers(0, longest.bit_length() - 1).map(lambda k: 1 << k), min_size=count, max_size=count
+        ),
+        "two": st.lists(st.sampled_from([longest, max(1, longest // 100)]), min_size=count, max_size=count),
+    }
+    return draw(shapes[draw(st.sampled_from(sorted(shapes)))])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[int], str]:
+    """A recipe, lengths of a batch, and in whose loop it runs: ours, or one that keeps samples whole or cuts them."""
+    recipe = draw(recipes())
+    lengths = draw(lengths_of_a_batch(checker.facts_of(recipe).max_tokens))
+    return recipe, lengths, draw(st.sampled_from(["", "", "", "whole", "cut"]))
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> dict[str, Any]:
+    deepspeed = draw(st.booleans())
+    names = draw(st.sampled_from([[], *PLUGINS, *PLUGINS]))
+    pp = draw(st.sampled_from([1, 1, 2, 4]))
+    tp = 1 if deepspeed else draw(st.sampled_from([1, 1, 2]))
+    cp = 1 if "mesh" in names or deepspeed else draw(st.sampled_from([1, 1, 1, 2, 3]))
+    dp = draw(st.one_of(st.integers(1, 4), st.integers(1, 12)))
+    heads = draw(st.sampled_from([1, 2, 4, 6])) * tp
+    plugins: dict[str, Any] = {}
+    for name in names:
+        every = SETTINGS[name]
+        plugins[name] = {"enabled": True, **{key: draw(every[key]) for key in every if draw(st.booleans())}}
+    return {
+        "trainer": "deepspeed" if deepspeed else "megatron",
+        "model": {
+            "num_layers": pp * draw(st.sampled_from([1, 2, 4])),
+            "hidden_size": 64 * heads,
+            "num_attention_heads": heads,
+            "num_query_groups": draw(st.sampled_from([tp, heads])),
+            "vocab_size": 256,
+        },
+        "data": {"max_length": LONGEST},
+        "parallel": {"tp": tp, "pp": pp, "cp": cp, "ep": draw(st.sampled_from([1, 1, 1, 2])), "dp": dp},
+        "train": {
+            "global_batch_size": 64,
+            "micro_batch_size": draw(st.sampled_from([1, 1, 4])),
+            "recompute": draw(st.booleans()),
+            "dtype": "fp32" if deepspeed and pp > 1 else draw(st.sampled_from(["bf16", "fp32"])),
+        },
+        "megatron": {"overlap_grad_reduce": draw(st.booleans()), "distributed_optimizer": draw(st.booleans())},
+        "deepspeed": {"zero_stage": draw(st.integers(0, 1 if pp > 1 else 3))},
+        "cluster": draw(st.sampled_from(CLUSTERS)),
+        "costs": draw(st.sampled_from(COSTS)),
+        "plugins": plugins,
+    }
+
+
+def facts(recipe: dict[str, Any], chain: PlanChain) -> Any:
+    """What the recipe says, and what the machine says of bytes."""
+    limits = chain.limits
+    kept = limits.activation_bytes_per_token
+    if not limits.replay_bytes_per_token:  # else the recipe recomputes, and only inputs of layers are kept
+        kept -= limits.beside.cut_saves_bytes_per_token
+    least = min(kept, limits.input_bytes_per_token)
+    return replace(
+        checker.facts_of(recipe),
+        whole=limits.whole_sequences,
+        splits=limits.splits_backward,
+        layer_bytes=kept,
+        input_bytes=least,
+    )
+
+
+def accept(plan: StepPlan, recipe: dict[str, Any], chain: PlanChain) -> None:
+    """The laws, the checker and the caps of the recipe hold."""
+    plan.check()
+    checker.refuse(json.loads(json.dumps(plan.to_json())), facts(recipe, chain))
+
+
+def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
+    parsed = parse(recipe)
+    layout = parsed.layout()
+    if loop:
+        return PlanChain.of_loop(parsed, layout, warn=False, whole=loop == "whole")
+    return PlanChain.of_recipe(parsed, layout)
+
+
+@settings(max_examples=3000 if EXPLORING else 80)
+@given(cases())
+def test_any_recipe_is_planned_under_its_caps_or_refused(case: tuple[dict[str, Any], list[int], str]) -> None:
+    recipe, lengths, loop = case
+    names, batch = "+".join(sorted(recipe["plugins"])) or "stock", sequences(lengths)
+    try:
+        chain = chain_of(recipe, loop)
+        plan = chain.plan(batch)
+    except EvenloadError as error:
+        event(f"{names}: refused", error.what)
+        refusal = str(error)
+    else:
+        event(f"{names}: planned")
+        accept(plan, recipe, chain)
+        refusal = "plugins."
+    assert KEYS.search(refusal), "a refusal names what to change"
+
+
+def attempt(make: Callable[[], Any]) -> Any:
+    """What is made; None where that is refused."""
+    try:
+        return make()
+    except EvenloadError:
+        return None
+
+
+@settings(max_examples=1000 if EXPLORING else 30)
+@given(cases())
+def test_what_takes_over_keeps_the_caps_and_no_baseline_crashes(case: tuple[dict[str, Any], list[int], str]) -> None:
+    recipe, lengths, loop = case
+    batch, chain = sequences(lengths), attempt(lambda: chain_of(recipe, loop))
+    if chain is None:
+        return
+    for name, make in chain.simpler(batch):
+        if (plan := attempt(make)) is not None:
+            event(f"{name} can take over")
+            accept(plan, recipe, chain)
+    uncapped = {**recipe, "plugins": {}}
+    for name in chain.baseline_names:
+        if (plan := attempt(lambda name=name: chain.baseline(name, batch))) is not None:  # type: ignore[misc]
+            event(f"{name} is lawful")
+            accept(plan, uncapped, chain)
