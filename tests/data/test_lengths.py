@@ -67,7 +67,7 @@ def test_a_bad_line_of_txt_is_named(tmp_path, content, message):
         ("5\n{", "line 2 of .* is not valid JSON"),
         ('{"lenght": 3}', "line 1 of .*gives no length\n  found: did you mean 'lenght'"),
         ('{"input_ids": [1, "2"]}', "'2'"),
-        ('"5"', "line 1 of .*\n  found: 5"),
+        ('"5"', "line 1 of .*\n  found: '5'"),
         ("1e400", "line 1 of .*\n  found: inf"),
         ("", "holds no length"),
     ],
@@ -104,7 +104,7 @@ def test_unreadable_files_are_refused(tmp_path):
     for name, message in [
         ("a.npy", "not a numpy array"),
         ("empty.npy", "not a numpy array"),
-        ("objects.npy", "not a numpy array"),
+        ("objects.npy", "not a list of integers"),
         ("a.csv", "known: .idx, .jsonl, .npy, .txt"),
         ("missing.txt", "no lengths file"),
     ]:
