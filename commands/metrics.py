@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.jsontext import to_json
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..integrations.host import StepResult
@@ -130,7 +130,7 @@ def writer(recipe: Recipe | None) -> Iterator[Write]:
                     board.add_scalar(f"evenload/{name}", value, row.step)
         if lines is not None:
             samples = planned.draw.samples.tolist()
-            lines.write(json.dumps({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
+            lines.write(to_json({**values, "planner": planned.plan.made_by, "samples": samples}) + "\n")
             lines.flush()
 
     try:

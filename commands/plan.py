@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,8 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.bounds import refuse_endless
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError, PlanError
+from ..core.feasible import refuse_idle_ranks
+from ..core.jsontext import to_json
 from ..core.memory import fixed_bytes, room_bytes
 from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
@@ -88,7 +90,9 @@ def look_ahead(
         num_ranks: of the world; None takes the fewest that ``parallel.*`` needs.
         record: keep the timeline of every simulated step.
     """
-    chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
+    layout = recipe.layout(num_ranks)
+    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    chain = PlanChain.of_recipe(recipe, layout)
     given = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     samples = cut(given, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
@@ -98,6 +102,7 @@ def look_ahead(
             f"{len(samples)} samples, train.global_batch_size {size}",
             "lower train.global_batch_size",
         )
+    refuse_endless(samples, chain.token_caps)
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
     planned = []
     for _ in range(steps):
@@ -114,7 +119,7 @@ def look_ahead(
 def write_plans(outlook: Outlook, path: Path) -> None:
     """Write the plans as ``plan.json``. Raises EvenloadError."""
     try:
-        path.write_text(json.dumps({"format": 1, "steps": [step.ours.plan.to_json() for step in outlook.steps]}))
+        path.write_text(to_json({"format": 1, "steps": [step.ours.plan.to_json() for step in outlook.steps]}))
     except OSError as error:
         raise EvenloadError(
             "the plan cannot be written", f"{path}: {error.strerror}", "choose another --out"

@@ -9,7 +9,8 @@ time or memory, or arithmetic out of int64 and float64.
 | LOCAL_RANKS 2^10 | processes that one machine starts; each takes hundreds of megabytes |
 | SEQUENCES 2^24 | samples of a global batch, of which a planner holds a few arrays and lists |
 | SAMPLES 2^20 | that one document is cut into; a billion tokens in samples of a thousand |
-| TOKENS 2^40 | of a sequence; sums over a batch stay inside int64 |
+| TOKENS 2^40 | of a sequence; products with bytes of a token stay inside float64 without loss that matters |
+| MOST_TOKENS 2^60 | of all sequences together; sums stay inside int64 |
 | SLICES 2^15 | of a sequence in one plan: at 8,192 tokens each they are 268 million; time grows with their number |
 | LAYERS 2^14, SIZE 2^24 | of a model; products of three sizes stay inside int64 |
 | STEPS 10^4 | that ``plan`` looks ahead: each is planned and simulated with every baseline |
@@ -39,6 +40,7 @@ LOCAL_RANKS = 1 << 10
 SEQUENCES = 1 << 24
 SAMPLES = 1 << 20
 TOKENS = 1 << 40
+MOST_TOKENS = 1 << 60
 SLICES = 1 << 15
 LAYERS = 1 << 14
 SIZE = 1 << 24
@@ -97,7 +99,21 @@ def lengths_of_batch(values: Any) -> npt.NDArray[np.int64]:
         raise EvenloadError("lengths are no list of integers", shown(values), "give tokens per sequence: [900, 40]")
     array = values if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu" else None
     if array is not None and 0 < len(array) <= SEQUENCES and array.min() >= 1 and array.max() <= TOKENS:
-        return array.astype(np.int64)
+        lengths = array.astype(np.int64)
+    else:
+        lengths = _lengths_of_rows(values)
+    refuse_uncountable(lengths, "a batch")
+    return lengths
+
+
+def refuse_uncountable(lengths: npt.NDArray[np.int64], name: str) -> None:
+    """Raise EvenloadError where the sum of lengths [S] would leave int64."""
+    total = float(lengths.sum(dtype=np.float64))
+    if total > MOST_TOKENS:
+        raise EvenloadError(f"{name} holds more tokens than can be counted", f"{total:.3g}", "check the lengths")
+
+
+def _lengths_of_rows(values: Iterable[Any]) -> npt.NDArray[np.int64]:
     try:
         rows = list(islice(values, SEQUENCES + 1))
     except Exception as error:  # of an iterator that is not ours

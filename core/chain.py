@@ -146,6 +146,11 @@ class PlanChain:
         return replace(self, links=links, limits=limits, situation=situation)
 
     @property
+    def token_caps(self) -> tuple[int | None, ...]:
+        """``max_tokens`` of every plugin that has the setting; None where it is null."""
+        return tuple(config.max_tokens for _, config in self.links if hasattr(config, "max_tokens"))
+
+    @property
     def baseline_names(self) -> tuple[str, ...]:
         """All baselines, the stock plan first."""
         return tuple(dict.fromkeys(["padded", *(name for plugin, _ in self.links for name in plugin.baselines)]))

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, create_model
 
 from . import reading, registry
+from .bounds import RANKS, whole_number
 from .errors import EvenloadError, nearest, shorten, shown
 from .faults import Fault, first_fault
 from .feasible import refuse_impossible
@@ -71,7 +72,10 @@ class Recipe(Section):
         return p.tp * p.pp * p.cp * (p.dp or 1)
 
     def layout(self, world_size: int | None = None) -> Layout:
+        """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
         p = self.parallel
+        if world_size is not None:
+            world_size = whole_number(world_size, "the number of processes", RANKS)
         return Layout.of_world(world_size or self.min_world_size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:

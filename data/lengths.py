@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import reading
-from ..core.bounds import TOKENS
+from ..core.bounds import TOKENS, refuse_uncountable
 from ..core.errors import SHOWN, EvenloadError, nearest, shorten, shown
 from .bin_idx import read_index
 from .jsonl import check_ids, read_values
@@ -54,7 +54,9 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
         parts.append(lengths)
     if not sum(map(len, parts)):
         raise EvenloadError(f"{name} holds no length", "an empty file", "give one positive integer per sequence")
-    return np.concatenate(parts)
+    lengths = np.concatenate(parts)
+    refuse_uncountable(lengths, name)
+    return lengths
 
 
 _Part = tuple[NDArray[np.int64], Callable[[int], str]]
