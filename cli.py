@@ -230,8 +230,10 @@ def _run_ranks(
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands.launch import is_rank, launch
     from .commands.show import emit, stdout_aside
+    from .runtime.variables import job_variables
 
     if is_rank():
+        job_variables()  # before anything is loaded that takes long
         with stdout_aside():
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)

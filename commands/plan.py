@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,10 +14,11 @@ import numpy.typing as npt
 
 from ..core.bounds import refuse_endless
 from ..core.chain import PlanChain
-from ..core.errors import EvenloadError, PlanError
+from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.feasible import refuse_idle_ranks
 from ..core.jsontext import to_json
 from ..core.memory import fixed_bytes, room_bytes
+from ..core.plan_json import file_json
 from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
 from ..core.registry import Situation
@@ -29,6 +31,8 @@ from .drawing import Drawing
 from .pipelines import describe
 
 _GIB = 2.0**30
+_CAPS = ("max_tokens", "activation_gib")
+"""Settings of plugins that cap what a rank holds."""
 _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
 
@@ -118,12 +122,20 @@ def look_ahead(
 
 def write_plans(outlook: Outlook, path: Path) -> None:
     """Write the plans as ``plan.json``. Raises EvenloadError."""
+    caps = {
+        plugin.name: {key: value for key in _CAPS if (value := getattr(config, key, None)) is not None}
+        for plugin, config in outlook.chain.links
+    }
+    text = to_json(file_json((step.ours.plan for step in outlook.steps), caps))
     try:
-        path.write_text(to_json({"format": 1, "steps": [step.ours.plan.to_json() for step in outlook.steps]}))
+        # A pipe that nobody reads is refused instead of waited for.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise EvenloadError(
-            "the plan cannot be written", f"{path}: {error.strerror}", "choose another --out"
-        ) from error
+        found = f"{shorten(str(path))}: {error.strerror}"
+        raise EvenloadError("the plan cannot be written", found, "choose another --out") from error
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
