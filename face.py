@@ -45,5 +45,5 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
         recipe = load_recipe(recipe)
     batch = lengths_of_batch(lengths)
     chain = PlanChain.of_recipe(recipe, recipe.layout(world_size))
-    refuse_endless(batch, chain.token_caps)
+    refuse_endless(batch, chain.largest_slice)
     return chain.plan(sequences(batch))

@@ -106,7 +106,7 @@ def look_ahead(
             f"{len(samples)} samples, train.global_batch_size {size}",
             "lower train.global_batch_size",
         )
-    refuse_endless(samples, chain.token_caps)
+    refuse_endless(samples, chain.largest_slice)
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
     planned = []
     for _ in range(steps):

@@ -60,7 +60,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     chain = PlanChain.of_recipe(recipe, layout)
     # The longest samples of all: if these can be planned, no later batch has one that cannot.
     longest = np.sort(source.lengths)[-layout.plane_size :]
-    refuse_endless(longest, chain.token_caps)
+    refuse_endless(longest, chain.largest_slice)
     chain.plan(sequences(longest))
     return Preflight(recipe, layout, source, chain)
 

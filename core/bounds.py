@@ -6,9 +6,11 @@ time or memory, or arithmetic out of int64 and float64.
 | bound | why |
 |---|---|
 | RANKS 2^20 | ten of the largest clusters; lists of ranks and layouts stay within memory |
+| STAGES 2^10 | of a pipeline; all of them are simulated, pass by pass |
+| SHARERS 2^14 | ranks of one tensor- or context-parallel group; micro-batches list those of the latter |
 | LOCAL_RANKS 2^10 | processes that one machine starts; each takes hundreds of megabytes |
 | SEQUENCES 2^24 | samples of a global batch, of which a planner holds a few arrays and lists |
-| SAMPLES 2^20 | that one document is cut into; a billion tokens in samples of a thousand |
+| SAMPLES 2^27 | that documents are split into; each takes a few integers in memory |
 | TOKENS 2^40 | of a sequence; products with bytes of a token stay inside float64 without loss that matters |
 | MOST_TOKENS 2^60 | of all sequences together; sums stay inside int64 |
 | SLICES 2^15 | of a sequence in one plan: at 8,192 tokens each they are 268 million; time grows with their number |
@@ -37,8 +39,10 @@ from .errors import EvenloadError, shown
 
 RANKS = 1 << 20
 LOCAL_RANKS = 1 << 10
+STAGES = 1 << 10
+SHARERS = 1 << 14
 SEQUENCES = 1 << 24
-SAMPLES = 1 << 20
+SAMPLES = 1 << 27
 TOKENS = 1 << 40
 MOST_TOKENS = 1 << 60
 SLICES = 1 << 15
@@ -53,6 +57,8 @@ SECONDS = 1e9
 AMOUNT = 1e24
 
 RankCount = Annotated[int, Field(ge=1, le=RANKS)]
+StageCount = Annotated[int, Field(ge=1, le=STAGES)]
+SharerCount = Annotated[int, Field(ge=1, le=SHARERS)]
 RankCountOrAll = Annotated[int, Field(ge=0, le=RANKS)]
 """0 means all."""
 SequenceCount = Annotated[int, Field(ge=1, le=SEQUENCES)]
@@ -141,9 +147,8 @@ def refuse_odd_numbers(values: Any, name: str) -> None:
             raise EvenloadError(f"{place} is no quantity", shown(value), do)
 
 
-def refuse_endless(lengths: npt.NDArray[np.int64], caps: Iterable[int | None]) -> None:
-    """Raise EvenloadError if a cap on tokens would cut the longest sequence into more than `SLICES` slices."""
-    cap = min((cap for cap in caps if cap is not None), default=TOKENS)
+def refuse_endless(lengths: npt.NDArray[np.int64], cap: int) -> None:
+    """Raise EvenloadError if the longest sequence would be cut into more than `SLICES` slices of ``cap`` tokens."""
     longest = int(lengths.max(initial=0))
     if longest > SLICES * cap:
         raise EvenloadError(

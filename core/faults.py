@@ -28,7 +28,7 @@ class Fault(NamedTuple):
     @property
     def key(self) -> str:
         """The path as one types it: ``plugins.packing.max_tokens``."""
-        return shorten(".".join(self.path))
+        return shorten(".".join(self.path)) or "the whole"
 
 
 def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:

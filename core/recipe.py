@@ -74,9 +74,9 @@ class Recipe(Section):
     def layout(self, world_size: int | None = None) -> Layout:
         """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
         p = self.parallel
-        if world_size is not None:
-            world_size = whole_number(world_size, "the number of processes", RANKS)
-        return Layout.of_world(world_size or self.min_world_size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
+        wanted = self.min_world_size if world_size is None else world_size
+        size = whole_number(wanted, "the number of processes", RANKS)
+        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """The same recipe with dotted keys changed, validated again."""

@@ -19,7 +19,9 @@ from .bounds import (
     Seconds,
     Seed,
     SequenceCount,
+    SharerCount,
     Size,
+    StageCount,
 )
 
 
@@ -78,9 +80,9 @@ class Data(Section):
 class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""
 
-    tp: RankCount = 1
-    pp: RankCount = 1
-    cp: RankCount = 1
+    tp: SharerCount = 1
+    pp: StageCount = 1
+    cp: SharerCount = 1
     ep: RankCount = 1
     dp: RankCount | None = None
 

@@ -51,11 +51,10 @@ def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSa
     if max_length is not None and long_samples == "split" and num_long:
         whole, rest = np.divmod(lengths[kept], max_length)
         pieces = whole + (rest >= min_length)
-        most = int(pieces.max())
-        if most > SAMPLES:
+        if int(pieces.sum()) > SAMPLES:
             raise EvenloadError(
-                f"a document would be split into more than {SAMPLES} samples",
-                f"{most} of at most {max_length} tokens",
+                f"documents would be split into more than {SAMPLES} samples",
+                f"{int(pieces.sum())} of at most {max_length} tokens",
                 "raise data.max_length, or set data.long_samples to truncate or drop",
             )
         num_remainders = int(((rest > 0) & (rest < min_length)).sum())

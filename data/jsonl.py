@@ -25,6 +25,8 @@ _BATCH = 1024
 """Texts tokenised at once: enough for the tokenizer's threads, little to hold."""
 _LINE_BYTES = 1 << 31
 """Of one document: a hundred million token ids take half of it."""
+_PART_BYTES = 1 << 24
+"""Of a line, read at once: a file that is no text is seen to be none by then."""
 
 
 class JsonlDocuments:
@@ -144,13 +146,16 @@ def _field_of_first_line(path: Path, text_key: str) -> str:
 
 def _line(stream: BinaryIO, name: str, do: str) -> bytes:
     """The next line, empty at the end. Raises EvenloadError."""
+    parts: list[bytes] = []
     try:
-        line = stream.readline(_LINE_BYTES + 1)
+        while not (parts and parts[-1].endswith(b"\n")) and (part := stream.readline(_PART_BYTES)):
+            parts.append(part)
+            if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in part:
+                found = "a byte 0" if b"\0" in part else f"a line of more than {_LINE_BYTES} bytes"
+                raise EvenloadError(f"{name} is not JSON Lines", found, "give an object a line")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
     except (OSError, MemoryError) as error:
         raise reading.unreadable(name, error, do) from error
-    if len(line) > _LINE_BYTES:
-        raise EvenloadError(f"{name} has a line without end", f"more than {_LINE_BYTES} bytes", "give JSON Lines")
-    return line
 
 
 def _parse(line: bytes, number: int, name: str) -> Any:

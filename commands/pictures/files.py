@@ -21,8 +21,9 @@ def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     folder = path.absolute().parent
     if not os.path.isdir(folder):
         raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
-    if os.path.isdir(path) or not os.access(folder, os.W_OK):
-        found = f"{path} is a folder" if os.path.isdir(path) else f"{folder} is not writable"
+    odd = os.path.exists(path) and not os.path.isfile(path)
+    if odd or not os.access(folder, os.W_OK):
+        found = f"{path} is no regular file" if odd else f"{folder} is not writable"
         raise EvenloadError(f"{option} cannot be written", found, f"choose another {option}")
 
 
