@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .core.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, whole_number
+from .core.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
 from .core.errors import EvenloadError, RankError, shown
 from .core.recipe import Recipe
 from .face import load_plugins, load_recipe
@@ -77,7 +77,7 @@ def bench(
     from .commands import tables
 
     names = _names(against)
-    runs = whole_number(repeats, "--repeats", REPEATS)
+    runs = number_of_word(repeats, "--repeats", REPEATS)
     wanted = load_recipe(recipe, overrides or ())
     _run_ranks(wanted, nproc, as_json, tables.bench, "bench", names, repeats=runs)
 
@@ -103,8 +103,8 @@ def plan(
     from .commands.plan import look_ahead, write_plans
     from .commands.show import emit
 
-    num_steps = whole_number(steps, "--steps", STEPS)
-    num_ranks = None if nproc is None else whole_number(nproc, "--nproc", RANKS)
+    num_steps = number_of_word(steps, "--steps", STEPS)
+    num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
     if sweep:
         from .commands.sweep import sweep as work
@@ -139,7 +139,7 @@ def profile(
     from .core.setting import RECIPES
 
     wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
-    num_ranks = wanted.min_world_size if nproc is None else whole_number(nproc, "--nproc", LOCAL_RANKS)
+    num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     # Tensor parallelism stays: not all that a layer does is divided by it.
     plane = {
         "parallel.pp": 1,
@@ -240,7 +240,7 @@ def _run_ranks(
     else:
         from .commands.preflight import preflight
 
-        ready = preflight(recipe, None if nproc is None else whole_number(nproc, "--nproc", LOCAL_RANKS))
+        ready = preflight(recipe, None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS))
         size = ready.layout.world_size
         if size > LOCAL_RANKS:
             do = f"start them with torchrun -m evenload {verb} on several machines"

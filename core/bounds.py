@@ -84,15 +84,24 @@ _DIGITS = re.compile(r"[+-]?[0-9]{1,30}")
 
 
 def whole_number(value: Any, name: str, most: int, *, do: str = "give one") -> int:
-    """``value``, an integer or the text of one, if it is from 1 to ``most``.
+    """``value`` if it is an integer from 1 to ``most``, of Python, numpy or torch.
 
     Raises:
-        EvenloadError: naming ``name``; for anything else, floats and booleans among it.
+        EvenloadError: naming ``name``; for anything else, floats, booleans and texts among it.
     """
-    number = _integer(value)
-    if number is None or not 1 <= number <= most:
+    try:
+        number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most:
         raise EvenloadError(f"{name} is no integer from 1 to {most}", shown(value), do)
     return number
+
+
+def number_of_word(word: str, name: str, most: int) -> int:
+    """The integer from 1 to ``most`` that a word of the command line is. Raises EvenloadError."""
+    # Python itself also reads 1_000, and the digits of every script.
+    return whole_number(int(word) if _DIGITS.fullmatch(word.strip()) else word, name, most)
 
 
 def lengths_of_batch(values: Any) -> npt.NDArray[np.int64]:
@@ -156,16 +165,3 @@ def refuse_endless(lengths: npt.NDArray[np.int64], cap: int) -> None:
             f"{longest} tokens, at most {cap} in a micro-batch",
             "raise max_tokens, or lower data.max_length",
         )
-
-
-def _integer(value: Any) -> int | None:
-    """``value`` as an integer; None if it is none."""
-    if isinstance(value, str):
-        # Python itself also reads 1_000, and the digits of every script.
-        return int(value) if _DIGITS.fullmatch(value.strip()) else None
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None

@@ -87,8 +87,8 @@ def _array(stream: BinaryIO) -> NDArray[Any] | str:
     if len(shape) != 1 or dtype.kind not in "iu":
         return shorten(f"shape {shape}, {dtype}")
     size = os.fstat(stream.fileno()).st_size - stream.tell()
-    if size < shape[0] * dtype.itemsize:
-        raise ValueError(f"{size} bytes of data, {shape[0] * dtype.itemsize} expected for {shape[0]} integers")
+    if type(shape[0]) is not int or not 0 <= shape[0] * dtype.itemsize <= size:
+        raise ValueError(f"{size} bytes of data for {shape[0]} integers")
     return np.fromfile(stream, dtype, shape[0])
 
 
