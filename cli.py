@@ -50,7 +50,7 @@ def train(
     from .commands import tables
 
     names = _names(against)
-    chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={trace}"] if trace else ())])
+    chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
     _run_ranks(chosen, nproc, as_json, tables.train, "train", names)
 
 

@@ -20,7 +20,8 @@ time or memory, or arithmetic out of int64 and float64.
 | EFFORT 10^6, TRIES 100 | nodes and milliseconds, or whole attempts, that a planner may search for a better plan |
 | SEEDS 2^63 | generators take 64 bits, and trainers add the number of a rank |
 | SECONDS 10^9 | a timer of the system takes no more |
-| AMOUNT 10^24 | of any quantity in floating point: products of four of them stay inside float64 |
+| AMOUNT 10^24 | of any quantity in floating point; products of four of them stay inside float64 |
+| LEAST 10^-50 | of any quantity but nothing; so do quotients |
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ TRIES = 100
 SEEDS = 1 << 63
 SECONDS = 1e9
 AMOUNT = 1e24
+LEAST = 1e-50
 
 RankCount = Annotated[int, Field(ge=1, le=RANKS)]
 StageCount = Annotated[int, Field(ge=1, le=STAGES)]
@@ -141,7 +143,7 @@ def _lengths_of_rows(values: Iterable[Any]) -> npt.NDArray[np.int64]:
 
 
 def refuse_odd_numbers(values: Any, name: str) -> None:
-    """Raise EvenloadError unless all numbers of a description are 0 or of a size from 1 / `AMOUNT` to `AMOUNT`.
+    """Raise EvenloadError unless all numbers of a description are 0 or of a size from `LEAST` to `AMOUNT`.
 
     ``values``: mappings and lists of values, as a file holds them; what is no number is not looked at.
     """
@@ -151,8 +153,8 @@ def refuse_odd_numbers(values: Any, name: str) -> None:
             rows += [(f"{place}: {key}", inner) for key, inner in value.items()]
         elif isinstance(value, list):
             rows += [(place, inner) for inner in value]
-        elif type(value) in (int, float) and value and not 1 / AMOUNT <= abs(value) <= AMOUNT:
-            do = f"give seconds, bytes and operations: 0, or {1 / AMOUNT:g} to {AMOUNT:g}"
+        elif type(value) in (int, float) and value and not LEAST <= abs(value) <= AMOUNT:
+            do = f"give seconds, bytes and operations: 0, or {LEAST:g} to {AMOUNT:g}"
             raise EvenloadError(f"{place} is no quantity", shown(value), do)
 
 

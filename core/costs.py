@@ -354,6 +354,9 @@ def load(name: str, folder: Path) -> Costs:
     data = reading.read_yaml(path, f"the cost model {file}", do)
     costs = described(_without_totals(data, fault, do), Costs, fault, do)
     refuse_odd_numbers(data, file)
+    for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
+        if not (cost.token_s or cost.pair_s):
+            raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)
     return costs
 
 

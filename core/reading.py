@@ -32,6 +32,8 @@ _MOST_VALUES = 20_000
 """Of a YAML document as it is written; Python takes a second for so many."""
 _MOST_TEXT = 2 * YAML_BYTES
 """Characters of a YAML document with what its aliases stand for written out."""
+_MOST_NAME = 4096
+"""Characters of a path."""
 _MOST_DIGITS = 100
 """Of a number; Python itself stops at 4,300."""
 
@@ -47,6 +49,13 @@ _KINDS = {
 def is_file(path: str | Path) -> bool:
     """Whether there is a regular file of that name; also for names that no file system can have."""
     return os.path.isfile(path)  # unlike Path.is_file, which raises for those
+
+
+def file_name(path: Path) -> Path:
+    """``path`` if a file system could have it; else ValueError, as pydantic's validators raise."""
+    if "\0" in str(path) or len(str(path)) > _MOST_NAME:
+        raise ValueError("no name of a file")
+    return path
 
 
 def open_file(path: str | Path, name: str, do: str) -> BinaryIO:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from .bounds import (
     Amount,
@@ -23,6 +23,9 @@ from .bounds import (
     Size,
     StageCount,
 )
+from .reading import file_name
+
+FilePath = Annotated[Path, AfterValidator(file_name)]
 
 
 class Section(BaseModel):
@@ -44,7 +47,7 @@ class Model(Section):
     vocab_size: Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
     rotary_base: Amount = 10000.0
-    config: Path | None = None
+    config: FilePath | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""
 
     @property
@@ -107,7 +110,7 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    dir: Path | None = None
+    dir: FilePath | None = None
     """Null saves nothing."""
     every: Count = 50
     keep: Count = 2
@@ -116,14 +119,14 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    tensorboard: Path | None = None
+    tensorboard: FilePath | None = None
     """Folder for TensorBoard scalars under ``evenload/``."""
     every: Count = 1
-    trace: Path | None = None
+    trace: FilePath | None = None
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
     trace_steps: Count = 4
     """How many steps it holds."""
-    jsonl: Path | None = None
+    jsonl: FilePath | None = None
     """File that gets one JSON object a step, with the numbers of the step's samples."""
 
 

@@ -181,6 +181,15 @@ def test_names_that_no_file_can_have_are_not_there(tmp_path: Path, name: str) ->
             load(name, tmp_path)
 
 
+def test_passes_that_take_no_time_are_refused(tmp_path: Path) -> None:
+    for direction in ("forward", "backward"):
+        other = {"forward": "backward", "backward": "forward"}[direction]
+        text = f"source: made up\n{other}: {{token_s: 1.0}}\n{direction}: {{launch_s: 1.0, token_s: 0}}\n"
+        (tmp_path / "free.yaml").write_text(text)
+        with pytest.raises(EvenloadError, match=f"found: {direction} takes no time"):
+            costs.load("free", tmp_path)
+
+
 def test_totals_beside_passes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.yaml").write_text(TOTALS + "forward: {token_s: 1.0e-6}\n")
     with pytest.raises(EvenloadError, match="is not a cost model\n  found: what a pass costs twice"):

@@ -32,18 +32,18 @@ MOST_MESSAGE = 12_000
 """Characters; a word of 8,192 may be in it, with a frame around its lines."""
 
 AREAS: dict[str, tuple[Any, int, int]] = {
-    "overrides": (cases.overrides(), 60, 2600),
-    "recipes": (cases.recipe_files(), 40, 1500),
-    "clusters and costs": (cases.machine_files(), 30, 1200),
-    "lengths": (cases.length_files(), 40, 1500),
-    "data": (cases.data_files(), 20, 800),
+    "overrides": (cases.overrides(), 40, 2600),
+    "recipes": (cases.recipe_files(), 25, 1500),
+    "clusters and costs": (cases.machine_files(), 25, 1200),
+    "lengths": (cases.length_files(), 30, 1500),
+    "data": (cases.data_files(), 10, 800),
     "arguments": (cases.arguments() if THOROUGH else cases.arguments(("--out", "--report", "--trace")), 40, 1200),
     "environment": (cases.environments((*cases.HOSTS, "nope.invalid") if THOROUGH else tuple(cases.HOSTS)), 20, 400),
-    "face": (cases.faces(), 30, 500),
-    "plan files": (cases.plan_files(), 10, 100),
+    "face": (cases.faces(), 25, 500),
+    "plan files": (cases.plan_files(), 5, 100),
     "sections": (cases.sections(), 10, 200),
 }
-"""Strategy, and cases of a quick and of a thorough run: 300, and 10,000."""
+"""Strategy, and cases of a quick and of a thorough run: 220, and 10,000."""
 
 
 @pytest.fixture(scope="module")
