@@ -162,7 +162,10 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > _MOST_DIGITS:
             raise yaml.YAMLError(f"a number of {len(node.value)} digits: {node.value[:20]} ...")
         kind = node.tag.rpartition(":")[2]
-        value: int | float = getattr(self, f"construct_yaml_{kind}")(node)
+        try:
+            value: int | float = getattr(self, f"construct_yaml_{kind}")(node)
+        except Exception as error:  # of a text that an explicit tag calls a number
+            raise yaml.YAMLError(f"{shown(node.value)} is no {kind}") from error
         return value
 
     def construct_text(self, node: yaml.ScalarNode) -> str:
