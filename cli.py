@@ -216,8 +216,8 @@ def _refuse_long_words(words: list[str]) -> None:
     ours = words[: words.index("--")] if "--" in words else words
     for word in ours:
         if len(word) > _LONGEST_WORD:
-            found = f"{len(word)} characters: {shown(word)}"
-            raise EvenloadError("a word of the command line is too long", found, "write it into the recipe")
+            detail = f"{len(word)} characters: {shown(word)}"
+            raise EvenloadError("a word of the command line is too long", detail, "write it into the recipe")
 
 
 def _names(text: str) -> tuple[str, ...]:

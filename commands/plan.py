@@ -134,8 +134,8 @@ def write_plans(outlook: Outlook, path: Path) -> None:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        found = f"{shorten(str(path))}: {error.strerror}"
-        raise EvenloadError("the plan cannot be written", found, "choose another --out") from error
+        detail = f"{shorten(str(path))}: {error.strerror}"
+        raise EvenloadError("the plan cannot be written", detail, "choose another --out") from error
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:

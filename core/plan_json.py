@@ -133,13 +133,14 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
     except EvenloadError as error:
         raise PlanError(error.what, error.found, error.do) from error
     file = _form(data, _File, f"{name} is no plan.json")
-    plans = tuple(read_step(row, limits).check() for row in file.steps)
     caps = [cap.max_tokens for cap in file.caps.values() if cap.max_tokens is not None]
-    for number, plan in enumerate(plans):
-        if caps and plan.limits.max_tokens > max(caps):
-            found = f"{plan.limits.max_tokens} tokens a rank, asked for were {max(caps)}"
-            raise PlanError(f"step {number} of {name} was made under a higher cap", found, _DO)
-    return plans
+    plans = []
+    for number, row in enumerate(file.steps):
+        plans.append(read_step(row, limits).check())
+        if caps and row["max_tokens"] > max(caps):
+            detail = f"{row['max_tokens']} tokens a rank, asked for were {max(caps)}"
+            raise PlanError(f"step {number} of {name} was made under a higher cap", detail, _DO)
+    return tuple(plans)
 
 
 def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
@@ -198,10 +199,10 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
 
 
 def _limits(values: dict[str, Any]) -> Limits:
-    found = _form(values, _Limits, "the limits in plan.json are none").model_dump()
-    unbounded = found["max_activation_bytes"] is None
-    most_bytes = float("inf") if unbounded else found["max_activation_bytes"]
-    return Limits(**found | {"max_activation_bytes": most_bytes, "beside": Beside(**found["beside"])})
+    form = _form(values, _Limits, "the limits in plan.json are none").model_dump()
+    unbounded = form["max_activation_bytes"] is None
+    most_bytes = float("inf") if unbounded else form["max_activation_bytes"]
+    return Limits(**form | {"max_activation_bytes": most_bytes, "beside": Beside(**form["beside"])})
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:

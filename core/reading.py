@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,23 +75,29 @@ def open_file(path: str | Path, name: str, do: str) -> BinaryIO:
         if kind == stat.S_IFREG:
             return open(path, "rb")
     except (OSError, ValueError, TypeError) as error:  # the latter: a name with a NUL or a lone surrogate, or no name
-        raise unreadable(name, error, do) from error
+        raise _unreadable(name, error, do) from error
     raise EvenloadError(f"{name} cannot be read", f"{_KINDS.get(kind, 'no file')}, not a regular file", do)
 
 
-def unreadable(name: str, error: Exception, do: str) -> EvenloadError:
+def _unreadable(name: str, error: Exception, do: str) -> EvenloadError:
     """The error for a file of which opening or reading fails."""
-    found = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return EvenloadError(f"{name} cannot be read", shorten(found), do)
+    detail = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return EvenloadError(f"{name} cannot be read", shorten(detail), do)
+
+
+@contextmanager
+def failures_of(name: str, do: str) -> Iterator[None]:
+    """What the system raises while a file is read, as an EvenloadError."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise _unreadable(name, error, do) from error
 
 
 def read_bytes(path: str | Path, most: int, name: str, do: str) -> bytes:
     """The content of a regular file of at most ``most`` bytes. Raises EvenloadError."""
-    with open_file(path, name, do) as file:
-        try:
-            content = file.read(most + 1)
-        except (OSError, MemoryError) as error:
-            raise unreadable(name, error, do) from error
+    with open_file(path, name, do) as file, failures_of(name, do):
+        content = file.read(most + 1)
     if len(content) > most:
         raise EvenloadError(f"{name} is too large", f"more than {most} bytes", do)
     return content

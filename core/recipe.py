@@ -135,8 +135,8 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
         if below is None:
             below = data[name] = {}
         if not isinstance(below, dict):
-            found = f"{shorten(name)} is {shown(below)}"
-            raise EvenloadError(f"{shorten(dotted)} cannot be set", found, "override the whole value instead")
+            detail = f"{shorten(name)} is {shown(below)}"
+            raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
 
@@ -147,5 +147,5 @@ def _explain(fault: Fault) -> EvenloadError:
         return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
     *above, last = fault.path
     where = shorten(".".join(above)) or "the recipe"
-    found = shorten(f"{fault.key} = {fault.value}")
-    return EvenloadError(f"{where} has no key {shown(last)}{rest}", found, nearest(last, fault.known))
+    detail = shorten(f"{fault.key} = {fault.value}")
+    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))

@@ -72,7 +72,8 @@ class BinIdxDocuments:
 def read_index(path: Path) -> Index:
     """Read an ``.idx`` file; raises `EvenloadError` when it is missing, damaged, empty or not of tokens."""
     do = "give the prefix of an .idx and a .bin file that lie side by side"
-    with reading.open_file(path, shorten(str(path)), do) as stream:
+    name = shorten(str(path))
+    with reading.open_file(path, name, do) as stream, reading.failures_of(name, do):
         size = os.fstat(stream.fileno()).st_size
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

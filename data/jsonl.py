@@ -147,15 +147,16 @@ def _field_of_first_line(path: Path, text_key: str) -> str:
 def _line(stream: BinaryIO, name: str, do: str) -> bytes:
     """The next line, empty at the end. Raises EvenloadError."""
     parts: list[bytes] = []
-    try:
-        while not (parts and parts[-1].endswith(b"\n")) and (part := stream.readline(_PART_BYTES)):
-            parts.append(part)
-            if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in part:
-                found = "a byte 0" if b"\0" in part else f"a line of more than {_LINE_BYTES} bytes"
-                raise EvenloadError(f"{name} is not JSON Lines", found, "give an object a line")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-    except (OSError, MemoryError) as error:
-        raise reading.unreadable(name, error, do) from error
+    while not (parts and parts[-1].endswith(b"\n")):
+        with reading.failures_of(name, do):
+            part = stream.readline(_PART_BYTES)
+        if not part:
+            break
+        parts.append(part)
+        if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in part:
+            detail = "a byte 0" if b"\0" in part else f"a line of more than {_LINE_BYTES} bytes"
+            raise EvenloadError(f"{name} is not JSON Lines", detail, "give an object a line")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _parse(line: bytes, number: int, name: str) -> Any:

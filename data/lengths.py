@@ -98,10 +98,8 @@ def _read_txt(path: Path, name: str) -> Iterator[_Part]:
     with reading.open_file(path, name, do) as stream:
         rest, before = b"", 0
         while True:
-            try:
+            with reading.failures_of(name, do):
                 block = stream.read(_BLOCK_BYTES)
-            except (OSError, MemoryError) as error:
-                raise reading.unreadable(name, error, do) from error
             text = rest + block
             lines = text.splitlines(keepends=True)
             rest = lines.pop() if block and lines else b""
@@ -170,5 +168,7 @@ def _integer(value: Any, place: str) -> int:
 
 
 def _bad(place: str, value: Any) -> EvenloadError:
-    found = shorten(value.decode("utf-8", "backslashreplace").strip(), 80) if isinstance(value, bytes) else shown(value)
-    return EvenloadError(f"{place} is not a length", found, f"a length is an integer from 1 to {TOKENS}")
+    detail = (
+        shorten(value.decode("utf-8", "backslashreplace").strip(), 80) if isinstance(value, bytes) else shown(value)
+    )
+    return EvenloadError(f"{place} is not a length", detail, f"a length is an integer from 1 to {TOKENS}")

@@ -81,8 +81,8 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if os.path.isdir(path):
         path = path / "tokenizer.json"
     if not reading.is_file(path):
-        found = f"{shorten(str(path))} is not a file"
-        raise EvenloadError(f"there is no tokenizer {shown(spec)}", found, _DO)
+        detail = f"{shorten(str(path))} is not a file"
+        raise EvenloadError(f"there is no tokenizer {shown(spec)}", detail, _DO)
     return FileTokenizer(path)
 
 

@@ -68,6 +68,6 @@ def _refuse_unknown(address: str, port: int) -> None:
             raise EvenloadError("MASTER_ADDR is no name of a machine", shown(address), _DO) from error
         except OSError as error:
             if time.monotonic() > until:
-                found = f"{shown(address)}: {error.strerror}"
-                raise EvenloadError("MASTER_ADDR names no machine that is known here", found, _DO) from error
+                detail = f"{shown(address)}: {error.strerror}"
+                raise EvenloadError("MASTER_ADDR names no machine that is known here", detail, _DO) from error
         time.sleep(0.5)

@@ -46,10 +46,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     longest: list[Any] = [0.0, 0.0, ""]
     for reports in terminalreporter.stats.values():
         for report in reports:
-            found = dict(getattr(report, "user_properties", ())).get("fuzz")
-            if found and getattr(report, "when", "") == "call":
-                counts.update(found["counts"])
-                longest = max(longest, list(found["longest"]))
+            fuzz = dict(getattr(report, "user_properties", ())).get("fuzz")
+            if fuzz and getattr(report, "when", "") == "call":
+                counts.update(fuzz["counts"])
+                longest = max(longest, list(fuzz["longest"]))
     if counts:
         terminalreporter.section(f"{counts.total():,} requests of the fuzz")
         for end, count in sorted(counts.items()):

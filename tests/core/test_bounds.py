@@ -52,9 +52,9 @@ def test_lengths_may_come_in_any_row_of_integers(lengths: list[int]) -> None:
         np.array(lengths, np.uint64),
         map(int, lengths),
     ):
-        found = lengths_of_batch(form)
-        assert found.dtype == np.int64
-        assert found.tolist() == lengths
+        batch = lengths_of_batch(form)
+        assert batch.dtype == np.int64
+        assert batch.tolist() == lengths
 
 
 REFUSED = {

@@ -117,7 +117,7 @@ def test_files_without_limits_are_read_under_those_of_the_caller(tmp_path: Path)
     path.write_text(json.dumps({"format": 1, "steps": [old]}))
     with pytest.raises(PlanError, match="does not say its limits"):
         read_plans(path)
-    assert [found.digest for found in read_plans(path, plan.limits)] == [plan.digest]
+    assert [again.digest for again in read_plans(path, plan.limits)] == [plan.digest]
     with pytest.raises(PlanError, match="over the token cap"):
         read_plans(path, replace(plan.limits, max_tokens=100))
 

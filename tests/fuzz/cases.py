@@ -50,12 +50,12 @@ TOTALS = "source: made up\ntotals: {token_s: 1.0e-6, square_s: 1.0e-10, launch_s
 
 def keys(model: Any = None, above: tuple[str, ...] = ()) -> list[str]:
     """Every dotted key of a recipe, sections and their fields."""
-    found = []
+    names = []
     for name, field in (model or schema_type()).model_fields.items():
-        found.append(".".join((*above, name)))
+        names.append(".".join((*above, name)))
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += keys(field.annotation, (*above, name))
-    return found
+            names += keys(field.annotation, (*above, name))
+    return names
 
 
 def bomb(levels: int) -> str:
@@ -155,9 +155,9 @@ raw: Strategy[Case] = st.one_of(
             {"text": "{a: " * 20_000},
             {"text": '{"a":', "times": 100_000},
             {"text": "- ", "times": 100_000},
-            {"text": "# comment\n", "times": 3_000_000},
+            {"text": "# comment\n", "times": 200_000},
             {"text": "x" * 50, "times": 20_000},
-            {"hex": "00", "times": 30_000_000},
+            {"hex": "00", "times": 2_000_000},
             {"hex": "ff", "times": 100_000},
             {"hex": "efbbbf"},
             {"hex": "fffe61003a00"},

@@ -5,6 +5,7 @@ the child the launcher, the work of a rank and foreign commands are replaced by 
 whatever is written, started or unpickled is told by an audit hook.
 """
 
+import gc
 import json
 import os
 import resource
@@ -33,11 +34,14 @@ class Reached(BaseException):
 
 
 def prepare(plots: bool) -> None:
-    """Import what verbs import, and replace what they start."""
-    import numpy as np  # noqa: F401
+    """Import what verbs import, some of it by doing it once, and replace what they start."""
+    import numpy as np
+    import typer.main
+    import typer.rich_utils
     from evenload import cli
     from evenload.commands import launch, plan, preflight, run, show, sweep, tables  # noqa: F401
     from evenload.commands.pictures import report, trace  # noqa: F401
+    from evenload.core.recipe import parse
     from evenload.face import load_plugins
     from evenload.integrations.deepspeed import config  # noqa: F401
 
@@ -46,6 +50,12 @@ def prepare(plots: bool) -> None:
         from evenload.commands.pictures import plot  # noqa: F401
         from matplotlib.figure import Figure  # noqa: F401
     load_plugins()
+    for name in ("packing", "mesh", "pipeline"):
+        setting = {"enabled": True, "max_tokens": 8192}
+        recipe = parse({"plugins": {name: setting}, "parallel": {"dp": 2}, "train": {"global_batch_size": 4}})
+        plan.look_ahead(recipe, np.arange(5, 60), 1)
+    preflight.preflight(recipe)
+    gc.freeze()  # children then leave its pages as they are
 
     def launched(*_: Any) -> None:
         raise Reached("launch")
@@ -58,6 +68,7 @@ def prepare(plots: bool) -> None:
         def __getattr__(self, name: str) -> Any:
             raise Reached("command")
 
+    cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # which it would build anew in every child
     launch.launch = launched  # type: ignore[assignment]
     cli.import_module = lambda *_: Rank()  # type: ignore[assignment, attr-defined]
     run.subprocess = Processes()  # type: ignore[assignment, attr-defined]
@@ -117,7 +128,7 @@ def watch(events: list[str], kept: tuple[str, ...]) -> None:
     def note(event: str, path: Any) -> None:
         full = os.path.join(here, os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
         if full and not full.startswith((*kept, "/dev/")):
-            events.append(f"{event} {full[:100]}")
+            events.append(full)
 
     sys.addaudithook(hook)
 
@@ -139,7 +150,7 @@ def child(case: dict[str, Any], here: Path, cache: str, answer: int) -> None:
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     before = listing(here)
     events: list[str] = []
-    end, told = "done", ""
+    end, message = "done", ""
     watch(events, (cache, str(here)))
     try:
         act(case)
@@ -152,15 +163,16 @@ def child(case: dict[str, Any], here: Path, cache: str, answer: int) -> None:
         from evenload.core.errors import EvenloadError, RankError
 
         if isinstance(error, EvenloadError) and not isinstance(error, RankError) and "call" in case:
-            end, told = "refused", str(error)
+            end, message = "refused", str(error)
         else:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if "evenload" in f.filename]
             at = f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"
-            end, told = "traceback", f"{type(error).__name__} at {at}: {error!s:.300}"
+            end, message = "traceback", f"{type(error).__name__} at {at}: {error!s:.300}"
     sys.stdout.flush()
     sys.stderr.flush()
     written = sorted(set(listing(here)) - set(before))
-    os.write(answer, json.dumps({"end": end, "told": told, "written": written, "events": events[:20]}).encode())
+    events = [event for event in events if not event.startswith("/") or os.path.lexists(event)]  # others were tried
+    os.write(answer, json.dumps({"end": end, "message": message, "written": written, "events": events[:20]}).encode())
 
 
 def listing(here: Path) -> list[str]:
@@ -180,11 +192,11 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             os.close(reader)
             child(case, here, str(folder / "cache"), writer)
         except BaseException as error:
-            os.write(writer, json.dumps({"end": "harness", "told": repr(error)[:500]}).encode())
+            os.write(writer, json.dumps({"end": "harness", "message": repr(error)[:500]}).encode())
         finally:
             os._exit(0)
     os.close(writer)
-    answer = {"end": "hang", "told": "", "written": [], "events": []}
+    answer = {"end": "hang", "message": "", "written": [], "events": []}
     text = b""
     while select.select([reader], [], [], max(0.0, start + HANG_S - time.monotonic()))[0]:
         part = os.read(reader, 1 << 16)

@@ -32,18 +32,18 @@ MOST_MESSAGE = 12_000
 """Characters; a word of 8,192 may be in it, with a frame around its lines."""
 
 AREAS: dict[str, tuple[Any, int, int]] = {
-    "overrides": (cases.overrides(), 40, 2600),
+    "overrides": (cases.overrides(), 35, 2600),
     "recipes": (cases.recipe_files(), 25, 1500),
-    "clusters and costs": (cases.machine_files(), 25, 1200),
-    "lengths": (cases.length_files(), 30, 1500),
+    "clusters and costs": (cases.machine_files(), 20, 1200),
+    "lengths": (cases.length_files(), 25, 1500),
     "data": (cases.data_files(), 10, 800),
-    "arguments": (cases.arguments() if THOROUGH else cases.arguments(("--out", "--report", "--trace")), 40, 1200),
+    "arguments": (cases.arguments() if THOROUGH else cases.arguments(("--out", "--report", "--trace")), 35, 1200),
     "environment": (cases.environments((*cases.HOSTS, "nope.invalid") if THOROUGH else tuple(cases.HOSTS)), 20, 400),
     "face": (cases.faces(), 25, 500),
     "plan files": (cases.plan_files(), 5, 100),
     "sections": (cases.sections(), 10, 200),
 }
-"""Strategy, and cases of a quick and of a thorough run: 220, and 10,000."""
+"""Strategy, and cases of a quick and of a thorough run: 200, and 10,000."""
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +67,28 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], di
 def faults(case: Any, answer: dict[str, Any]) -> list[str]:
     """What is wrong with the way in which a case ended."""
     end, out, err = answer["end"], answer["out"], answer["err"]
-    found = []
+    wrong = []
     if end not in ("exit 0", "exit 2", "done", "refused", "launch", "rank", "command"):
-        found.append(f"{end} {answer['told']}")
+        wrong.append(f"{end} {answer['message']}")
     if answer["cpu_s"] > MOST_CPU_S:
-        found.append(f"{answer['cpu_s']:.1f} CPU seconds")
+        wrong.append(f"{answer['cpu_s']:.1f} CPU seconds")
     if "Traceback" in err or "Warning" in err:
-        found.append("a traceback or a warning of a library")
+        wrong.append("a traceback or a warning of a library")
     if answer["events"]:
-        found.append("written elsewhere, or started")
+        wrong.append("written elsewhere, or started")
     if end in ("exit 2", "refused"):
         if answer["written"]:
-            found.append(f"wrote {answer['written']}")
+            wrong.append(f"wrote {answer['written']}")
         if out and "Usage:" not in out:  # of no words at all help is printed
-            found.append("a refusal on stdout")
-        if not (answer["told"] + out + err).strip() or len(answer["told"]) + len(err) > MOST_MESSAGE:
-            found.append("no message, or one without end")
+            wrong.append("a refusal on stdout")
+        if not (answer["message"] + out + err).strip() or len(answer["message"]) + len(err) > MOST_MESSAGE:
+            wrong.append("no message, or one without end")
     if end in ("done", "exit 0") and "--json" in case.get("argv", ()) and "--help" not in case["argv"]:
         try:
             json.loads(out, parse_constant=lambda name: pytest.fail(name))
         except ValueError:
-            found.append("no JSON on stdout")
-    return found
+            wrong.append("no JSON on stdout")
+    return wrong
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -107,8 +107,8 @@ def test_every_request_ends_well(
         verb = case["call"].partition("(")[0] if "call" in case else next(iter(case["argv"]), "nothing")
         counts[f"{verb if verb in VERBS else 'other words'}: {answer['end']}"] += 1
         longest = max(longest, (answer["cpu_s"], answer["wall_s"], json.dumps(case)[:300]))
-        found = faults(case, answer)
-        assert not found, (found, {key: answer[key] for key in ("out", "err", "events", "told")})
+        wrong = faults(case, answer)
+        assert not wrong, (wrong, {key: answer[key] for key in ("out", "err", "events", "message")})
 
     try:
         holds()

@@ -18,7 +18,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def given(job: pytest.MonkeyPatch, **values: str) -> JobVariables | None:
+def read_with(job: pytest.MonkeyPatch, **values: str) -> JobVariables | None:
     for name, value in (GOOD | values).items():
         job.setenv(name, value)
     return job_variables()
@@ -26,9 +26,9 @@ def given(job: pytest.MonkeyPatch, **values: str) -> JobVariables | None:
 
 def test_a_place_in_a_job_or_none(job: pytest.MonkeyPatch) -> None:
     assert job_variables() is None
-    assert given(job) == JobVariables(1, 2, "127.0.0.1", 29500)
-    assert given(job, MASTER_ADDR="localhost", RANK=" 0 ") == JobVariables(0, 2, "localhost", 29500)
-    assert given(job, RANK="0", WORLD_SIZE="1", MASTER_PORT="0") == JobVariables(0, 1, "127.0.0.1", 0)
+    assert read_with(job) == JobVariables(1, 2, "127.0.0.1", 29500)
+    assert read_with(job, MASTER_ADDR="localhost", RANK=" 0 ") == JobVariables(0, 2, "localhost", 29500)
+    assert read_with(job, RANK="0", WORLD_SIZE="1", MASTER_PORT="0") == JobVariables(0, 1, "127.0.0.1", 0)
 
 
 NONSENSE = {
@@ -44,7 +44,7 @@ NONSENSE = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NONSENSE.items() for value in values])
 def test_nonsense_is_named(job: pytest.MonkeyPatch, name: str, value: str) -> None:
     with pytest.raises(EvenloadError) as caught:
-        given(job, **{name: value})
+        read_with(job, **{name: value})
     named = "RANK" if (name, value) == ("WORLD_SIZE", "1") else name  # rank 1 of 1
     assert caught.value.what.startswith(named)
     assert len(caught.value.found) <= 250
