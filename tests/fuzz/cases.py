@@ -58,6 +58,9 @@ def keys(model: Any = None, above: tuple[str, ...] = ()) -> list[str]:
     return names
 
 
+KEYS = keys()
+
+
 def bomb(levels: int) -> str:
     """Aliases that stand for 9 to the power of ``levels`` values."""
     rows = ["&b0 [l, l, l, l, l, l, l, l, l]"]
@@ -199,7 +202,7 @@ def put(draw: st.DrawFn, text: str) -> Case:
 def recipe_text(draw: st.DrawFn) -> Case:
     """A recipe of its own: some keys, each with a value of any kind, in the block style."""
     tree: dict[str, Any] = {}
-    for key in draw(st.lists(st.sampled_from(keys()), min_size=1, max_size=4)):
+    for key in draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4)):
         *above, last = key.split(".")
         node = tree
         for name in above:
@@ -317,7 +320,7 @@ json_or_not = st.sampled_from([["--json"], []])
 @st.composite
 def overrides(draw: st.DrawFn) -> Case:
     """``key=value`` words: every key of the schema, and what is none."""
-    some_keys = st.one_of(st.sampled_from(keys()), st.sampled_from(ODD_KEYS), words)
+    some_keys = st.one_of(st.sampled_from(KEYS), st.sampled_from(ODD_KEYS), words)
     pairs = draw(st.lists(st.tuples(some_keys, values), min_size=1, max_size=2))
     settings = [typed(f"{key}={value}") for key, value in pairs]
     if draw(st.integers(0, 20)) == 0:
