@@ -42,15 +42,16 @@ class JsonlDocuments:
         self.vocab_size: int | None = int(found["vocab_size"][0])
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
-        with reading.open_file(self._path, self.name, "restore it") as stream:
+        do = "restore it"
+        with reading.open_file(self._path, self.name, do) as stream, reading.failures_of(self.name, do):
             stream.seek(int(self._offsets[document]))
-            line = _line(stream, self.name, "restore it")
+            line = _line(stream, self.name)
         try:
             value = json.loads(line)[self._field]
             tokens = self._tokenizer.encode(value) if isinstance(value, str) else np.array(value, dtype=np.int64)
             if len(tokens) == self.lengths[document]:
                 return tokens[start:stop]
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise changed(self.name) from error
         raise changed(self.name)
 
@@ -101,8 +102,8 @@ def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
     """
     offset = number = 0
     name, do = shorten(str(path)), "check the path and its permissions"
-    with reading.open_file(path, name, do) as stream:
-        while line := _line(stream, name, do):
+    with reading.open_file(path, name, do) as stream, reading.failures_of(name, do):
+        while line := _line(stream, name):
             number += 1
             if not line.isspace():
                 yield f"line {number} of {name}", offset, _parse(line, number, name)
@@ -144,19 +145,18 @@ def _field_of_first_line(path: Path, text_key: str) -> str:
     )
 
 
-def _line(stream: BinaryIO, name: str, do: str) -> bytes:
-    """The next line, empty at the end. Raises EvenloadError."""
-    parts: list[bytes] = []
-    while not (parts and parts[-1].endswith(b"\n")):
-        with reading.failures_of(name, do):
-            part = stream.readline(_PART_BYTES)
-        if not part:
-            break
-        parts.append(part)
-        if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in part:
-            detail = "a byte 0" if b"\0" in part else f"a line of more than {_LINE_BYTES} bytes"
+def _line(stream: BinaryIO, name: str) -> bytes:
+    """The next line, empty at the end. Raises EvenloadError for one that has no end."""
+    line = stream.readline(_PART_BYTES)
+    if len(line) < _PART_BYTES or line.endswith(b"\n"):
+        return line
+    parts = [line]
+    while not parts[-1].endswith(b"\n") and parts[-1]:
+        if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in parts[-1]:
+            detail = "a byte 0" if b"\0" in parts[-1] else f"a line of more than {_LINE_BYTES} bytes"
             raise EvenloadError(f"{name} is not JSON Lines", detail, "give an object a line")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.append(stream.readline(_PART_BYTES))
+    return b"".join(parts)
 
 
 def _parse(line: bytes, number: int, name: str) -> Any:
