@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from importlib import import_module
@@ -10,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .core.errors import EvenloadError, RankError
+from .core.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
+from .core.errors import EvenloadError, RankError, shown
 from .core.recipe import Recipe
 from .face import load_plugins, load_recipe
 
@@ -22,10 +24,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_LONGEST_WORD = 8192
+"""Characters; no path is longer, and no list of values to sweep."""
+
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see recipes/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-NumRanks = Annotated[int | None, typer.Option("--nproc", help="Local ranks; default: what parallel.* needs.")]
+# Integers come as text, so that `bounds` reads them all and says what is wrong with one.
+NumRanks = Annotated[
+    str | None, typer.Option("--nproc", metavar="N", help="Local ranks; default: what parallel.* needs.")
+]
 Against = Annotated[str, typer.Option("--against", help="Baselines, comma-separated: stock, padded, in_order, ...")]
 
 
@@ -42,7 +50,7 @@ def train(
     from .commands import tables
 
     names = _names(against)
-    chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={trace}"] if trace else ())])
+    chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
     _run_ranks(chosen, nproc, as_json, tables.train, "train", names)
 
 
@@ -51,13 +59,14 @@ def verify(
     recipe: RecipePath,
     overrides: Overrides = None,
     nproc: NumRanks = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Updates, a resume in their middle.")] = 3,
+    steps: Annotated[str, typer.Option("--steps", metavar="K", help="Updates, a resume in their middle.")] = "3",
     as_json: AsJson = False,
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
     from .commands import tables
 
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify", steps=steps)
+    updates = number_of_word(steps, "--steps", REPEATS)
+    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify", steps=updates)
 
 
 @app.command()
@@ -66,15 +75,18 @@ def bench(
     overrides: Overrides = None,
     nproc: NumRanks = None,
     against: Against = "stock,in_order",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of every step; the median counts.")] = 1,
+    repeats: Annotated[
+        str, typer.Option("--repeats", metavar="N", help="Runs of every step; the median counts.")
+    ] = "1",
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
     from .commands import tables
 
     names = _names(against)
+    runs = number_of_word(repeats, "--repeats", REPEATS)
     wanted = load_recipe(recipe, overrides or ())
-    _run_ranks(wanted, nproc, as_json, tables.bench, "bench", names, repeats=repeats)
+    _run_ranks(wanted, nproc, as_json, tables.bench, "bench", names, repeats=runs)
 
 
 @app.command()
@@ -82,8 +94,10 @@ def plan(
     recipe: RecipePath,
     lengths: Annotated[Path, typer.Option("--lengths", help=".npy, .txt, .jsonl or Megatron .idx")],
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Global batches to plan.")] = 1,
-    nproc: Annotated[int | None, typer.Option("--nproc", help="Ranks; default: what parallel.* needs.")] = None,
+    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Global batches to plan.")] = "1",
+    nproc: Annotated[
+        str | None, typer.Option("--nproc", metavar="N", help="Ranks; default: what parallel.* needs.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plans as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, evenload and baselines.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
@@ -96,18 +110,20 @@ def plan(
     from .commands.plan import look_ahead, write_plans
     from .commands.show import emit
 
+    num_steps = number_of_word(steps, "--steps", STEPS)
+    num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
     if sweep:
         from .commands.sweep import sweep as work
 
         files = {"--out": out, "--trace": trace, "--plot": plot, "--report": report}
-        emit(work(chosen, sweep, lengths, steps, nproc, files), as_json, tables.sweep)
+        emit(work(chosen, sweep, lengths, num_steps, num_ranks, files), as_json, tables.sweep)
         return
     if trace or plot or report:
         from .commands.pictures import refuse
 
         refuse(trace=trace, plot=plot, report=report)
-    outlook = look_ahead(chosen, lengths, steps, nproc, record=trace is not None or report is not None)
+    outlook = look_ahead(chosen, lengths, num_steps, num_ranks, record=trace is not None or report is not None)
     if out is not None:
         write_plans(outlook, out)
     if trace or plot or report:
@@ -130,7 +146,7 @@ def profile(
     from .core.setting import RECIPES
 
     wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
-    num_ranks = nproc or wanted.min_world_size
+    num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     # Tensor parallelism stays: not all that a layer does is divided by it.
     plane = {
         "parallel.pp": 1,
@@ -138,7 +154,7 @@ def profile(
         "parallel.ep": 1,
         "parallel.dp": max(1, num_ranks // wanted.parallel.tp),
     }
-    _run_ranks(wanted.changed(plane), num_ranks, as_json, tables.profile, "profile", out=out.absolute())
+    _run_ranks(wanted.changed(plane), str(num_ranks), as_json, tables.profile, "profile", out=out.absolute())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -192,11 +208,23 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point: every EvenloadError becomes a message on stderr and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _refuse_long_words(sys.argv[1:])
         app()
     except EvenloadError as error:
         print(f"evenload: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RankError) else 2) from None
+
+
+def _refuse_long_words(words: list[str]) -> None:
+    """Raise EvenloadError for a word that the parser's messages would repeat in full; a COMMAND to run is its own."""
+    ours = words[: words.index("--")] if "--" in words else words
+    for word in ours:
+        if len(word) > _LONGEST_WORD:
+            detail = f"{len(word)} characters: {shown(word)}"
+            raise EvenloadError("a word of the command line is too long", detail, "write it into the recipe")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -204,23 +232,29 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _run_ranks(
-    recipe: Recipe, nproc: int | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
+    recipe: Recipe, nproc: str | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands.launch import is_rank, launch
     from .commands.show import emit, stdout_aside
+    from .runtime.variables import job_variables
 
     if is_rank():
+        job_variables()  # before anything is loaded that takes long
         with stdout_aside():
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
     else:
         from .commands.preflight import preflight
 
-        ready = preflight(recipe, nproc)
+        ready = preflight(recipe, None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS))
+        size = ready.layout.world_size
+        if size > LOCAL_RANKS:
+            do = f"start them with torchrun -m evenload {verb} on several machines"
+            raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
         for name in against:
             ready.chain.refuse_unknown_baseline(name)
-        result = launch(sys.argv[1:], ready.layout.world_size)
+        result = launch(sys.argv[1:], size)
     if result is not None:
         emit(result, as_json, table)
         if result.get("exact") is False:

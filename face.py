@@ -9,6 +9,7 @@ from typing import Any
 
 from .core import recipe as recipes
 from .core import registry
+from .core.bounds import lengths_of_batch, refuse_endless
 from .core.chain import PlanChain
 from .core.recipe import Recipe
 from .core.workload import StepPlan, sequences
@@ -33,12 +34,16 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
 
     Args:
         recipe: a recipe or the path of one.
-        lengths: tokens of each sample of the batch, integers [S].
+        lengths: tokens of each sample of the batch, integers [S] of 1 or more, in a list, an array or an iterator.
         world_size: number of ranks; null takes the recipe's parallel.*.
 
     Raises:
-        EvenloadError: the recipe cannot be honoured, a length is not positive or over every cap.
+        EvenloadError: the recipe cannot be read or honoured; there is no length, or one is no positive integer, or over
+            every cap.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    return PlanChain.of_recipe(recipe, recipe.layout(world_size)).plan(sequences(lengths))
+    batch = lengths_of_batch(lengths)
+    chain = PlanChain.of_recipe(recipe, recipe.layout(world_size))
+    refuse_endless(batch, chain.largest_slice)
+    return chain.plan(sequences(batch))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..core import reading
 from ..core.errors import EvenloadError, RankError
 from ..runtime import files
 from ..runtime.agreement import everyone, first_error, from_first, place
@@ -32,6 +33,7 @@ logger = logging.getLogger("evenload")
 
 LATEST = "latest"
 _NAME = re.compile(r"step\d{8,}")
+_LATEST_BYTES = 100
 _SHOWN = 3
 
 
@@ -104,8 +106,8 @@ def _candidates(root: Path) -> list[str]:
         return []
     names = sorted((d.name for d in root.iterdir() if d.is_dir() and _NAME.fullmatch(d.name)), reverse=True)
     try:
-        named = (root / LATEST).read_text().strip()
-    except (OSError, ValueError):
+        named = reading.read_bytes(root / LATEST, _LATEST_BYTES, LATEST, "").decode("ascii", "replace").strip()
+    except EvenloadError:
         return names
     if named not in names:
         logger.warning("%s names no checkpoint here: %.80r", root / LATEST, named)

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ..core import reading
 from ..core.errors import EvenloadError
 from ..runtime.files import File
 
@@ -44,9 +45,9 @@ def read(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint. Raises `DamagedError` for one that is missing, torn, changed, or of a later version
     of evenload."""
     try:
-        data = json.loads((checkpoint / NAME).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(checkpoint, f"{NAME} cannot be read: {error}") from error
+        data = reading.read_json(checkpoint / NAME, NAME, "")
+    except EvenloadError as error:
+        raise _damaged(checkpoint, f"{error.what}: {error.found}") from error
     if not isinstance(data, dict) or data.get("format") not in (1, FORMAT):
         version = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise _damaged(checkpoint, f"{NAME} is of format {version!r:.80}, this version reads 1 and {FORMAT}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import EvenloadError
+from ..core.jsontext import to_json
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..integrations.host import StepResult
@@ -168,7 +168,7 @@ def _lines(path: Path) -> Iterator[Write]:
 
     def write(row: Row, planned: Planned) -> None:
         samples = planned.draw.samples.tolist()
-        file.write(json.dumps({**asdict(row), "planner": planned.plan.made_by, "samples": samples}) + "\n")
+        file.write(to_json({**asdict(row), "planner": planned.plan.made_by, "samples": samples}) + "\n")
         file.flush()
 
     yield write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.bounds import refuse_endless
 from ..core.chain import PlanChain
-from ..core.errors import EvenloadError, PlanError
+from ..core.errors import EvenloadError, PlanError, shorten
+from ..core.feasible import refuse_idle_ranks
+from ..core.jsontext import to_json
 from ..core.memory import fixed_bytes, room_bytes
+from ..core.plan_json import file_json
 from ..core.predict import micro_batch_imbalance
 from ..core.recipe import Recipe
 from ..core.registry import Situation
@@ -27,6 +31,8 @@ from .drawing import Drawing
 from .pipelines import describe
 
 _GIB = 2.0**30
+_CAPS = ("max_tokens", "activation_gib")
+"""Settings of plugins that cap what a rank holds."""
 _DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
 
@@ -90,7 +96,9 @@ def look_ahead(
         num_ranks: of the world; None takes the fewest that ``parallel.*`` needs.
         record: keep the timeline of every simulated step.
     """
-    chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
+    layout = recipe.layout(num_ranks)
+    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    chain = PlanChain.of_recipe(recipe, layout)
     given = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     samples = cut(given, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
@@ -100,6 +108,7 @@ def look_ahead(
             f"{len(samples)} samples, train.global_batch_size {size}",
             "lower train.global_batch_size",
         )
+    refuse_endless(samples, chain.largest_slice)
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
     planned = []
     for _ in range(steps):
@@ -115,12 +124,20 @@ def look_ahead(
 
 def write_plans(outlook: Outlook, path: Path) -> None:
     """Write the plans as ``plan.json``. Raises EvenloadError."""
+    caps = {
+        plugin.name: {key: value for key in _CAPS if (value := getattr(config, key, None)) is not None}
+        for plugin, config in outlook.chain.links
+    }
+    text = to_json(file_json((step.ours.plan for step in outlook.steps), caps))
     try:
-        path.write_text(json.dumps({"format": 1, "steps": [step.ours.plan.to_json() for step in outlook.steps]}))
+        # A pipe that nobody reads is refused instead of waited for.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise EvenloadError(
-            "the plan cannot be written", f"{path}: {error.strerror}", "choose another --out"
-        ) from error
+        detail = f"{shorten(str(path))}: {error.strerror}"
+        raise EvenloadError("the plan cannot be written", detail, "choose another --out") from error
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:

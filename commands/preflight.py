@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.bounds import refuse_endless
 from ..core.chain import PlanChain
 from ..core.errors import EvenloadError
+from ..core.feasible import refuse_idle_ranks
 from ..core.layout import Layout
 from ..core.recipe import Recipe
 from ..core.workload import sequences
@@ -35,9 +37,10 @@ class Preflight:
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     require(recipe.trainer)
-    if recipe.log.trace is not None and int(os.environ.get("RANK", "0")) == 0:  # the rank that writes it
+    if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse_path(recipe.log.trace, "--trace", (".json", ".json.gz"))
     layout = recipe.layout(world_size)
+    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     if layout.cp > 1:
         raise EvenloadError(
             "static context parallelism can be planned, not run",
@@ -57,6 +60,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     chain = PlanChain.of_recipe(recipe, layout)
     # The longest samples of all: if these can be planned, no later batch has one that cannot.
     longest = np.sort(source.lengths)[-layout.plane_size :]
+    refuse_endless(longest, chain.largest_slice)
     chain.plan(sequences(longest))
     return Preflight(recipe, layout, source, chain)
 

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 import yaml
 
+from ..core.bounds import RANKS
 from ..core.cluster import Link
 from ..core.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError
@@ -50,6 +51,7 @@ from ..core.states import VALUE_BYTES
 from ..runtime.busy import cpu_clock
 from ..runtime.held import free_bytes
 from ..runtime.links import LinkFit, measure_links
+from ..runtime.variables import integer
 from .job import Job, logger, run_rank
 from .profile_cases import Case, cases
 from .profile_memory import measure_memory, random_tokens
@@ -280,7 +282,7 @@ def _links(job: Job) -> dict[str, LinkFit]:
 
 
 def _ranks_per_node(job: Job) -> int:
-    return min(job.world.size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world.size)))
+    return min(job.world.size, integer("LOCAL_WORLD_SIZE", job.world.size, 1, RANKS))
 
 
 def _source(job: Job) -> str:
@@ -324,5 +326,5 @@ def _digits(value: float) -> float:
 def _refuse_unwritable(out: Path) -> None:
     if out.suffix not in (".yaml", ".yml"):
         raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
         raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")

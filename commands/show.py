@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,9 +13,16 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import shorten
+from ..core.jsontext import to_json
 
 _QUIET_EVERY_S = 15.0
 """Without a terminal, a line this often takes the bar's place."""
+
+_MOST_TEXT = 1 << 17
+"""Characters of a cell or a caption: the reasons why combinations of a sweep are impossible."""
 
 _WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
@@ -39,7 +45,7 @@ class Progress:
             return
         if bar is not None:
             task = bar.add_task(name, total=total, text="")
-            yield lambda text: bar.update(task, advance=1, text=text)
+            yield lambda text: bar.update(task, advance=1, text=shorten(text))
             return
         said, done = time.monotonic(), 0
 
@@ -48,7 +54,7 @@ class Progress:
             done += 1
             if time.monotonic() - said > _QUIET_EVERY_S or done == total:
                 said = time.monotonic()
-                console.print(f"{name}: {done}/{total}  {text}", highlight=False)
+                console.print(plain(f"{name}: {done}/{total}  {text}"), highlight=False)
 
         yield tick
 
@@ -68,7 +74,7 @@ def progress(leads: bool) -> Iterator[Progress]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     with RichProgress(*columns, console=console) as bar:
         yield Progress(bar, console)
@@ -91,8 +97,7 @@ def stdout_aside() -> Iterator[None]:
 def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], RenderableType]) -> None:
     """Print the result: one JSON object and nothing else, or the table."""
     if as_json:
-        json.dump(data, sys.stdout)
-        print()
+        print(to_json(data))
     else:
         console = Console()
         if not console.is_terminal:
@@ -100,23 +105,35 @@ def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], 
         console.print(table(data))
 
 
-def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
-    """A plain table: the first column left, numbers right, floats to four digits."""
-    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+def grid(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", bold: int | None = None
+) -> Table:
+    """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so."""
+    table = Table(
+        title=plain(title, "table.title"),
+        caption=plain(caption, "table.caption") if caption else None,
+        title_justify="left",
+        caption_justify="left",
+    )
     for place, name in enumerate(head):
         # Keys without spaces are folded, as an ellipsis would hide their ends.
-        table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row))
+        table.add_column(plain(name), justify="left" if place == 0 else "right", overflow="fold")
+    for place, row in enumerate(rows):
+        table.add_row(*(_cell(value) for value in row), style="bold" if place == bold else None)
     return table
 
 
-def _cell(value: Any) -> str:
+def plain(text: str, style: str = "") -> Text:
+    """Text as it stands: what looks like markup in a user's names is no markup, what steers a terminal is escaped."""
+    return Text(shorten(text, _MOST_TEXT), style)
+
+
+def _cell(value: Any) -> Text:
     if value is None:
-        return "-"
+        return plain("-")
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value)
+        return plain(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+    return plain(str(value))
 
 
 def percent(share: float) -> str:

@@ -14,10 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
-from ..core.errors import EvenloadError, nearest
+from ..core import reading
+from ..core.errors import EvenloadError, nearest, shorten, shown
 from ..core.recipe import Recipe
 from ..data.lengths import read_lengths
 from .plan import Outlook, PlannedStep, look_ahead
@@ -84,16 +84,15 @@ def axes_of(recipe: Recipe, words: Iterable[str]) -> dict[str, list[Any]]:
         key, _, text = word.partition("=")
         form = "write e.g. --sweep parallel.cp=1,2,4"
         if not key or not text.strip(" ,"):
-            raise EvenloadError("a sweep is not of the form key=a,b,c", repr(word), form)
-        try:
-            values = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError as error:
-            raise EvenloadError(f"the values of {key} are not YAML", repr(text), "quote them") from error
+            raise EvenloadError("a sweep is not of the form key=a,b,c", shown(word), form)
+        values = reading.parse_yaml(f"[{text}]", f"the list of values of {shorten(key)}", "quote them")
+        if not isinstance(values, list):
+            raise EvenloadError("a sweep is not of the form key=a,b,c", shown(word), form)
         _refuse_unknown(recipe, key)
         if key in axes:
-            raise EvenloadError(f"{key} is swept twice", repr(word), "put all its values into one --sweep")
+            raise EvenloadError(f"{key} is swept twice", shown(word), "put all its values into one --sweep")
         if any(value in values[:place] for place, value in enumerate(values)):
-            raise EvenloadError(f"a value of {key} is given twice", repr(text), "give each once")
+            raise EvenloadError(f"a value of {key} is given twice", shown(text), "give each once")
         axes[key] = values
     count = prod(map(len, axes.values()))
     if count > MOST:
@@ -110,11 +109,11 @@ def _refuse_unknown(recipe: Recipe, key: str) -> None:
             fields = type(node).model_fields
             if name not in fields:
                 raise EvenloadError(
-                    f"{'.'.join(path) or 'the recipe'} has no key '{name}'", repr(key), nearest(name, fields)
+                    f"{'.'.join(path) or 'the recipe'} has no key '{name}'", shown(key), nearest(name, fields)
                 )
             node = getattr(node, name)
         elif not isinstance(node, dict):
-            raise EvenloadError(f"{'.'.join(path)} has no keys below it", repr(key), "sweep its value")
+            raise EvenloadError(f"{'.'.join(path)} has no keys below it", shown(key), "sweep its value")
         else:
             return  # free form, such as deepspeed.config
         path.append(name)
@@ -171,5 +170,7 @@ def said(settings: Settings) -> str:
 
 
 def written(value: Any) -> str:
-    """A value as YAML has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as YAML has it, shortened."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return shorten(value) if isinstance(value, str) else shown(value)

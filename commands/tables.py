@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 
 from ..core.chain import WARNINGS
@@ -259,10 +258,10 @@ def sweep(result: Result) -> Table:
     rows: list[tuple[str, ...]] = []
     reasons: list[str] = []
     for place, row in enumerate(result["rows"]):
-        settings = [escape(written(row["settings"][key])) for key in keys]
+        settings = [written(row["settings"][key]) for key in keys]
         if "error" in row:
             rows.append(("", *settings, "", "impossible", *[""] * 9))
-            reasons.append(escape(f"{said(row['settings'])}: {row['error']['what']} ({row['error']['found']})"))
+            reasons.append(f"{said(row['settings'])}: {row['error']['what']} ({row['error']['found']})")
             continue
         layout, baseline = row["layout"], row["strongest_baseline"]
         cells = [
@@ -280,10 +279,10 @@ def sweep(result: Result) -> Table:
             f"{baseline['name']} {baseline['gain']:.2f}x",
             seconds(row["plan_s"]),
         ]
-        rows.append(tuple(f"[bold]{cell}[/bold]" if cell and place == result["best"] else cell for cell in cells))
+        rows.append(tuple(cells))
     marked = "*: most tokens/s a rank among those that fit" if result["best"] is not None else "none fits into memory"
     about = f"predicted, means of {result['steps']} step(s); {marked}; gain: over the fastest baseline of the row"
-    return grid("what if", head, rows, "\n".join([about, *reasons]))
+    return grid("what if", head, rows, "\n".join([about, *reasons]), bold=result["best"])
 
 
 def _planners(steps: list[Result]) -> Table:

@@ -23,7 +23,7 @@ from .recipe import Recipe
 from .registry import Plugin, PluginConfig, Situation
 from .setting import limits_of, situation_of
 from .simulate import simulate
-from .stock import stock_plan
+from .stock import UNCAPPED, stock_plan
 from .workload import Limits, Sequence, StepPlan
 
 logger = logging.getLogger("evenload")
@@ -208,6 +208,13 @@ class PlanChain:
         limits, situation = narrow(self.limits, self.situation)
         links = tuple((plugin, config.on_lane(self._cp)) for plugin, config in self.links)
         return replace(self, links=links, limits=limits, situation=situation)
+
+    @property
+    def largest_slice(self) -> int:
+        """Tokens of a sequence that the caps of all plugins allow in a micro-batch, on all ranks that may share it."""
+        caps = [getattr(config, "max_tokens", None) for _, config in self.links]
+        sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self._cp
+        return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
 
     @property
     def baseline_names(self) -> tuple[str, ...]:

@@ -19,10 +19,12 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 
-from .errors import EvenloadError, nearest
+from . import reading
+from .bounds import RankCount, refuse_odd_numbers
+from .errors import EvenloadError, nearest, shorten, shown
+from .faults import described
 
 Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
@@ -30,7 +32,7 @@ Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 class Link(BaseModel):
     """One direction of a link, per rank."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     latency_s: NonNegativeFloat
     bytes_per_s: PositiveFloat
@@ -53,11 +55,11 @@ class Link(BaseModel):
 class Cluster(BaseModel):
     """A homogeneous cluster. Every number carries its origin in ``source``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     source: str
-    ranks_per_node: PositiveInt
+    ranks_per_node: RankCount
     flops_per_s: PositiveFloat
     """Sustained matrix throughput of one device at the training precision."""
     launch_s: NonNegativeFloat = 0.0
@@ -65,7 +67,7 @@ class Cluster(BaseModel):
     memory_bytes: PositiveFloat
     intra: Link
     inter: Link
-    all_to_all_bytes_per_s: dict[PositiveInt, PositiveFloat] = {}
+    all_to_all_bytes_per_s: dict[RankCount, PositiveFloat] = {}
     """Measured rates of all-to-all by group size, where known: bytes that a rank sends in total, a second."""
     host_bytes_per_s: PositiveFloat | None = None
     """From a device's memory to its host's, the slower direction; None: nothing can be left there."""
@@ -84,12 +86,11 @@ class Cluster(BaseModel):
 def load(name: str, folder: Path) -> Cluster:
     """Read a cluster from a YAML file, or the one of that name in ``folder``. Raises EvenloadError."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
+    if not reading.is_file(path):
         known = sorted(p.stem for p in folder.glob("*.yaml"))
-        raise EvenloadError("there is no such cluster", repr(name), f"give a file or a name; {nearest(name, known)}")
-    try:
-        return Cluster.model_validate(yaml.safe_load(path.read_text()))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise EvenloadError(
-            f"{path} is not a cluster description", str(error), "compare it with recipes/clusters"
-        ) from error
+        raise EvenloadError("there is no such cluster", shown(name), f"give a file or a name; {nearest(name, known)}")
+    file, do = shorten(str(path)), "compare it with recipes/clusters"
+    data = reading.read_yaml(path, f"the cluster {file}", do)
+    cluster = described(data, Cluster, f"{file} is not a cluster description", do)
+    refuse_odd_numbers(data, file)
+    return cluster

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
+from . import reading
+from .bounds import AmountOrNone, LayerCount, refuse_odd_numbers
 from .cluster import Cluster, Link
-from .errors import EvenloadError, nearest
+from .errors import EvenloadError, nearest, shorten, shown
+from .faults import described
 from .layout import Layout
 from .parts import tokens_of_ranks
 from .shape import Shape
@@ -174,7 +176,7 @@ class Costs(_Frozen):
     forward: PassCost
     backward: PassCost
     memory: MemoryCost = MemoryCost()
-    num_layers: int = Field(default=1, ge=1)
+    num_layers: LayerCount = 1
     recompute: bool = False
     """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
     update_s: NonNegativeFloat = 0.0
@@ -342,16 +344,37 @@ def load(name: str, folder: Path) -> Costs:
     The file holds the fields of `Costs`, or ``totals`` with the arguments of `from_totals`.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
+    if not reading.is_file(path):
         presets = sorted(p.stem for p in folder.glob("*.yaml"))
         raise EvenloadError(
-            "there is no such cost model", repr(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
+            "there is no such cost model", shown(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
         )
-    try:
-        data = yaml.safe_load(path.read_text())
-        if isinstance(data, dict) and "totals" in data:
-            totals = data.pop("totals")
-            return from_totals(**data, **totals)
-        return Costs.model_validate(data)
-    except (ValidationError, TypeError, yaml.YAMLError) as error:
-        raise EvenloadError(f"{path} is not a cost model", str(error), "write one with `evenload profile`") from error
+    file, do = shorten(str(path)), "write one with `evenload profile`"
+    fault = f"{file} is not a cost model"
+    data = reading.read_yaml(path, f"the cost model {file}", do)
+    costs = described(_without_totals(data, fault, do), Costs, fault, do)
+    refuse_odd_numbers(data, file)
+    for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
+        if not (cost.token_s or cost.pair_s):
+            raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)
+    return costs
+
+
+class _Totals(_Frozen):
+    """The arguments of `from_totals`."""
+
+    token_s: AmountOrNone
+    square_s: AmountOrNone
+    launch_s: AmountOrNone = 0.0
+
+
+def _without_totals(data: Any, fault: str, do: str) -> Any:
+    """The fields of `Costs` that a file with ``totals`` stands for; other data as it is. Raises EvenloadError."""
+    if not isinstance(data, dict) or "totals" not in data:
+        return data
+    both = sorted({"forward", "backward"} & data.keys())
+    if both:
+        raise EvenloadError(fault, f"what a pass costs twice, in totals and in {both[0]}", "leave one of them out")
+    passes = from_totals("", **described(data["totals"], _Totals, fault, do).model_dump())
+    rest = {key: value for key, value in data.items() if key != "totals"}
+    return {**rest, "forward": passes.forward.model_dump(), "backward": passes.backward.model_dump()}

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
+
+SHOWN = 200
+"""Characters of what a user gave that a message repeats."""
+
+_MOST_TEXT = 2000
+"""Characters of each part of a message, which names of files and keys are in too."""
 
 
 class EvenloadError(ValueError):
@@ -14,8 +22,8 @@ class EvenloadError(ValueError):
     """
 
     def __init__(self, what: str, found: str = "", do: str = "") -> None:
-        self.what, self.found, self.do = what, found, do
-        super().__init__(what, found, do)
+        self.what, self.found, self.do = (shorten(part, _MOST_TEXT) for part in (what, found, do))
+        super().__init__(self.what, self.found, self.do)
 
     def __str__(self) -> str:
         parts = [self.what]
@@ -37,6 +45,35 @@ class RankError(EvenloadError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: ``did you mean 'tokens'? known: ...``."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:SHOWN], names, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}known: {', '.join(names) or 'none'}"
+
+
+def shorten(text: str, most: int = SHOWN) -> str:
+    """The text in at most so many characters, with escapes for what would steer a terminal."""
+    cut = text if len(text) <= most else f"{text[: most - 4]} ..."
+    plain = cut if cut.isprintable() else "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cut)
+    return plain if len(plain) <= most else f"{plain[: most - 4]} ..."
+
+
+def shown(value: Any) -> str:
+    """`repr` of what a user gave in at most `SHOWN` characters; takes no longer for a value that would fill a disk."""
+    return shorten(_SHORT.repr(value))
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = SHOWN
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write integers of thousands of digits."""
+        return repr(value) if value.bit_length() <= SHOWN else f"an integer of {value.bit_length()} bits"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[:SHOWN])
+
+
+_SHORT = _Short()

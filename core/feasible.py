@@ -78,12 +78,6 @@ def refuse_impossible(recipe: Recipe) -> None:
             "use fp32, or trainer: megatron for float64 proofs",
         ),
         (
-            train.global_batch_size < (p.dp or 1),
-            "train.global_batch_size is smaller than the number of data-parallel ranks",
-            f"{train.global_batch_size} samples, {p.dp or 1} ranks",
-            "raise it, or lower parallel.dp",
-        ),
-        (
             recipe.data.min_length > recipe.data.max_length,
             "data.min_length is larger than data.max_length",
             f"{recipe.data.min_length} > {recipe.data.max_length}",
@@ -93,3 +87,14 @@ def refuse_impossible(recipe: Recipe) -> None:
     for broken, what, found, do in rules:
         if broken:
             raise EvenloadError(what, found, do)
+    refuse_idle_ranks(train.global_batch_size, p.dp or 1)
+
+
+def refuse_idle_ranks(samples: int, dp: int) -> None:
+    """Raise EvenloadError for a global batch of fewer ``samples`` than data-parallel ranks, given or of the world."""
+    if samples < dp:
+        raise EvenloadError(
+            "train.global_batch_size is smaller than the number of data-parallel ranks",
+            f"{samples} samples, {dp} ranks",
+            "raise it, or lower parallel.dp or --nproc",
+        )

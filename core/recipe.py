@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
-from . import registry
-from .errors import EvenloadError, nearest
+from . import reading, registry
+from .bounds import RANKS, whole_number
+from .errors import EvenloadError, nearest, shorten, shown
+from .faults import Fault, first_fault
 from .feasible import refuse_impossible
 from .layout import Layout
 from .sections import (
@@ -71,8 +72,11 @@ class Recipe(Section):
         return p.tp * p.pp * p.cp * (p.dp or 1)
 
     def layout(self, world_size: int | None = None) -> Layout:
+        """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
         p = self.parallel
-        return Layout.of_world(world_size or self.min_world_size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
+        wanted = self.min_world_size if world_size is None else world_size
+        size = whole_number(wanted, "the number of processes", RANKS)
+        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """The same recipe with dotted keys changed, validated again."""
@@ -96,25 +100,16 @@ def json_schema() -> dict[str, Any]:
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe and apply ``a.b=value`` overrides. Raises EvenloadError."""
-    file = Path(path)
-    try:
-        data = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise EvenloadError(
-            f"the recipe {file} cannot be read", str(error.strerror), "give the path of a YAML file"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EvenloadError(f"the recipe {file} is not YAML", str(error), "mend the file") from error
-    if not isinstance(data, dict):
-        raise EvenloadError(f"the recipe {file} holds no mapping", type(data).__name__, "see recipes/quickstart.yaml")
+    what = f"the recipe {shorten(str(path))}"
+    data = reading.read_yaml(path, what, "give the path of a YAML file")
+    data = reading.mapping(data, what, "see recipes/quickstart.yaml")
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
     for word in overrides:
-        key, equals, value = word.partition("=")
+        key, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
         if not equals or not key:
-            raise EvenloadError("an override is not of the form key=value", repr(word), "write e.g. train.steps=100")
-        try:
-            _set(data, key, yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise EvenloadError(f"the value of {key} is not YAML", repr(value), "quote it") from error
+            raise EvenloadError("an override is not of the form key=value", shown(word), "write e.g. train.steps=100")
+        _set(data, key, reading.parse_yaml(value, f"the value of {shorten(key)}", "quote it"))
     return parse(data)
 
 
@@ -124,37 +119,33 @@ def parse(data: Mapping[str, Any]) -> Recipe:
     try:
         recipe = schema.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, schema) from error
+        raise _explain(first_fault(error, schema)) from error
     refuse_impossible(recipe)
     return recipe
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
+    if len(parents) >= reading.MOST_DEPTH:
+        raise EvenloadError(
+            f"{shorten(dotted)} cannot be set", f"{len(parents) + 1} names in one key", "see the schema"
+        )
     for name in parents:
         below = data.setdefault(name, {})
         if below is None:
             below = data[name] = {}
         if not isinstance(below, dict):
-            raise EvenloadError(f"{dotted} cannot be set", f"{name} is {below!r}", "override the whole value instead")
+            detail = f"{shorten(name)} is {shown(below)}"
+            raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
 
 
-def _explain(error: ValidationError, schema: type[BaseModel]) -> EvenloadError:
-    """The first fault of a pydantic report, in our three parts."""
-    fault = error.errors()[0]
-    path = [str(part) for part in fault["loc"]]
-    name, more = ".".join(path), error.error_count() - 1
-    rest = f" (and {more} more)" if more else ""
-    if fault["type"] == "extra_forbidden":
-        parent: Any = schema
-        for part in path[:-1]:
-            parent = parent.model_fields[part].annotation
-        where = ".".join(path[:-1]) or "the recipe"
-        return EvenloadError(
-            f"{where} has no key '{path[-1]}'{rest}",
-            f"{name} = {fault['input']!r}",
-            nearest(path[-1], parent.model_fields),
-        )
-    return EvenloadError(f"{name} is not valid{rest}", f"{fault['input']!r}", fault["msg"])
+def _explain(fault: Fault) -> EvenloadError:
+    rest = f" (and {fault.more} more)" if fault.more else ""
+    if fault.known is None:
+        return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
+    *above, last = fault.path
+    where = shorten(".".join(above)) or "the recipe"
+    detail = shorten(f"{fault.key} = {fault.value}")
+    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))

@@ -24,7 +24,7 @@ ENTRY_POINT_GROUP = "evenload.plugins"
 class PluginConfig(BaseModel):
     """Base of every plugin's section in a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     enabled: bool = False
     """Run this plugin; a disabled plugin is the identity."""

@@ -5,11 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from .bounds import (
+    Amount,
+    AmountOrNone,
+    Count,
+    CountOrNone,
+    LayerCount,
+    Milliseconds,
+    RankCount,
+    SampleLength,
+    Seconds,
+    Seed,
+    SequenceCount,
+    SharerCount,
+    Size,
+    StageCount,
+)
+from .reading import file_name
+
+FilePath = Annotated[Path, AfterValidator(file_name)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -17,17 +37,17 @@ class Model(Section):
 
     family: Literal["llama", "gpt", "qwen2", "qwen3"] = "llama"
     """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. All use rotary positions."""
-    num_layers: PositiveInt = 4
-    hidden_size: PositiveInt = 256
-    num_attention_heads: PositiveInt = 8
-    num_query_groups: PositiveInt | None = None
+    num_layers: LayerCount = 4
+    hidden_size: Size = 256
+    num_attention_heads: Size = 8
+    num_query_groups: Size | None = None
     """Key-value heads (GQA); null means one per attention head."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Size | None = None
     """Null means 4x hidden (gpt) or 8/3x hidden rounded up to 64 (the gated families)."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
-    rotary_base: PositiveFloat = 10000.0
-    config: Path | None = None
+    rotary_base: Amount = 10000.0
+    config: FilePath | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""
 
     @property
@@ -53,47 +73,47 @@ class Data(Section):
     tokenizer: str = "bytes"
     """bytes, or the path of a `tokenizers` JSON file."""
     text_key: str = "text"
-    max_length: Annotated[int, Field(ge=2)] = 8192
+    max_length: SampleLength = 8192
     """Tokens of the longest sample that is kept whole."""
     long_samples: Literal["split", "truncate", "drop"] = "split"
     """What happens to longer ones; the count is reported."""
-    min_length: Annotated[int, Field(ge=2)] = 2
+    min_length: SampleLength = 2
 
 
 class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""
 
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
-    cp: PositiveInt = 1
-    ep: PositiveInt = 1
-    dp: PositiveInt | None = None
+    tp: SharerCount = 1
+    pp: StageCount = 1
+    cp: SharerCount = 1
+    ep: RankCount = 1
+    dp: RankCount | None = None
 
 
 class Train(Section):
-    steps: PositiveInt = 20
-    global_batch_size: PositiveInt = 64
+    steps: Count = 20
+    global_batch_size: SequenceCount = 64
     """Samples per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: SequenceCount = 1
     """Samples per micro-batch of the stock plan, padded to the longest of them (no plugin enabled)."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     recompute: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again (activation checkpointing)."""
-    seed: NonNegativeInt = 1234
-    lr: PositiveFloat = 1e-3
-    min_lr: NonNegativeFloat = 0.0
+    seed: Seed = 1234
+    lr: Amount = 1e-3
+    min_lr: AmountOrNone = 0.0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    weight_decay: NonNegativeFloat = 0.0
-    clip_grad: NonNegativeFloat = 1.0
+    warmup_steps: CountOrNone = 0
+    weight_decay: AmountOrNone = 0.0
+    clip_grad: AmountOrNone = 1.0
     """Global gradient norm; 0 switches clipping off."""
 
 
 class Checkpoint(Section):
-    dir: Path | None = None
+    dir: FilePath | None = None
     """Null saves nothing."""
-    every: PositiveInt = 50
-    keep: PositiveInt = 2
+    every: Count = 50
+    keep: Count = 2
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
     verify: bool = True
@@ -104,19 +124,19 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    tensorboard: Path | None = None
+    tensorboard: FilePath | None = None
     """Folder for TensorBoard scalars under ``evenload/``."""
-    every: PositiveInt = 1
-    trace: Path | None = None
+    every: Count = 1
+    trace: FilePath | None = None
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
-    trace_steps: PositiveInt = 4
+    trace_steps: Count = 4
     """How many steps it holds."""
-    jsonl: Path | None = None
+    jsonl: FilePath | None = None
     """File that gets one JSON object a step, with the numbers of the step's samples."""
 
 
 class Planner(Section):
-    budget_ms: PositiveFloat = 2000.0
+    budget_ms: Milliseconds = 2000.0
     """How long a step may wait for its plan before the next simpler planner takes over."""
     background: bool = True
     """Plan one step ahead in a thread; false plans in line (for debugging)."""
@@ -125,11 +145,11 @@ class Planner(Section):
 
 
 class Safety(Section):
-    stuck_s: PositiveFloat = 300.0
+    stuck_s: Seconds = 300.0
     """A job in which no rank makes progress for this long is ended with one message that names the rank."""
-    gone_s: PositiveFloat = 15.0
+    gone_s: Seconds = 15.0
     """A rank whose heartbeat stops for this long is taken for dead."""
-    collective_timeout_s: PositiveFloat = 1800.0
+    collective_timeout_s: Seconds = 1800.0
 
 
 class Megatron(Section):

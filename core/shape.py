@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from .errors import EvenloadError
+from . import reading
+from .bounds import SIZE, whole_number
+from .errors import shorten
 from .sections import Model
 
 BYTE_VOCABULARY = 256
@@ -62,31 +64,39 @@ def shape_of(model: Model) -> Shape:
             model.vocab_size or BYTE_VOCABULARY,
             model.gated,
         )
-    try:
-        fields = json.loads(model.config.read_text())
-        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-        head = fields.get("head_dim") or hidden // heads
-        return Shape(
-            fields["num_hidden_layers"],
-            hidden,
-            fields["intermediate_size"],
-            head * heads,
-            head * (fields.get("num_key_value_heads") or heads),
-            fields["vocab_size"],
-            fields.get("hidden_act", "silu") in ("silu", "swish"),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise EvenloadError(
-            "model.config does not describe a decoder-only transformer",
-            f"{model.config}: {type(error).__name__}: {error}",
-            "give a Hugging Face config.json with hidden_size, num_hidden_layers, num_attention_heads, "
-            "intermediate_size and vocab_size",
-        ) from error
+    fields = _fields_of(model.config)
+    heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
+    head = _size(fields, "head_dim", max(1, hidden // heads))
+    return Shape(
+        _size(fields, "num_hidden_layers"),
+        hidden,
+        _size(fields, "intermediate_size"),
+        head * heads,
+        head * _size(fields, "num_key_value_heads", heads),
+        _size(fields, "vocab_size"),
+        fields.get("hidden_act", "silu") in ("silu", "swish"),
+    )
 
 
 def heads_of(model: Model) -> int:
     """Query heads. Raises EvenloadError for a config.json that does not say."""
     if model.config is None:
         return model.num_attention_heads
-    fields = json.loads(model.config.read_text())
-    return int(fields["num_attention_heads"])
+    return _size(_fields_of(model.config), "num_attention_heads")
+
+
+_DO = (
+    "give a Hugging Face config.json with hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and "
+    "vocab_size"
+)
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
+    name = f"model.config {shorten(str(path))}"
+    return reading.mapping(reading.read_json(path, name, _DO), name, _DO)
+
+
+def _size(fields: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A size of a config.json; ``default`` where it is left out, null or 0. Raises EvenloadError."""
+    value = fields.get(key)
+    return default if default is not None and not value else whole_number(value, f"{key} of model.config", SIZE, do=_DO)

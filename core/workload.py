@@ -314,59 +314,25 @@ class StepPlan:
         return digest.digest()
 
     def to_json(self) -> dict[str, Any]:
-        """The documented form of ``plan.json``: enough to check the plan without our code."""
-        return {
-            "lengths": [s.length for s in self.sequences],
-            "num_ranks": self.limits.num_ranks,
-            "max_tokens": self.limits.max_tokens,
-            "micro_batches": [_micro_batch_json(m) for m in self.micro_batches],
-            "order": [[[op.kind, op.micro_batch] for op in stage] for stage in self.order],
-            "recompute": [list(stage) for stage in self.recompute],
-            "offload": list(self.offload),
-            "backward": [_micro_batch_json(m) for m in self.backward],
-            "replayed": list(self.replayed),
-            "made_by": self.made_by,
-            "bound_s": self.bound_s,
-            "digest": self.digest.hex(),
-        }
+        """The documented form of a step in ``plan.json``: enough to check the plan without our code."""
+        from .plan_json import step_json
+
+        return step_json(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], limits: Limits) -> StepPlan:
-        """Read back what `to_json` wrote, under the given limits."""
-        return cls(
-            sequences=sequences(data["lengths"]),
-            micro_batches=tuple(map(_micro_batch, data["micro_batches"])),
-            limits=limits,
-            order=tuple(tuple(Op(kind, index) for kind, index in stage) for stage in data.get("order", ())),
-            recompute=tuple(tuple(stage) for stage in data.get("recompute", ())),
-            made_by=data.get("made_by", ""),
-            bound_s=data.get("bound_s", 0.0),
-            backward=tuple(map(_micro_batch, data.get("backward", ()))),
-            replayed=tuple(data.get("replayed", ())),
-            offload=tuple(data.get("offload", ())),
-        )
+    def from_json(cls, data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
+        """Read back what `to_json` wrote, under the given limits or its own; `check` it before use.
+
+        Raises:
+            PlanError: ``data`` is no such step, or not the one that was written.
+        """
+        from .plan_json import read_step
+
+        return read_step(data, limits)
 
 
 _PLAIN = MicroBatch._fields.index("engine")
 """Fields before this one say all of a micro-batch on one rank."""
-
-
-def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
-    values = micro_batch._asdict() | {
-        "slices": [list(s) for s in micro_batch.slices],
-        "ranks": list(micro_batch.ranks),
-        "homes": [list(home) for home in micro_batch.homes],
-    }
-    return {name: value for name, value in values.items() if value or name in ("slices", "ranks")}
-
-
-def _micro_batch(row: Mapping[str, Any]) -> MicroBatch:
-    found = dict(row) | {
-        "slices": tuple(Slice(*s) for s in row["slices"]),
-        "ranks": tuple(row["ranks"]),
-        "homes": tuple(map(tuple, row.get("homes", ()))),
-    }
-    return MicroBatch(**found)
 
 
 def sequences(lengths: Any, tenants: Any = None) -> tuple[Sequence, ...]:

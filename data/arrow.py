@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, shorten
 from .cache import cached_arrays, key_of
 from .documents import choose_field
 from .extras import require
@@ -115,7 +115,9 @@ def open_table(path: Path) -> Any:
         source.seek(0)
         return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
     except (pa.ArrowException, OSError, EOFError) as error:
-        raise EvenloadError(f"{path} is not a whole arrow file", str(error)[:200], "copy or save it again") from error
+        raise EvenloadError(
+            f"{path} is not a whole arrow file", shorten(str(error)), "copy or save it again"
+        ) from error
 
 
 def _column(table: Any, field: str, path: Path) -> list[Chunk]:

@@ -7,6 +7,7 @@ sets append i8[n] modes. The .bin is the tokens, one sequence after the other. E
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError
+from ..core import reading
+from ..core.errors import EvenloadError, shorten
 from .cache import cached_arrays, key_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_LAST_BYTE = 1 << 62
+"""No file is that long; where a sequence ends then stays inside int64."""
 _BLOCK = 1 << 24
 """Tokens looked at together when all are searched for the largest id."""
 
@@ -67,14 +71,11 @@ class BinIdxDocuments:
 
 def read_index(path: Path) -> Index:
     """Read an ``.idx`` file; raises `EvenloadError` when it is missing, damaged, empty or not of tokens."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as stream:
-            header = stream.read(_HEADER.size)
-    except OSError as error:
-        raise EvenloadError(
-            f"cannot read {path}", str(error), "give the prefix of an .idx and a .bin file that lie side by side"
-        ) from error
+    do = "give the prefix of an .idx and a .bin file that lie side by side"
+    name = shorten(str(path))
+    with reading.open_file(path, name, do) as stream, reading.failures_of(name, do):
+        size = os.fstat(stream.fileno()).st_size
+        header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise _corrupt(path, f"{size} bytes that begin with {header[:9]!r}, not {_MAGIC!r}")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
@@ -97,19 +98,17 @@ def read_index(path: Path) -> Index:
     lengths = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size).astype(np.int64)
     after_lengths = _HEADER.size + 4 * num_sequences
     positions = np.memmap(path, "<i8", mode="r", offset=after_lengths, shape=(num_sequences,))
-    if lengths.min() < 0 or positions.min() < 0 or (positions % dtype.itemsize).any():
+    outside = positions.min() < 0 or positions.max() > _LAST_BYTE
+    if lengths.min() < 0 or outside or (positions % dtype.itemsize).any():
         raise _corrupt(path, "a negative length, or a position that is not that of a token")
     return Index(dtype, lengths, positions)
 
 
 def _map_tokens(path: Path, index: Index) -> NDArray[Any]:
     expected = int((index.positions + index.lengths * index.dtype.itemsize).max())
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise EvenloadError(
-            f"cannot read {path}", str(error), "the .bin must lie beside the .idx under the same name"
-        ) from error
+    do = "the .bin must lie beside the .idx under the same name"
+    with reading.open_file(path, shorten(str(path)), do) as stream:
+        size = os.fstat(stream.fileno()).st_size
     if size != expected:
         raise EvenloadError(
             f"{path} does not fit its index",

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.bounds import SAMPLES
 from ..core.errors import EvenloadError, nearest
 
 LongSamples = Literal["truncate", "split", "drop"]
@@ -50,6 +51,12 @@ def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSa
     if max_length is not None and long_samples == "split" and num_long:
         whole, rest = np.divmod(lengths[kept], max_length)
         pieces = whole + (rest >= min_length)
+        if int(pieces.sum()) > SAMPLES:
+            raise EvenloadError(
+                f"documents would be split into more than {SAMPLES} samples",
+                f"{int(pieces.sum())} of at most {max_length} tokens",
+                "raise data.max_length, or set data.long_samples to truncate or drop",
+            )
         num_remainders = int(((rest > 0) & (rest < min_length)).sum())
         document = np.repeat(kept, pieces)
         first_piece = np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -10,18 +10,23 @@ import json
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError
+from ..core import reading
+from ..core.errors import EvenloadError, shorten, shown
 from .cache import Arrays, cached_arrays, key_of
 from .documents import changed, choose_field, missing_field
 from .tokenizers import Tokenizer
 
 _BATCH = 1024
 """Texts tokenised at once: enough for the tokenizer's threads, little to hold."""
+_LINE_BYTES = 1 << 31
+"""Of one document: a hundred million token ids take half of it."""
+_PART_BYTES = 1 << 24
+"""Of a line, read at once: a file that is no text is seen to be none by then."""
 
 
 class JsonlDocuments:
@@ -37,15 +42,16 @@ class JsonlDocuments:
         self.vocab_size: int | None = int(found["vocab_size"][0])
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
-        with open(self._path, "rb") as stream:
+        do = "restore it"
+        with reading.open_file(self._path, self.name, do) as stream, reading.failures_of(self.name, do):
             stream.seek(int(self._offsets[document]))
-            line = stream.readline()
+            line = _line(stream, self.name)
         try:
             value = json.loads(line)[self._field]
             tokens = self._tokenizer.encode(value) if isinstance(value, str) else np.array(value, dtype=np.int64)
             if len(tokens) == self.lengths[document]:
                 return tokens[start:stop]
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise changed(self.name) from error
         raise changed(self.name)
 
@@ -94,22 +100,21 @@ def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
 
     Raises `EvenloadError` naming the line that is not JSON, or the file that cannot be read.
     """
-    offset = 0
-    try:
-        with open(path, "rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.isspace():
-                    yield f"line {number} of {path}", offset, _parse(line, number, path)
-                offset += len(line)
-    except OSError as error:
-        raise EvenloadError(f"cannot read {path}", str(error), "check the path and its permissions") from error
+    offset = number = 0
+    name, do = shorten(str(path)), "check the path and its permissions"
+    with reading.open_file(path, name, do) as stream, reading.failures_of(name, do):
+        while line := _line(stream, name):
+            number += 1
+            if not line.isspace():
+                yield f"line {number} of {name}", offset, _parse(line, number, name)
+            offset += len(line)
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """`read_values` of a file in which every line must be an object."""
     for place, offset, value in read_values(path):
         if not isinstance(value, dict):
-            raise EvenloadError(f"{place} is not a JSON object", f"{value!r:.80}", 'write {"text": ...} on every line')
+            raise EvenloadError(f"{place} is not a JSON object", shown(value), 'write {"text": ...} on every line')
         yield place, offset, value
 
 
@@ -118,15 +123,17 @@ def check_ids(value: Any, field: str, place: str) -> list[int]:
     if not isinstance(value, list):
         raise EvenloadError(
             f"{field!r} in {place} is neither text nor a list of token ids",
-            f"{value!r:.80}",
+            shown(value),
             "store a string or a list of integers, or name another field with data.text_key",
         )
     if not set(map(type, value)) <= {int}:
         wrong = next(v for v in value if type(v) is not int)
-        raise EvenloadError(f"{field!r} in {place} has a token that is no integer", f"{wrong!r:.80}", "store token ids")
+        raise EvenloadError(f"{field!r} in {place} has a token that is no integer", shown(wrong), "store token ids")
     if value and not (min(value) >= 0 and max(value) < 1 << 31):
         wrong = min(value) if min(value) < 0 else max(value)
-        raise EvenloadError(f"{field!r} in {place} has an impossible token id", f"{wrong}", "token ids are 0 .. 2^31-1")
+        raise EvenloadError(
+            f"{field!r} in {place} has an impossible token id", shown(wrong), "token ids are 0 .. 2^31-1"
+        )
     return value
 
 
@@ -138,12 +145,26 @@ def _field_of_first_line(path: Path, text_key: str) -> str:
     )
 
 
-def _parse(line: bytes, number: int, path: Path) -> Any:
+def _line(stream: BinaryIO, name: str) -> bytes:
+    """The next line, empty at the end. Raises EvenloadError for one that has no end."""
+    line = stream.readline(_PART_BYTES)
+    if len(line) < _PART_BYTES or line.endswith(b"\n"):
+        return line
+    parts = [line]
+    while not parts[-1].endswith(b"\n") and parts[-1]:
+        if len(parts) * _PART_BYTES > _LINE_BYTES or b"\0" in parts[-1]:
+            detail = "a byte 0" if b"\0" in parts[-1] else f"a line of more than {_LINE_BYTES} bytes"
+            raise EvenloadError(f"{name} is not JSON Lines", detail, "give an object a line")
+        parts.append(stream.readline(_PART_BYTES))
+    return b"".join(parts)
+
+
+def _parse(line: bytes, number: int, name: str) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise EvenloadError(
-            f"line {number} of {path} is not valid JSON",
-            f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}",
+            f"line {number} of {name} is not valid JSON",
+            shorten(f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}"),
             "mend or delete the line (a cut-off last line often means an interrupted copy)",
         ) from error

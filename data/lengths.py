@@ -7,20 +7,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError, nearest
+from ..core import reading
+from ..core.bounds import TOKENS, refuse_uncountable
+from ..core.errors import SHOWN, EvenloadError, nearest, shorten, shown
 from .bin_idx import read_index
 from .jsonl import check_ids, read_values
 from .tokenizers import ByteTokenizer
 
-_LARGEST = 1 << 40
-"""Tokens. No sequence is that long; sums of lengths then stay far inside int64."""
+_BLOCK_BYTES = 1 << 24
+"""Of a .txt file, read at once."""
 
 
 def read_lengths(path: str | Path) -> NDArray[np.int64]:
@@ -30,68 +34,108 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
     Raises `EvenloadError` naming the line or row and the value where a length is no positive integer, and when the file
     is missing, empty or of an unknown kind.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
+    name = shorten(str(path))
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise EvenloadError(
-            f"{path} is of no kind that holds lengths", f"the ending {path.suffix!r}", nearest(path.suffix, _READERS)
+            f"{name} is of no kind that holds lengths",
+            f"the ending {shown(path.suffix)}",
+            nearest(path.suffix, _READERS),
         )
-    if not path.is_file():
-        raise EvenloadError(f"there is no lengths file {path}", "no file of that name", "check the path")
-    try:
-        lengths, place = reader(path)
-    except OSError as error:
-        raise EvenloadError(f"cannot read {path}", str(error), "check its permissions") from error
-    if not len(lengths):
-        raise EvenloadError(f"{path} holds no length", "an empty file", "give one positive integer per sequence")
-    outside = np.flatnonzero((lengths < 1) | (lengths > _LARGEST))
-    if len(outside):
-        first = int(outside[0])
-        raise _bad(place(first), lengths[first])
+    if not reading.is_file(path):
+        raise EvenloadError(f"there is no lengths file {name}", "no regular file of that name", "check the path")
+    parts = []
+    for lengths, place in reader(path, name):
+        outside = np.flatnonzero((lengths < 1) | (lengths > TOKENS))
+        if len(outside):
+            first = int(outside[0])
+            raise _bad(place(first), int(lengths[first]))
+        parts.append(lengths)
+    if not sum(map(len, parts)):
+        raise EvenloadError(f"{name} holds no length", "an empty file", "give one positive integer per sequence")
+    lengths = np.concatenate(parts)
+    refuse_uncountable(lengths, name)
     return lengths
 
 
-_Found = tuple[NDArray[np.int64], Callable[[int], str]]
-"""Lengths, and how to name the place of one in a message."""
+_Part = tuple[NDArray[np.int64], Callable[[int], str]]
+"""Some lengths, and how to name the place of one in a message."""
 
 
-def _read_npy(path: Path) -> _Found:
-    try:
-        lengths = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise EvenloadError(f"{path} is not a numpy array", str(error), "write it with numpy.save") from error
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        shape, dtype = getattr(lengths, "shape", "?"), getattr(lengths, "dtype", "?")
-        raise EvenloadError(f"{path} is not a list of integers", f"shape {shape}, {dtype}", "save a 1-D integer array")
+def _read_npy(path: Path, name: str) -> Iterator[_Part]:
+    do = "write it with numpy.save"
+    with reading.open_file(path, name, do) as stream:
+        try:
+            lengths = _array(stream)
+        except Exception as error:  # numpy's parser raises SyntaxError, TypeError, tokenize.TokenError and more
+            raise EvenloadError(
+                f"{name} is not a numpy array", shorten(f"{type(error).__name__}: {error}"), do
+            ) from error
+    if isinstance(lengths, str):
+        raise EvenloadError(f"{name} is not a list of integers", lengths, "save a 1-D integer array")
     if lengths.dtype.kind == "u":  # a value beyond int64 must stay too large instead of turning negative
-        lengths = np.minimum(lengths.astype(np.uint64), np.uint64(_LARGEST + 1))
-    return lengths.astype(np.int64), lambda row: f"row {row} of {path}"
+        lengths = np.minimum(lengths.astype(np.uint64), np.uint64(TOKENS + 1))
+    yield lengths.astype(np.int64), lambda row: f"row {row} of {name}"
 
 
-def _read_txt(path: Path) -> _Found:
-    content = path.read_bytes()
-    lines = content.splitlines()
-    if b"_" not in content:  # Python reads 1_000 as an integer; a lengths file has no business with it
+def _array(stream: BinaryIO) -> NDArray[Any] | str:
+    """The row of integers in a .npy file, or what it holds instead. No object is unpickled, nothing taken on trust."""
+    version = np.lib.format.read_magic(stream)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(stream)
+    if len(shape) != 1 or dtype.kind not in "iu":
+        return shorten(f"shape {shape}, {dtype}")
+    size = os.fstat(stream.fileno()).st_size - stream.tell()
+    if type(shape[0]) is not int or not 0 <= shape[0] * dtype.itemsize <= size:
+        raise ValueError(f"{size} bytes of data for {shape[0]} integers")
+    return np.fromfile(stream, dtype, shape[0])
+
+
+def _read_txt(path: Path, name: str) -> Iterator[_Part]:
+    """A block of lines at a time; the last one of a block may go on in the next."""
+    do = "give one integer a line"
+    with reading.open_file(path, name, do) as stream:
+        rest, before = b"", 0
+        while True:
+            with reading.failures_of(name, do):
+                block = stream.read(_BLOCK_BYTES)
+            text = rest + block
+            lines = text.splitlines(keepends=True)
+            rest = lines.pop() if block and lines else b""
+            if len(rest) > _BLOCK_BYTES:
+                raise _bad(f"line {before + len(lines) + 1} of {name}", rest[:SHOWN])
+            if lines:
+                yield _of_lines(lines, b"_" not in text, before, name)
+            before += len(lines)
+            if not block:
+                return
+
+
+def _of_lines(lines: list[bytes], plain: bool, before: int, name: str) -> _Part:
+    """The lengths of lines that ``before`` others precede; ``plain``: no underscores, which Python allows in 1_000."""
+    if plain:
         with contextlib.suppress(ValueError, OverflowError):
-            return np.array(list(map(int, lines)), dtype=np.int64), lambda row: f"line {row + 1} of {path}"
-    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-    values = [_integer(lines[number - 1], f"line {number} of {path}") for number in numbers]
-    return np.array(values, dtype=np.int64), lambda row: f"line {numbers[row]} of {path}"
+            return np.array(list(map(int, lines)), dtype=np.int64), lambda row: f"line {before + row + 1} of {name}"
+    numbers = [number for number, line in enumerate(lines, before + 1) if line.strip()]
+    values = [_integer(lines[number - before - 1], f"line {number} of {name}") for number in numbers]
+    return np.array(values, dtype=np.int64), lambda row: f"line {numbers[row]} of {name}"
 
 
-def _read_jsonl(path: Path) -> _Found:
-    places, lengths = [], []
+def _read_jsonl(path: Path, name: str) -> Iterator[_Part]:
+    lengths = array("q")
     for place, _, value in read_values(path):
-        places.append(place)
         lengths.append(_length_of(value, place))
-    return np.array(lengths, dtype=np.int64), lambda row: places[row]
+        if lengths[-1] < 1:
+            raise _bad(place, lengths[-1])
+    yield np.array(lengths, dtype=np.int64), lambda row: name
 
 
-def _read_idx(path: Path) -> _Found:
-    return read_index(path).lengths, lambda row: f"sequence {row} of {path}"
+def _read_idx(path: Path, name: str) -> Iterator[_Part]:
+    yield read_index(path).lengths, lambda row: f"sequence {row} of {name}"
 
 
-_READERS: dict[str, Callable[[Path], _Found]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[_Part]]] = {
     ".npy": _read_npy,
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
@@ -114,15 +158,17 @@ def _length_of(value: Any, place: str) -> int:
 
 
 def _integer(value: Any, place: str) -> int:
-    """``value`` as an integer of at most `_LARGEST`; raises `EvenloadError` naming the place."""
+    """``value`` as an integer of at most `TOKENS`; raises `EvenloadError` naming the place."""
     if isinstance(value, bytes) and b"_" not in value:
         with contextlib.suppress(ValueError):
             value = int(value)
-    if type(value) is not int or abs(value) > _LARGEST:
+    if type(value) is not int or abs(value) > TOKENS:
         raise _bad(place, value)
     return value
 
 
 def _bad(place: str, value: Any) -> EvenloadError:
-    shown = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-    return EvenloadError(f"{place} is not a length", f"{shown!s:.80}", f"a length is an integer from 1 to {_LARGEST}")
+    detail = (
+        shorten(value.decode("utf-8", "backslashreplace").strip(), 80) if isinstance(value, bytes) else shown(value)
+    )
+    return EvenloadError(f"{place} is not a length", detail, f"a length is an integer from 1 to {TOKENS}")

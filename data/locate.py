@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import difflib
 import glob
-import json
+import os
 from pathlib import Path
 
-from ..core.errors import EvenloadError
+from ..core import reading
+from ..core.errors import SHOWN, EvenloadError, shorten, shown
 from .stdlib import NAME as BUILT_IN
 
 
 def table_files(path: Path) -> list[Path]:
     """The arrow or parquet files of a folder, a pattern or a single path; empty where there are none."""
-    if path.is_dir():
-        if (path / "state.json").is_file():
+    if os.path.isdir(path):
+        if reading.is_file(path / "state.json"):
             return _saved_files(path)
-        found = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
-    elif path.is_file():
+        found = [p for p in _inside(path) if p.suffix in (".arrow", ".parquet")]
+    elif reading.is_file(path):
         found = [path] if path.suffix in (".arrow", ".parquet") else []
     else:
-        found = sorted(Path(p) for p in glob.glob(str(path)) if p.endswith((".arrow", ".parquet")))
+        names = [] if "\0" in str(path) else glob.glob(str(path))
+        found = sorted(Path(name) for name in names if name.endswith((".arrow", ".parquet")))
+    for file in found:
+        reading.open_file(file, shorten(str(file)), "save the data set again").close()
     suffixes, splits = {p.suffix for p in found}, {p.stem.split("-")[0] for p in found if "-of-" in p.stem}
     if len(suffixes) > 1 or len(splits) > 1:
         raise EvenloadError(
@@ -33,13 +37,14 @@ def table_files(path: Path) -> list[Path]:
 
 def _saved_files(folder: Path) -> list[Path]:
     """The files that `Dataset.save_to_disk` listed in state.json, in its order."""
+    name, do = f"{shorten(str(folder))}/state.json", "save the data set again"
+    state = reading.mapping(reading.read_json(folder / "state.json", name, do), name, do)
     try:
-        state = json.loads((folder / "state.json").read_bytes())
         files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EvenloadError(f"{folder}/state.json is damaged", repr(error), "save the data set again") from error
-    missing = [path.name for path in files if not path.is_file()]
-    fault = f"missing files: {', '.join(missing)}" if missing else ""
+    except (KeyError, TypeError) as error:
+        raise EvenloadError(f"{name} is damaged", shown(error), do) from error
+    missing = [path.name for path in files if not reading.is_file(path)]
+    fault = f"missing files: {shorten(', '.join(missing))}" if missing else ""
     if not files:
         fault = "no data files"
     if state.get("_indices_data_files"):
@@ -51,25 +56,34 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def nothing_there(spec: str, path: Path) -> EvenloadError:
     """The error for a spec that means no data."""
-    if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.is_dir() and _table_like(p))
+    if os.path.isdir(path):
+        inside = [p.name for p in _inside(path) if p.is_dir() and _table_like(p)]
         inside.sort(key=lambda name: name != "train")
         return EvenloadError(
             f"the folder {spec} holds no .arrow or .parquet file",
             f"data sets below it: {', '.join(inside)}" if inside else "no data set below it either",
             f"open one of them, as {path / inside[0]}" if inside else "give the folder that save_to_disk wrote",
         )
-    if path.is_file():
+    if reading.is_file(path):
         known = ".jsonl, .bin/.idx, .arrow, .parquet"
-        return EvenloadError(f"{spec} is of no known kind", f"the ending {path.suffix!r}", f"known: {known}")
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, [*siblings, BUILT_IN], n=3, cutoff=0.5)
+        return EvenloadError(f"{spec} is of no known kind", f"the ending {shown(path.suffix)}", f"known: {known}")
+    siblings = [p.name for p in _inside(path.parent)] if os.path.isdir(path.parent) else []
+    close = difflib.get_close_matches(path.name[:SHOWN], [*siblings, BUILT_IN], n=3, cutoff=0.5)
+    nothing = f"nothing of a similar name in {shorten(str(path.parent))}"
     return EvenloadError(
-        f"there is no data {spec!r}",
-        f"of a similar name: {', '.join(close)}" if close else f"nothing of a similar name in {path.parent}",
+        f"there is no data {shown(spec)}",
+        f"of a similar name: {', '.join(close)}" if close else nothing,
         f"give a path to data, or {BUILT_IN}",
     )
 
 
 def _table_like(folder: Path) -> bool:
-    return any(p.suffix in (".arrow", ".parquet") for p in folder.iterdir())
+    return any(p.suffix in (".arrow", ".parquet") for p in _inside(folder))
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What a folder holds, by name; nothing where it may not be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []

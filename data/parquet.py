@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, shorten
 from .cache import cached_file, key_of
 from .documents import choose_field
 from .extras import require
@@ -68,4 +68,4 @@ def _batches(file: Any, field: str, path: Path) -> Iterator[Any]:
 
 
 def _damaged(path: Path, error: Exception) -> EvenloadError:
-    return EvenloadError(f"{path} is not a whole parquet file", str(error)[:200], "copy or write it again")
+    return EvenloadError(f"{path} is not a whole parquet file", shorten(str(error)), "copy or write it again")

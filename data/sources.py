@@ -13,6 +13,7 @@ Opening reads lengths. `Source.tokens` reads the tokens of one sample, so a rank
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import reading
 from ..core.errors import EvenloadError
 from . import stdlib
 from .arrow import ArrowDocuments
@@ -160,11 +162,11 @@ def _open_documents(spec: str, tokenizer: Tokenizer, text_key: str) -> Documents
         if tokenizer.identity != "bytes":
             raise EvenloadError(f"{spec} is read as bytes", "a tokenizer file", "set data.tokenizer to bytes")
         return stdlib.StdlibDocuments()
-    path = Path(spec).expanduser()
-    if path.is_file() and path.suffix == ".jsonl":
+    path = Path(os.path.expanduser(spec))
+    if reading.is_file(path) and path.suffix == ".jsonl":
         return JsonlDocuments(path, tokenizer, text_key)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if prefix.with_name(prefix.name + ".idx").is_file() or path.suffix in (".bin", ".idx"):
+    if reading.is_file(f"{prefix}.idx") or path.suffix in (".bin", ".idx"):
         return BinIdxDocuments(prefix)
     files = table_files(path)
     if not files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError
+from ..core import reading
+from ..core.errors import EvenloadError, shorten, shown
 from .extras import require
+
+_DO = "give `bytes` or the path of a tokenizer.json"
+_MOST_BYTES = 1 << 30
+"""Of a tokenizer.json; those of vocabularies of 256 thousand take 40 MB."""
 
 
 class Tokenizer(Protocol):
@@ -45,12 +51,14 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         library = require("tokenizers", f"the tokenizer file {path}")
-        content = path.read_bytes()
+        content = reading.read_bytes(path, _MOST_BYTES, f"the tokenizer {shorten(str(path))}", _DO)
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception on a malformed file
             raise EvenloadError(
-                f"{path} is not a tokenizer file", str(error)[:200], "give a tokenizer.json of the `tokenizers` library"
+                f"{path} is not a tokenizer file",
+                shorten(str(error)),
+                "give a tokenizer.json of the `tokenizers` library",
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -69,13 +77,12 @@ def open_tokenizer(spec: str) -> Tokenizer:
     """``bytes`` or the path of a tokenizer.json; raises `EvenloadError` for anything else."""
     if spec == "bytes":
         return ByteTokenizer()
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):
         path = path / "tokenizer.json"
-    if not path.is_file():
-        raise EvenloadError(
-            f"there is no tokenizer {spec!r}", f"{path} is not a file", "give `bytes` or the path of a tokenizer.json"
-        )
+    if not reading.is_file(path):
+        detail = f"{shorten(str(path))} is not a file"
+        raise EvenloadError(f"there is no tokenizer {shown(spec)}", detail, _DO)
     return FileTokenizer(path)
 
 

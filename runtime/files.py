@@ -6,6 +6,7 @@ Hashes are xxh3 with 128 bits: 18 GB/s on one core, where blake2b gives 0.8, so 
 from __future__ import annotations
 
 import errno
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -74,9 +75,11 @@ def faults(folder: Path, files: Mapping[str, File], *, hashes: bool) -> list[str
     def fault(name: str) -> str | None:
         wanted, path = files[name], folder / name
         try:
-            size = path.stat().st_size
-            if size != wanted.size:
-                return f"{name} has {size} bytes, {wanted.size} were written"
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is no regular file"
+            if status.st_size != wanted.size:
+                return f"{name} has {status.st_size} bytes, {wanted.size} were written"
             if hashes and wanted.hash and _stamp(path) != wanted:
                 return f"{name} has other content than was written (its hash differs)"
         except OSError as error:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ..core.errors import EvenloadError
+from ..core.bounds import RANKS
+from .variables import integer, job_variables
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
             its tensors.
 
     Raises:
-        EvenloadError: some of the variables are missing or no integers.
+        EvenloadError: some of the variables are missing or make no sense (`variables.job_variables`).
     """
     cuda = torch.cuda.is_available()
     if cuda:
-        device = torch.device("cuda", _integer("LOCAL_RANK", 0) % torch.cuda.device_count())
+        device = torch.device("cuda", integer("LOCAL_RANK", 0, 0, RANKS) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -49,19 +50,12 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
 
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks that share a host share its cores; each of them would take all otherwise.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, _integer("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // integer("LOCAL_WORLD_SIZE", 1, 1, RANKS)))
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     timeout = datetime.timedelta(seconds=timeout_s)
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if job_variables() is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise EvenloadError(
-                "the environment describes only part of a job",
-                f"missing: {', '.join(missing)}",
-                "start the ranks with torchrun, or unset RANK and WORLD_SIZE to run alone",
-            )
         dist.init_process_group(backend, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), device)
 
@@ -71,11 +65,3 @@ def close_world(world: World) -> None:
     if world.owned and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _integer(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise EvenloadError(f"{name} is not an integer", repr(text), "start the ranks with torchrun") from None

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How the requests of the fuzz ended, by verb, and the longest of them, under `make explore`."""
+    if hypothesis.settings.get_current_profile_name() != "explore":
+        return
+    counts: Counter[str] = Counter()
+    longest: list[Any] = [0.0, 0.0, ""]
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            fuzz = dict(getattr(report, "user_properties", ())).get("fuzz")
+            if fuzz and getattr(report, "when", "") == "call":
+                counts.update(fuzz["counts"])
+                longest = max(longest, list(fuzz["longest"]))
+    if counts:
+        terminalreporter.section(f"{counts.total():,} requests of the fuzz")
+        for end, count in sorted(counts.items()):
+            terminalreporter.line(f"{count:6} {end}")
+        terminalreporter.line(f"the longest: {longest[0]:.1f} CPU seconds, {longest[1]:.1f} by the wall: {longest[2]}")
 
 
 _CHILD = Path(__file__).with_name("world_child.py")

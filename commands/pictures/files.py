@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -19,10 +19,11 @@ def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
             f"{option} writes another kind of file", str(path), f"end its name with {' or '.join(suffixes)}"
         )
     folder = path.absolute().parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        found = f"{path} is a folder" if path.is_dir() else f"{folder} is not writable"
+    odd = os.path.exists(path) and not os.path.isfile(path)
+    if odd or not os.access(folder, os.W_OK):
+        found = f"{path} is no regular file" if odd else f"{folder} is not writable"
         raise EvenloadError(f"{option} cannot be written", found, f"choose another {option}")
 
 
@@ -38,11 +39,12 @@ def whole(path: Path) -> Iterator[Path]:
             "the file cannot be written", f"{path}: {error.strerror or error}", "choose another folder"
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # gone already, or its name is too long for the file system
+            part.unlink()
 
 
 def open_text(part: Path, path: Path) -> IO[str]:
     """Open ``part`` for writing, compressed where the name of ``path`` says so."""
     if path.name.lower().endswith(".gz"):
-        return gzip.open(part, "wt", encoding="utf-8", compresslevel=5)
-    return part.open("w", encoding="utf-8")
+        return gzip.open(part, "wt", encoding="utf-8", errors="backslashreplace", compresslevel=5)
+    return part.open("w", encoding="utf-8", errors="backslashreplace")

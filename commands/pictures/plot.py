@@ -53,6 +53,7 @@ _COLOURS: dict[Part, str] = {
 
 _STYLE = {
     "font.size": 9.5,
+    "text.parse_math": False,
     "text.color": _INK,
     "axes.edgecolor": _RULE,
     "axes.labelcolor": _SOFT,

@@ -36,7 +36,7 @@ def write_report(outlook: Outlook, path: Path) -> None:
     """Write the page. Raises EvenloadError."""
     page = page_of(outlook)
     with whole(path) as part:
-        part.write_text(page, encoding="utf-8")
+        part.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def page_of(outlook: Outlook) -> str:

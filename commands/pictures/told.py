@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from ...core.jsontext import to_json
 from ...core.simulate import Span
 from ...core.workload import StepPlan
 from ..bubbles import bubbles_of
@@ -33,7 +33,7 @@ class TellPass:
         found = self._known.get(key)
         if found is None:
             args = self._args(kind, span.micro_batch, span.stage)
-            found = self._known[key] = f',"args":{json.dumps(args, separators=(",", ":"))}'
+            found = self._known[key] = f',"args":{to_json(args, compact=True)}'
         return found
 
     def _args(self, kind: str, number: int, stage: int) -> dict[str, Any]:

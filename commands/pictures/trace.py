@@ -10,7 +10,6 @@ Events"): times in microseconds, to the nanosecond, so that neighbours on a thre
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...core.jsontext import to_json
 from ...core.simulate import KINDS, Span
 from ...core.workload import StepPlan
 from .files import open_text, whole
@@ -72,7 +72,7 @@ def write_trace(path: Path, tracks: Sequence[Track], about: Mapping[str, Any]) -
         )
         logger.warning("%s shows %s", path, shown)
     with whole(path) as part, open_text(part, path) as file:
-        head = json.dumps({**about, "ranks shown": shown}, separators=(",", ":"), default=str)
+        head = to_json({**about, "ranks shown": shown}, compact=True)
         file.write(f'{{"displayTimeUnit":"ms","otherData":{head},"traceEvents":[')
         separator = "\n"
         for event in _events(tracks, every):
@@ -161,7 +161,7 @@ def _whole_step(track: Track, number: int, thread: _Thread) -> str:
     }
     return (
         f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(0.0, end_s, track.begin_s)},"cat":"step",'
-        f'"name":"step {number}","args":{json.dumps(args, separators=(",", ":"))}}}'
+        f'"name":"step {number}","args":{to_json(args, compact=True)}}}'
     )
 
 
@@ -197,4 +197,4 @@ def _name(thread: _Thread, name: str, sort_index: int) -> Iterator[str]:
 
 def _meta(kind: str, thread: _Thread, **args: Any) -> str:
     event = {"ph": "M", "pid": thread.pid, "tid": thread.tid, "name": kind, "args": args}
-    return json.dumps(event, separators=(",", ":"))
+    return to_json(event, compact=True)

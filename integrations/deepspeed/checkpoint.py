@@ -32,6 +32,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from ...core import reading
 from ...core.errors import EvenloadError
 from ...runtime import files
 from ...runtime.agreement import first_error
@@ -79,7 +80,7 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
                 f"{saved.get(key, 1)} there, {shape[key]} in this recipe",
                 "resume with the same zero_stage, train.dtype and parallel.pp, or set checkpoint.resume=false",
             )
-    if saved["world_size"] == shape["world_size"] or shape["zero_stage"] == 0:
+    if saved.get("world_size") == shape["world_size"] or shape["zero_stage"] == 0:
         _load(engine, directory, TAG, trust=trust)
         return
     convert(engine, directory, trust=trust)
@@ -171,8 +172,9 @@ def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
 def _is_converted(directory: Path) -> bool:
     """Whether every file of an earlier conversion is there as it was written."""
     try:
-        hashes = {name: files.File(*row) for name, row in json.loads((directory / HASHES).read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        rows = reading.read_json(directory / HASHES, HASHES, "")
+        hashes = {name: files.File(*row) for name, row in rows.items()}
+    except (EvenloadError, TypeError, AttributeError):
         return False
     return not files.faults(directory / UNIVERSAL, hashes, hashes=True)
 
@@ -206,12 +208,6 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _read_shape(directory: Path) -> dict[str, Any]:
-    try:
-        shape = json.loads((directory / SHAPE).read_text())
-    except (OSError, ValueError) as error:
-        raise EvenloadError(
-            f"{directory} holds no complete DeepSpeed checkpoint",
-            str(error),
-            "choose another checkpoint, or set checkpoint.resume=false to start anew",
-        ) from error
-    return dict(shape)
+    do = "choose another checkpoint, or set checkpoint.resume=false to start anew"
+    name = f"{SHAPE} of the checkpoint {directory}"
+    return reading.mapping(reading.read_json(directory / SHAPE, name, do), name, do)

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from ... import plugins  # noqa: F401  # importing them registers them
 from ...core import recipe as recipes
 from ...core import registry
-from ...core.errors import EvenloadError, nearest
+from ...core.errors import EvenloadError, nearest, shorten, shown
+from ...core.faults import first_fault
 from ...core.recipe import Recipe
 
 KEY = "evenload"
@@ -48,25 +49,19 @@ def parse_section(data: Any) -> Section:
     """
     if not isinstance(data, Mapping):
         raise EvenloadError(
-            f'ds_config: "{KEY}" is not an object', repr(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
+            f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
         )
     schema = section_type()
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        fault = error.errors()[0]
-        *above, last = [str(part) for part in fault["loc"]]
-        where = ".".join((KEY, *above))
-        if fault["type"] != "extra_forbidden":
-            raise EvenloadError(
-                f"ds_config: {where}.{last} is not valid", repr(fault["input"]), fault["msg"]
-            ) from error
-        level: Any = schema
-        for part in above:
-            level = level.model_fields[part].annotation
-        raise EvenloadError(
-            f"ds_config: {where} has no key '{last}'", repr(fault["input"]), nearest(last, level.model_fields)
-        ) from error
+        fault = first_fault(error, schema)
+        *above, last = (KEY, *fault.path)
+        where = shorten(".".join(above))
+        if fault.known is None:
+            raise EvenloadError(f"ds_config: {where}.{shorten(last)} is not valid", fault.value, fault.says) from error
+        hint = nearest(last, fault.known)
+        raise EvenloadError(f"ds_config: {where} has no key {shown(last)}", fault.value, hint) from error
 
 
 def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:

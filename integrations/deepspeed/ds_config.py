@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, shown
 from ...core.recipe import Recipe
 
 OWNED: dict[str, str] = {
@@ -55,15 +55,20 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     extra = recipe.deepspeed.config
     for key, do in OWNED.items():
         if key in extra:
-            raise EvenloadError(f"deepspeed.config may not set '{key}'", f"{key} = {extra[key]!r}", do)
+            raise EvenloadError(f"deepspeed.config may not set '{key}'", f"{key} = {shown(extra[key])}", do)
     for key in _TIMED if recipe.parallel.pp > 1 else ():
         value = extra.get(key)
         if value.get("enabled") if isinstance(value, Mapping) else value:
-            found, do = f"{key} = {value!r}, parallel.pp {recipe.parallel.pp}", "leave it out, or set parallel.pp=1"
+            found, do = (
+                f"{key} = {shown(value)}, parallel.pp {recipe.parallel.pp}",
+                "leave it out, or set parallel.pp=1",
+            )
             raise EvenloadError(f"'{key}' of DeepSpeed 0.19 fails in pipelines", found, do)
     zero = extra.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise EvenloadError("deepspeed.config.zero_optimization is no mapping", repr(zero), "see DeepSpeed's ds_config")
+        raise EvenloadError(
+            "deepspeed.config.zero_optimization is no mapping", shown(zero), "see DeepSpeed's ds_config"
+        )
     for key, do in (
         ("stage", "set deepspeed.zero_stage"),
         ("offload_optimizer", "leave it out: evenload brings torch's AdamW"),
@@ -71,7 +76,9 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         ("compute_grad_norm", "leave it out: every step reports the norm of its gradient"),
     ):
         if key in zero:
-            raise EvenloadError(f"deepspeed.config may not set 'zero_optimization.{key}'", f"{key} = {zero[key]!r}", do)
+            raise EvenloadError(
+                f"deepspeed.config may not set 'zero_optimization.{key}'", f"{key} = {shown(zero[key])}", do
+            )
     stage = recipe.deepspeed.zero_stage
     owned: dict[str, Any] = {
         # A formality: the boundary of a step is set by hand, so these two only have to multiply to the first.

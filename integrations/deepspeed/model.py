@@ -3,7 +3,6 @@ downloaded."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 import transformers
 
-from ...core.errors import EvenloadError, nearest
+from ...core import reading
+from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.recipe import Recipe
 from ...runtime.lookup import sum_in_float32
 from . import attention
@@ -128,12 +128,17 @@ def recomputing(blocks: Sequence[Any], layers: int) -> Iterator[None]:
 
 
 def _read(path: Path) -> Any:
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EvenloadError(f"{path} cannot be read as a model config", str(error), "give a config.json") from error
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    name, do = f"the model config {shorten(str(path))}", "give a Hugging Face config.json"
+    fields = reading.mapping(reading.read_json(path, name, do), name, do)
+    kind = fields.get("model_type")
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not isinstance(kind, str) or kind not in known:
-        raise EvenloadError(f"{path} is no causal language model", f"model_type {kind!r}", nearest(str(kind), known))
-    return transformers.AutoConfig.for_model(**fields)
+        raise EvenloadError(
+            f"{name} is no causal language model", f"model_type {shown(kind)}", nearest(str(kind), known)
+        )
+    try:
+        return transformers.AutoConfig.for_model(**fields)
+    except Exception as error:  # each model checks its fields in a way of its own
+        raise EvenloadError(
+            f"{name} is refused by transformers", shorten(f"{type(error).__name__}: {error}"), do
+        ) from error

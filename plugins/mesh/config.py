@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
+from ...core.bounds import RankCountOrAll, TokenCount, Tries
 from ...core.registry import PluginConfig
 from ...core.workload import Limits
 
@@ -17,10 +18,10 @@ ENGINES: tuple[EngineName, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
 class MeshConfig(PluginConfig):
     """How many ranks, and which, share each sequence; chosen by predicted time."""
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: TokenCount | None = None
     """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds. Null: those of the
     other plugins, or else as many as the device's memory is predicted to hold."""
-    max_degree: NonNegativeInt = 0
+    max_degree: RankCountOrAll = 0
     """Most ranks that may share a sequence. 0: all."""
     powers_of_two: bool = False
     """Only 1, 2, 4, 8, ... ranks share a sequence."""
@@ -34,7 +35,7 @@ class MeshConfig(PluginConfig):
     """Whether what travels between nodes may be spread over all ranks of both, where that is predicted to pay."""
     offload: Literal["auto", "off"] = "auto"
     """Whether activations may wait in host memory where the device's is predicted not to hold them."""
-    effort: NonNegativeInt = 2
+    effort: Tries = 2
     """How hard to look for better divisions of the batch into rounds; each further unit takes a tenth longer."""
 
     @field_validator("remap", "routed", "offload", mode="before")

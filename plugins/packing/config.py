@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import field_validator
 
+from ...core.bounds import Amount, CountOrNone, Effort, TokenCount
 from ...core.registry import PluginConfig
 from ...core.workload import Limits
 
@@ -16,22 +17,22 @@ GIB = 1024**3
 class PackingConfig(PluginConfig):
     """Slices and whole sequences into packed micro-batches, balanced by cost."""
 
-    max_tokens: PositiveInt = 16384
+    max_tokens: TokenCount = 16384
     """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds."""
     slices: Literal["auto", "even", "off"] = "auto"
     """Whether sequences are cut. even: so that all micro-batches cost alike, where that is not predicted to make the
     step slower. auto: the same, but only in a batch with a sequence longer than max_tokens, or where it is predicted to
     make the step faster (pipelines, ZeRO-3). off: never; longer sequences are refused."""
-    block_tokens: PositiveInt = 4
+    block_tokens: TokenCount = 4
     """Slices start at multiples of this, and none is shorter unless its sequence ends."""
     asymmetric: bool = True
     """Let the backward pass group slices anew where the cost model says that it pays."""
-    activation_gib: PositiveFloat | None = None
+    activation_gib: Amount | None = None
     """Activations and prefix KV that one rank may hold [GiB]; early slices are replayed where they do not fit. Null: no
     cap."""
-    max_delay_steps: NonNegativeInt = 0
+    max_delay_steps: CountOrNone = 0
     """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
-    polish_nodes: NonNegativeInt = 0
+    polish_nodes: Effort = 0
     """Branch-and-bound nodes of an integer program (PuLP, HiGHS) that polishes the balance of ranks; 0: none."""
 
     @field_validator("slices", mode="before")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import field_validator
 
+from ...core.bounds import Amount, Count, CountOrNone, Effort, TokenCount
 from ...core.registry import PluginConfig
 from ...core.workload import Limits
 
@@ -16,13 +17,13 @@ GIB = 1024**3
 class PipelineConfig(PluginConfig):
     """In which order chunks run forward and backward at each pipeline stage, and what is recomputed there."""
 
-    max_tokens: PositiveInt = 16384
+    max_tokens: TokenCount = 16384
     """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds."""
-    chunks: PositiveInt = 64
+    chunks: Count = 64
     """Most chunks of one sequence, unless max_tokens demands more. 1: sequences are not cut."""
-    block_tokens: PositiveInt = 4
+    block_tokens: TokenCount = 4
     """Chunks start at multiples of this."""
-    activation_gib: PositiveFloat | None = None
+    activation_gib: Amount | None = None
     """Activations and prefix KV that one rank of one stage may hold [GiB]; layers are recomputed where they do not fit.
     Null: what the cluster's memory leaves."""
     recompute: Literal["auto", "off"] = "auto"
@@ -30,9 +31,9 @@ class PipelineConfig(PluginConfig):
     split_backward: Literal["auto", "on", "off"] = "auto"
     """Weight gradients as passes of their own, run where a stage would wait. auto: where that is predicted to be faster
     and the host can."""
-    max_extra: NonNegativeInt = 1
+    max_extra: CountOrNone = 1
     """Forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds them."""
-    solver_ms: int = Field(default=100, ge=0)
+    solver_ms: Effort = 100
     """About how long one program for what is recomputed may take (PuLP, HiGHS), told by its size so that all ranks find
     the same; 0: greedy rules alone."""
 

@@ -391,7 +391,7 @@ def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(outlook: Out
         ("plot", "p.svg", "end its name with .png"),
         ("report", "r.pdf", "end its name with .html"),
         ("report", "no/such/r.html", "mkdir -p"),
-        ("trace", "folder.json", "is a folder"),
+        ("trace", "folder.json", "no regular file"),
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(

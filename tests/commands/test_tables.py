@@ -5,7 +5,8 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-from evenload.commands import tables
+import pytest
+from evenload.commands import show, tables
 from evenload.commands.show import grid, seconds
 from rich.console import Console, RenderableType
 
@@ -54,3 +55,36 @@ def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
     text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local"}))
     assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
     assert [word in text.split() for word in "abc"] == [True, True, False]
+
+
+NAMES = ["[/]", "[bold]x[/bold]", "[link=http://x]y[/link]", ":smile:", "a\\[b]", "[/red]", "x" * 500, "\U0001f600"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_shown_as_they_are(name: str) -> None:
+    text = shown(grid(name, ["", name], [[name, 1.0], ["x", name]], caption=name))
+    assert text.replace("\n", "").replace(" ", "").count(name.replace(" ", "")[:20]) >= 4
+
+
+def test_what_would_steer_a_terminal_is_escaped() -> None:
+    text = shown(grid("\x1b[31m", ["\x07", "\u202e"], [["\x1b]0;title\x07", "\udcff"]], caption="\x9b31m"))
+    assert not {"\x1b", "\x07", "\u202e", "\udcff", "\x9b"} & set(text)
+    text.encode()
+
+
+def test_the_best_row_is_bold() -> None:
+    console = Console(width=80, file=StringIO(), force_terminal=True)
+    with console.capture() as capture:
+        console.print(grid("", ["", "b"], [["plain", "1"], ["best", "2"]], bold=1))
+    plain, best = (next(line for line in capture.get().splitlines() if word in line) for word in ("plain", "best"))
+    assert "\x1b[1m" in best
+    assert "\x1b[1m" not in plain
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_names_as_they_are(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StringIO()
+    monkeypatch.setattr(show, "Console", lambda **_: Console(file=stream, force_terminal=terminal, width=200))
+    with show.progress(True) as bars, bars.task("sweep", 1) as tick:
+        tick("cluster=[/] [bold]x[/bold]")
+    assert "cluster=[/] [bold]x[/bold]" in stream.getvalue()

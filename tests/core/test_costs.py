@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +130,67 @@ def test_costs_without_end_are_refused(tmp_path: Path, number: str) -> None:
     path.write_text(f"source: made up\nforward: {{token_s: {number}}}\nbackward: {{token_s: 1.0}}\n")
     with pytest.raises(EvenloadError, match="is not a cost model"):
         costs.load(str(path), tmp_path)
+
+
+CLUSTER = "name: some\nsource: made up\nranks_per_node: 8\nflops_per_s: 1.0e+12\nmemory_bytes: 1.0e+10\n"
+CLUSTER += "intra: {latency_s: 1.0e-6, bytes_per_s: 1.0e+10}\ninter: {latency_s: 1.0e-6, bytes_per_s: 1.0e+10}\n"
+COSTS = "source: made up\nforward: {token_s: 1.0e-6}\nbackward: {token_s: 1.0e-6}\n"
+TOTALS = "source: made up\ntotals: {token_s: 1.0e-6, square_s: 0.0}\n"
+
+
+@pytest.mark.parametrize(
+    "value", [".inf", "-.inf", ".nan", "1.0e-320", "1.0e+300", "-1.0", "1" + "0" * 90, "'x'", "[]", "null"]
+)
+@pytest.mark.parametrize(
+    ("load", "text", "key"),
+    [
+        (cluster.load, CLUSTER, "flops_per_s: 1.0e+12"),
+        (cluster.load, CLUSTER, "bytes_per_s: 1.0e+10"),
+        (cluster.load, CLUSTER, "memory_bytes: 1.0e+10"),
+        (costs.load, COSTS, "token_s: 1.0e-6"),
+        (costs.load, TOTALS, "token_s: 1.0e-6"),
+    ],
+)
+def test_quantities_without_sense_are_refused(tmp_path: Path, load: Any, text: str, key: str, value: str) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(text)
+    load(str(path), tmp_path)
+    path.write_text(text.replace(key, f"{key.partition(':')[0]}: {value}", 1))
+    with pytest.raises(EvenloadError) as caught:
+        load(str(path), tmp_path)
+    assert len(caught.value.found) <= 200
+
+
+@pytest.mark.parametrize("load", [cluster.load, costs.load])
+@pytest.mark.parametrize(
+    "content", [b"\x80", b"- 1", b"x", b"", b"[" * 10_000, b"a: 2001-99-99", b"totals: 1", b"totals: {1: 2}"]
+)
+def test_other_files_are_refused(tmp_path: Path, load: Any, content: bytes) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(EvenloadError) as caught:
+        load(str(path), tmp_path)
+    assert caught.value.found
+    assert len(caught.value.found) <= 200
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000 + ".yaml", "a\0b", "a\0b.yaml", "", "/"])
+def test_names_that_no_file_can_have_are_not_there(tmp_path: Path, name: str) -> None:
+    for load in (cluster.load, costs.load):
+        with pytest.raises(EvenloadError, match="there is no such"):
+            load(name, tmp_path)
+
+
+def test_passes_that_take_no_time_are_refused(tmp_path: Path) -> None:
+    for direction in ("forward", "backward"):
+        other = {"forward": "backward", "backward": "forward"}[direction]
+        text = f"source: made up\n{other}: {{token_s: 1.0}}\n{direction}: {{launch_s: 1.0, token_s: 0}}\n"
+        (tmp_path / "free.yaml").write_text(text)
+        with pytest.raises(EvenloadError, match=f"found: {direction} takes no time"):
+            costs.load("free", tmp_path)
+
+
+def test_totals_beside_passes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text(TOTALS + "forward: {token_s: 1.0e-6}\n")
+    with pytest.raises(EvenloadError, match="is not a cost model\n  found: what a pass costs twice"):
+        costs.load("twice", tmp_path)

@@ -75,6 +75,19 @@ REFUSED = {
     "not key=value": (["train.steps"], "key=value"),
     "below a value": (["train.steps.more=3"], "cannot be set"),
     "not yaml": (["train.steps=[1"], "not YAML"),
+    "an impossible date": (["train.lr=2001-99-99"], "train.lr is not valid"),
+    "thousands of digits": ([f"train.seed={'1' * 4301}"], "not YAML"),
+    "a tag that Python would run": (["train.lr=!!python/object/apply:os.getpid []"], "not YAML"),
+    "brackets without end": ([f"data.text_key={'[' * 3000}"], "not YAML"),
+    "aliases without end": (
+        [f"plugins={{a: &a [{'l, ' * 99}], b: &b [{'*a, ' * 99}], c: [{'*b, ' * 999}]}}"],
+        "not YAML",
+    ),
+    "a key of many parts": (["deepspeed.config." + "a." * 3000 + "b=1"], "cannot be set"),
+    "a batch beyond memory": (["train.global_batch_size=100000000"], "train.global_batch_size is not valid"),
+    "layers beyond sense": (["model.num_layers=1000000"], "model.num_layers is not valid"),
+    "no number": (["planner.budget_ms=.nan"], "planner.budget_ms is not valid"),
+    "a number without end": (["safety.stuck_s=.inf"], "safety.stuck_s is not valid"),
 }
 
 
@@ -97,3 +110,41 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str | None, message: str
         path.write_text(text)
     with pytest.raises(EvenloadError, match=message):
         evenload.load_recipe(path)
+
+
+def test_what_is_shown_of_a_value_is_short(recipe_file: Path) -> None:
+    for word in (f"train.lr={'x' * 100_000}", f"{'x' * 100_000}=1", "x" * 100_000, f"plugins.{'x' * 100_000}.y=1"):
+        with pytest.raises(EvenloadError) as caught:
+            evenload.load_recipe(recipe_file, [word])
+        assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("path", [None, 5, 5.5, True, b"x", {}, object(), "", "a\0b", "\ud800", "x" * 5000])
+def test_paths_that_are_none_are_refused(path: object) -> None:
+    with pytest.raises(EvenloadError, match="cannot be read"):
+        evenload.load_recipe(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overrides", [None, 5, "train.steps=7", [5], [None], [b"train.steps=7"], [""], ["="]])
+def test_overrides_that_are_none_are_refused(recipe_file: Path, overrides: object) -> None:
+    with pytest.raises(EvenloadError, match="override"):
+        evenload.load_recipe(recipe_file, overrides)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, 10**30])
+def test_numbers_of_processes_that_are_none_are_refused(recipe_file: Path, size: object) -> None:
+    with pytest.raises(EvenloadError, match="the number of processes is no integer"):
+        evenload.plan(recipe_file, [5, 6], size)  # type: ignore[arg-type]
+
+
+def test_a_plan_of_more_slices_than_it_can_hold_is_refused(recipe_file: Path) -> None:
+    recipe = evenload.load_recipe(recipe_file, ["plugins.packing.max_tokens=8192"])
+    with pytest.raises(EvenloadError, match="more than 32768 slices"):
+        evenload.plan(recipe, [5, 10**9])
+
+
+def test_an_override_changes_one_of_two_sections_that_share_an_anchor(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("plugins: {packing: &caps {enabled: true, max_tokens: 100}, pipeline: *caps}\n")
+    recipe = evenload.load_recipe(path, ["plugins.packing.max_tokens=50"])
+    assert [recipe.config_of(name).max_tokens for name in ("packing", "pipeline")] == [50, 100]  # type: ignore[attr-defined]

@@ -121,7 +121,12 @@ def test_a_saved_data_set_must_be_whole(tmp_path):
     with pytest.raises(EvenloadError, match=r"missing files: data-00001-of-00002\.arrow"):
         open_source(str(folder), max_length=None)
     state = folder / "state.json"
-    for content, message in [("{", "is damaged"), ("[]", "is damaged"), ('{"_data_files": []}', "no data files")]:
+    for content, message in [
+        ("{", "is not JSON"),
+        ("[]", "holds no mapping"),
+        ("{}", "is damaged"),
+        ('{"_data_files": []}', "no data files"),
+    ]:
         state.write_text(content)
         with pytest.raises(EvenloadError, match=message):
             open_source(str(folder), max_length=None)

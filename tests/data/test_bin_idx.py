@@ -100,10 +100,10 @@ def test_a_bin_that_is_cut_off_or_missing_is_refused(tmp_path):
         with pytest.raises(EvenloadError, match="does not fit its index"):
             open_source(prefix, max_length=8)
     (tmp_path / "corpus.bin").unlink()
-    with pytest.raises(EvenloadError, match=r"cannot read .*corpus\.bin"):
+    with pytest.raises(EvenloadError, match=r"corpus\.bin cannot be read"):
         open_source(prefix, max_length=8)
     (tmp_path / "corpus.idx").unlink()
-    with pytest.raises(EvenloadError, match=r"cannot read .*corpus\.idx"):
+    with pytest.raises(EvenloadError, match=r"corpus\.idx cannot be read"):
         open_source(prefix + ".bin", max_length=8)
 
 

@@ -116,7 +116,7 @@ def test_a_file_that_changes_while_in_use_is_noticed(tmp_path):
         with pytest.raises(EvenloadError, match="changed while it was in use"):
             source.tokens(0)
     os.unlink(path)
-    with pytest.raises(EvenloadError, match="cannot read"):
+    with pytest.raises(EvenloadError, match="cannot be read"):
         source.tokens(0)
 
 

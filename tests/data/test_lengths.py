@@ -1,8 +1,11 @@
 import json
+import os
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.data import jsonl
+from evenload.data import lengths as lengths_module
 from evenload.data.lengths import read_lengths
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,7 +70,7 @@ def test_a_bad_line_of_txt_is_named(tmp_path, content, message):
         ("5\n{", "line 2 of .* is not valid JSON"),
         ('{"lenght": 3}', "line 1 of .*gives no length\n  found: did you mean 'lenght'"),
         ('{"input_ids": [1, "2"]}', "'2'"),
-        ('"5"', "line 1 of .*\n  found: 5"),
+        ('"5"', "line 1 of .*\n  found: '5'"),
         ("1e400", "line 1 of .*\n  found: inf"),
         ("", "holds no length"),
     ],
@@ -104,9 +107,89 @@ def test_unreadable_files_are_refused(tmp_path):
     for name, message in [
         ("a.npy", "not a numpy array"),
         ("empty.npy", "not a numpy array"),
-        ("objects.npy", "not a numpy array"),
+        ("objects.npy", "not a list of integers"),
         ("a.csv", "known: .idx, .jsonl, .npy, .txt"),
         ("missing.txt", "no lengths file"),
     ]:
         with pytest.raises(EvenloadError, match=message):
             read_lengths(tmp_path / name)
+
+
+def npy(header: str, data: bytes = b"\7" * 320) -> bytes:
+    text = header.encode() + b" " * (-(11 + len(header)) % 64) + b"\n"
+    return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + data
+
+
+def header(descr: str = "'<i8'", shape: str = "(40,)") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy("(" * 5000),
+        npy("__import__('os').abort()"),
+        npy(header(shape="(True,)")),
+        npy(header(shape="(-5,)")),
+        npy(header(shape="(10000000000000,)")),
+        npy(header(shape="'x'")),
+        npy(header(descr="'|O'")),
+        npy(header(descr="5")),
+        npy(header(), b"x"),
+        b"PK\3\4" + b"x" * 100,
+        b"\x93NUMPY\x09\0\x10\0" + b"{" * 16,
+        b"\x80\4N.",
+    ],
+)
+def test_headers_of_any_kind_are_refused(tmp_path, content):
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(EvenloadError, match=r"is not a (numpy array|list of integers)") as caught:
+        read_lengths(tmp_path / "a.npy")
+    assert len(caught.value.found) <= 200
+
+
+@given(lengths=POSITIVE, block=st.integers(15, 60), end=st.sampled_from(["\n", "\r\n", "\r", "\n\n"]))
+def test_a_file_read_in_blocks_is_the_file(folder, lengths, block, end):
+    (folder / "b.txt").write_text(end.join(map(str, lengths)), newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths_module, "_BLOCK_BYTES", block)
+        assert read_lengths(folder / "b.txt").tolist() == lengths
+
+
+@given(before=st.integers(0, 40), block=st.integers(10, 60))
+def test_lines_are_counted_through_all_blocks(folder, before, block):
+    (folder / "c.txt").write_text("12\n" * before + "no\n" + "5\n" * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths_module, "_BLOCK_BYTES", block)
+        with pytest.raises(EvenloadError, match=f"line {before + 1} of .*\n  found: no"):
+            read_lengths(folder / "c.txt")
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths_module, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 100)
+    monkeypatch.setattr(jsonl, "_LINE_BYTES", 1000)
+    for name, content in (
+        ("a.txt", "5\n" + "1" * 5000),
+        ("a.jsonl", "5\n" + "1" * 5000),
+        ("b.jsonl", "5\n" + "\0" * 500),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(EvenloadError, match=r"line 2 of|not JSON Lines"):
+            read_lengths(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".txt", ".jsonl", ".idx"])
+def test_only_regular_files_hold_lengths(tmp_path, suffix):
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    (tmp_path / f"folder{suffix}").mkdir()
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    for name in ("pipe", "folder", "zero", "x" * 300):
+        with pytest.raises(EvenloadError, match="there is no lengths file"):
+            read_lengths(tmp_path / f"{name}{suffix}")
+
+
+def test_more_tokens_than_can_be_counted_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.full(1 << 21, 1 << 40))
+    with pytest.raises(EvenloadError, match="more tokens than can be counted"):
+        read_lengths(tmp_path / "a.npy")

@@ -166,7 +166,7 @@ def test_weights_come_from_the_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("", "cannot be read"), ("{}", "no causal"), ('{"model_type": "llamma"}', "llama")]
+    ("text", "told"), [("", "is not JSON"), ("{}", "no causal"), ('{"model_type": "llamma"}', "llama")]
 )
 def test_a_config_that_is_none_is_refused(tmp_path, text, told):
     (tmp_path / "config.json").write_text(text)

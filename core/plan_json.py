@@ -1,0 +1,226 @@
+"""The form of plan.json: how plans are written, and how a file that came from anywhere is read back.
+
+    {"format": 1, "caps": {"packing": {"max_tokens": 8192}}, "steps": [{"lengths": ..., "micro_batches": ..., ...}]}
+
+``caps`` are those that the recipe asked for; ``limits`` of a step are those under which its plan was checked, so that
+anybody can compare the two. ``digest`` is what ranks compare of a plan, ``checksum`` is that of all that a step says.
+Files without caps, limits and checksum are read as well, under limits that the caller knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, create_model
+
+from . import reading
+from .bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
+from .errors import EvenloadError, PlanError, shorten
+from .faults import described
+from .workload import Beside, Engine, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
+
+_DO = "write the plan again with `evenload plan --out`"
+
+Whole = Annotated[int, Field(strict=True, ge=0, le=TOKENS)]
+Rank = Annotated[int, Field(strict=True, ge=0, lt=RANKS)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=LAYERS)]
+Amount = Annotated[float, Field(strict=True, ge=0, le=AMOUNT)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _MicroBatch(_Form):
+    slices: list[tuple[Whole, Whole, Whole]]
+    ranks: list[Rank]
+    pad_to: Whole = 0
+    engine: Engine = ""
+    inner: Rank = 0
+    homes: list[list[Rank]] = []
+    remap: StrictBool = False
+    routed: StrictBool = False
+
+
+_beside: dict[str, Any] = dict.fromkeys(Beside._fields, (Amount, ...))
+_OF_TYPE: dict[str, Any] = {"int": Whole, "float": Amount, "bool": StrictBool}
+_OF_NAME: dict[str, Any] = {
+    "num_ranks": Annotated[int, Field(strict=True, ge=1, le=RANKS)],
+    "num_stages": Layers,
+    "layers_per_stage": Layers,
+    "max_activation_bytes": Amount | None,
+    "beside": create_model("_Beside", __base__=_Form, **_beside),
+}
+_limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in fields(Limits)}
+_Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
+
+
+class _Step(_Form):
+    lengths: Annotated[list[Whole], Field(max_length=SEQUENCES)]
+    tenants: list[Whole] | None = None
+    num_ranks: Whole
+    max_tokens: Whole
+    limits: dict[str, Any] | None = None
+    micro_batches: list[_MicroBatch]
+    order: list[list[tuple[PassKind, Whole]]] = []
+    recompute: list[list[Whole]] = []
+    offload: list[Amount] = []
+    backward: list[_MicroBatch] = []
+    replayed: list[Whole] = []
+    made_by: StrictStr = ""
+    bound_s: Amount = 0.0
+    digest: StrictStr | None = None
+    checksum: StrictStr | None = None
+
+
+class _Cap(_Form):
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: Whole | None = None
+
+
+class _File(_Form):
+    format: Literal[1]
+    caps: dict[str, _Cap] = {}
+    steps: list[dict[str, Any]]
+
+
+def step_json(plan: StepPlan) -> dict[str, Any]:
+    """A step of plan.json: enough to check the plan without our code."""
+    row = {
+        "lengths": [s.length for s in plan.sequences],
+        "num_ranks": plan.limits.num_ranks,
+        "max_tokens": plan.limits.max_tokens,
+        "limits": _limits_json(plan.limits),
+        "micro_batches": [_micro_batch_json(m) for m in plan.micro_batches],
+        "order": [[[op.kind, op.micro_batch] for op in stage] for stage in plan.order],
+        "recompute": [list(stage) for stage in plan.recompute],
+        "offload": list(plan.offload),
+        "backward": [_micro_batch_json(m) for m in plan.backward],
+        "replayed": list(plan.replayed),
+        "made_by": plan.made_by,
+        "bound_s": plan.bound_s,
+        "digest": plan.digest.hex(),
+    }
+    if any(s.tenant for s in plan.sequences):
+        row["tenants"] = [s.tenant for s in plan.sequences]
+    return {**row, "checksum": _checksum(row)}
+
+
+def file_json(plans: Iterable[StepPlan], caps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A plan.json; ``caps``: what the recipe asked for, by plugin."""
+    return {"format": 1, "caps": caps, "steps": [step_json(plan) for plan in plans]}
+
+
+def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan, ...]:
+    """The plans of a plan.json, each checked against every law.
+
+    Args:
+        limits: what the plans are held to; None takes what the file says.
+
+    Raises:
+        PlanError: the file cannot be read or is damaged, or a plan breaks a law or was made under a higher cap on
+            tokens than any that the recipe asked for.
+    """
+    name = f"the plan {shorten(str(path))}"
+    try:
+        data = reading.read_json(path, name, _DO, reading.PLAN_BYTES)
+    except EvenloadError as error:
+        raise PlanError(error.what, error.found, error.do) from error
+    file = _form(data, _File, f"{name} is no plan.json")
+    caps = [cap.max_tokens for cap in file.caps.values() if cap.max_tokens is not None]
+    plans = []
+    for number, row in enumerate(file.steps):
+        plans.append(read_step(row, limits).check())
+        if caps and row["max_tokens"] > max(caps):
+            detail = f"{row['max_tokens']} tokens a rank, asked for were {max(caps)}"
+            raise PlanError(f"step {number} of {name} was made under a higher cap", detail, _DO)
+    return tuple(plans)
+
+
+def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
+    """The plan of a step of plan.json, not yet checked against the laws.
+
+    Args:
+        limits: what the plan is held to; None takes what the step says.
+
+    Raises:
+        PlanError: it is no step, digest or checksum are those of another, or nobody says its limits.
+    """
+    row = _form(data, _Step, "this is no step of a plan.json")
+    own = None if row.limits is None else _limits(row.limits)
+    held_to = limits or own
+    if held_to is None:
+        raise PlanError("plan.json does not say its limits", "no key limits", "give those that it was made under")
+    if own is not None and (row.num_ranks, row.max_tokens) != (own.num_ranks, own.max_tokens):
+        raise PlanError("plan.json says twice what ranks and caps are", "limits of another plan", _DO)
+    if row.checksum is not None and row.checksum != _checksum({k: v for k, v in data.items() if k != "checksum"}):
+        raise PlanError("a step of plan.json has changed since it was written", "another checksum", _DO)
+    tenants = row.tenants or [0] * len(row.lengths)
+    if len(tenants) != len(row.lengths):
+        raise PlanError("plan.json has not one tenant for each sequence", f"{len(tenants)}, {len(row.lengths)}", _DO)
+    plan = StepPlan(
+        sequences=tuple(Sequence(i, n, t) for i, (n, t) in enumerate(zip(row.lengths, tenants, strict=True))),
+        micro_batches=tuple(map(_micro_batch, row.micro_batches)),
+        limits=held_to,
+        order=tuple(tuple(Op(kind, number) for kind, number in stage) for stage in row.order),
+        recompute=tuple(map(tuple, row.recompute)),
+        made_by=row.made_by,
+        bound_s=row.bound_s,
+        backward=tuple(map(_micro_batch, row.backward)),
+        replayed=tuple(row.replayed),
+        offload=tuple(row.offload),
+    )
+    if row.digest is not None and row.digest != plan.digest.hex():
+        raise PlanError("a step of plan.json is not the plan that was written", "another digest", _DO)
+    return plan
+
+
+def _form(data: Any, form: type[Any], fault: str) -> Any:
+    """``data`` as a form; what is wrong with it raises PlanError."""
+    try:
+        return described(data, form, fault, _DO)
+    except EvenloadError as error:
+        raise PlanError(error.what, error.found, error.do) from error
+
+
+def _limits_json(limits: Limits) -> dict[str, Any]:
+    values = {f.name: getattr(limits, f.name) for f in fields(limits)}
+    unbounded = limits.max_activation_bytes == float("inf")
+    return values | {
+        "max_activation_bytes": None if unbounded else limits.max_activation_bytes,
+        "beside": limits.beside._asdict(),
+    }
+
+
+def _limits(values: dict[str, Any]) -> Limits:
+    form = _form(values, _Limits, "the limits in plan.json are none").model_dump()
+    unbounded = form["max_activation_bytes"] is None
+    most_bytes = float("inf") if unbounded else form["max_activation_bytes"]
+    return Limits(**form | {"max_activation_bytes": most_bytes, "beside": Beside(**form["beside"])})
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Without what is at its default."""
+    values = micro_batch._asdict() | {
+        "slices": [list(s) for s in micro_batch.slices],
+        "ranks": list(micro_batch.ranks),
+        "homes": [list(home) for home in micro_batch.homes],
+    }
+    return {name: value for name, value in values.items() if value or name in ("slices", "ranks")}
+
+
+def _micro_batch(row: _MicroBatch) -> MicroBatch:
+    slices, homes = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
+    return MicroBatch(slices, tuple(row.ranks), row.pad_to, row.engine, row.inner, homes, row.remap, row.routed)
+
+
+def _checksum(row: Mapping[str, Any]) -> str:
+    """Of what a step says, whatever the order of its keys."""
+    text = json.dumps(row, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,35 @@
+"""Results are JSON, whatever arithmetic gave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evenload.core.jsontext import to_json
+from hypothesis import given
+from hypothesis import strategies as st
+
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=15
+)
+
+
+def refuse(name: str) -> float:
+    raise AssertionError(name)
+
+
+@given(VALUES, st.booleans())
+def test_every_value_is_json_and_finite_ones_stay(value: Any, compact: bool) -> None:
+    text = to_json(value, compact=compact)
+    assert "\n" not in text
+    read = json.loads(text, parse_constant=refuse)
+    if "null" not in text:
+        assert read == value
+
+
+def test_no_number_is_null() -> None:
+    value = {"a": [1.5, np.float64("nan"), float("inf")], "b": (-float("inf"),), "c": Path("x")}
+    assert json.loads(to_json(value)) == {"a": [1.5, None, None], "b": [None], "c": "x"}

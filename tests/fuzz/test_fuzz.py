@@ -1,0 +1,131 @@
+"""Whatever is asked of evenload ends with a result, or with one short message and nothing done.
+
+`make check` asks a few hundred times, the same every time; `make explore` ten thousand times, anew, and prints how
+requests of each verb ended. No trainer starts: the launcher is replaced (`child.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+_spec = importlib.util.spec_from_file_location("cases", Path(__file__).with_name("cases.py"))
+assert _spec is not None
+assert _spec.loader is not None
+cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cases)
+
+pytestmark = pytest.mark.hypothesis
+
+THOROUGH = hypothesis.settings.get_current_profile_name() == "explore"
+MOST_CPU_S = 5.0
+MOST_MESSAGE = 12_000
+"""Characters; a word of 8,192 may be in it, with a frame around its lines."""
+
+AREAS: dict[str, tuple[Any, int, int]] = {
+    "overrides": (cases.overrides(), 35, 2600),
+    "recipes": (cases.recipe_files(), 25, 1500),
+    "clusters and costs": (cases.machine_files(), 20, 1200),
+    "lengths": (cases.length_files(), 25, 1500),
+    "data": (cases.data_files(), 10, 800),
+    "arguments": (cases.arguments() if THOROUGH else cases.arguments(("--out", "--report", "--trace")), 35, 1200),
+    "environment": (cases.environments((*cases.HOSTS, "nope.invalid") if THOROUGH else tuple(cases.HOSTS)), 20, 400),
+    "face": (cases.faces(), 25, 500),
+    "plan files": (cases.plan_files(), 5, 100),
+    "sections": (cases.sections(), 10, 200),
+}
+"""Strategy, and cases of a quick and of a thorough run: 200, and 10,000."""
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], dict[str, Any]]]:
+    """The answer of `child.py` to a case."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    command = [sys.executable, str(Path(__file__).with_name("child.py")), str(folder), *(["plots"] if THOROUGH else [])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def ask(case: Any) -> dict[str, Any]:
+            server.stdin.write(json.dumps(case) + "\n")  # type: ignore[union-attr]
+            server.stdin.flush()  # type: ignore[union-attr]
+            return json.loads(server.stdout.readline())  # type: ignore[no-any-return, union-attr]
+
+        yield ask
+        server.stdin.close()
+
+
+def faults(case: Any, answer: dict[str, Any]) -> list[str]:
+    """What is wrong with the way in which a case ended."""
+    end, out, err = answer["end"], answer["out"], answer["err"]
+    wrong = []
+    if end not in ("exit 0", "exit 2", "done", "refused", "launch", "rank", "command"):
+        wrong.append(f"{end} {answer['message']}")
+    if answer["cpu_s"] > MOST_CPU_S:
+        wrong.append(f"{answer['cpu_s']:.1f} CPU seconds")
+    if "Traceback" in err or "Warning" in err:
+        wrong.append("a traceback or a warning of a library")
+    if answer["events"]:
+        wrong.append("written elsewhere, or started")
+    if end in ("exit 2", "refused"):
+        if answer["written"]:
+            wrong.append(f"wrote {answer['written']}")
+        if out and "Usage:" not in out:  # of no words at all help is printed
+            wrong.append("a refusal on stdout")
+        if not (answer["message"] + out + err).strip() or len(answer["message"]) + len(err) > MOST_MESSAGE:
+            wrong.append("no message, or one without end")
+    if end in ("done", "exit 0") and "--json" in case.get("argv", ()) and "--help" not in case["argv"]:
+        try:
+            json.loads(out, parse_constant=lambda name: pytest.fail(name))
+        except ValueError:
+            wrong.append("no JSON on stdout")
+    return wrong
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_every_request_ends_well(
+    area: str, ask: Callable[[Any], dict[str, Any]], record_property: Callable[[str, object], None]
+) -> None:
+    strategy, quick, thorough = AREAS[area]
+    counts: Counter[str] = Counter()
+    longest = (0.0, 0.0, "")
+
+    @hypothesis.settings(max_examples=thorough if THOROUGH else quick, deadline=None)
+    @hypothesis.given(strategy)
+    def holds(case: Any) -> None:
+        nonlocal longest
+        answer = ask(case)
+        verb = case["call"].partition("(")[0] if "call" in case else next(iter(case["argv"]), "nothing")
+        counts[f"{verb if verb in VERBS else 'other words'}: {answer['end']}"] += 1
+        longest = max(longest, (answer["cpu_s"], answer["wall_s"], json.dumps(case)[:300]))
+        wrong = faults(case, answer)
+        assert not wrong, (wrong, {key: answer[key] for key in ("out", "err", "events", "message")})
+
+    try:
+        holds()
+    finally:
+        record_property("fuzz", {"counts": dict(counts), "longest": longest})
+
+
+VERBS = (
+    "train",
+    "plan",
+    "verify",
+    "bench",
+    "profile",
+    "run",
+    "plugins",
+    "schema",
+    "evenload.plan",
+    "evenload.load_recipe",
+)
+VERBS += ("read_plans", "recipe_of")
