@@ -201,10 +201,11 @@ def _run_ranks(
     recipe: Recipe, nproc: int | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
-    from .commands.launch import is_rank, launch
+    from .commands.launch import end_with_launcher, is_rank, launch
     from .commands.show import emit, stdout_aside
 
     if is_rank():
+        end_with_launcher()
         with stdout_aside():
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
@@ -214,7 +215,7 @@ def _run_ranks(
         ready = preflight(recipe, nproc)
         for name in against:
             ready.chain.refuse_unknown_baseline(name)
-        result = launch(sys.argv[1:], ready.layout.world_size)
+        result = launch(sys.argv[1:], ready.layout.world_size, recipe.safety)
     if result is not None:
         emit(result, as_json, table)
         if result.get("exact") is False:
