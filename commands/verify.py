@@ -35,12 +35,12 @@ def _verify(job: Job) -> dict[str, Any]:
     job.say_unused("verify")
     planned = job.planner(job.drawing()).next()
     plan, tokens_of = planned.plan, job.tokens_of(planned.draw)
-    job.watchdog.at("planned gradients")
-    result, gradients = job.host.gradients(plan, tokens_of)
-    job.watchdog.at("reference gradients")
-    reference_loss, reference = integration(job.recipe.trainer).reference(
-        job.recipe, job.host, tokens_of, plan.sequences
-    )
+    with job.watchdog.working("planned gradients"):
+        result, gradients = job.host.gradients(plan, tokens_of)
+    with job.watchdog.working("reference gradients"):
+        reference_loss, reference = integration(job.recipe.trainer).reference(
+            job.recipe, job.host, tokens_of, plan.sequences
+        )
     job.watchdog.at("comparing", waits=True)
     errors = {name: _error(gradients[name], reference[name]) for name in gradients}
     worst = max(errors, key=lambda name: errors[name])

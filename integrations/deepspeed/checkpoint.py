@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ...core.errors import EvenloadError
 from ...runtime.agreement import first_error
+from ...runtime.watchdog import working
 
 TAG = "state"
 UNIVERSAL = "universal"
@@ -65,7 +66,8 @@ def load(engine: Any, directory: Path) -> None:
     if saved["world_size"] == shape["world_size"] or shape["zero_stage"] == 0:
         _load(engine, directory, TAG)
         return
-    convert(engine, directory)
+    with working("converting the checkpoint"):
+        convert(engine, directory)
     config, before = engine._config, engine._config.load_universal_checkpoint
     config.load_universal_checkpoint = True
     try:
@@ -84,7 +86,7 @@ def convert(engine: Any, directory: Path) -> None:
     if engine.global_rank == 0 and not (directory / UNIVERSAL).is_dir():
         scratch = directory / f"{UNIVERSAL}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        command = [sys.executable, "-m", f"{__package__}.converter", str(os.getpid()), "--inject_missing_state"]
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
         clean = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
