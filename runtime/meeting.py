@@ -45,27 +45,17 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
     holds_store = rank == 0 and not by_agent
     if not holds_store:
         _await_port(address, port, rank, timeout_s)
-
-    def connect() -> TCPStore | RuntimeError:
-        try:
-            return TCPStore(
-                address,
-                port,
-                size,
-                is_master=holds_store,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-            )
-        except RuntimeError as error:
-            return error
-
-    store = within(gone_s, connect)
+    # The first call to a frozen server blocks as any other.
+    store = within(gone_s, lambda: _connect(address, port, size, holds_store, timeout))
     if not isinstance(store, TCPStore):
+        place = f"{address}:{port}"
+        if holds_store:
+            what = f"rank 0 cannot open the store of the job at {place}"
+        else:
+            what = f"rank {rank} cannot reach the store of the job, which {_holder(by_agent, size)} holds at {place}"
         silent = f"somebody listens there, and does not answer in {gone_s:g} s"
         raise RankError(
-            f"rank {rank} cannot {'open' if holds_store else 'reach'} the store of the job at {address}:{port}",
+            what,
             str(store).strip().splitlines()[0] if store else silent,
             "see that MASTER_ADDR is the host of rank 0, that MASTER_PORT is free there and that rank 0 is not stopped",
         )
@@ -73,6 +63,32 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
     with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=Members(shared, rank, size)) as watchdog:
         watchdog.at("connecting to the other ranks")
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=timeout)
+
+
+def _connect(
+    address: str, port: int, size: int, holds_store: bool, timeout: datetime.timedelta
+) -> TCPStore | RuntimeError:
+    """The store, which rank 0 opens here where no agent has, or what torch says instead."""
+    try:
+        return TCPStore(
+            address,
+            port,
+            size,
+            is_master=holds_store,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    except RuntimeError as error:
+        return error
+
+
+def _holder(by_agent: bool, size: int) -> str:
+    if by_agent:
+        return "the torchrun agent"
+    where = marks.of_rank(0)
+    return f"rank 0 of {size} (it is in '{where}')" if where else f"rank 0 of {size}"
 
 
 def _await_port(address: str, port: int, rank: int, timeout_s: float) -> None:

@@ -147,8 +147,9 @@ class Watchdog:
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         on_file = isinstance(base, FileStore)
-        self._by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._holds_store = self._rank == 0 and not on_file and not self._by_agent
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._holder = None if on_file or by_agent else 0
+        self._holder_name = "the file of the store" if on_file else "the torchrun agent"
         self._every = self._every_s or (5.0 if on_file else 1.0)
         # The agent's store outlives a restarted attempt, and its keys would end the next one.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -192,7 +193,9 @@ class Watchdog:
                 self._beat()
             self._send("done")
         except StoreLostError as error:
-            self._lost_store(str(error))
+            # Where the job is ending well, the rank that held the store may have been faster.
+            if not self._stop.wait(2 * self._every):
+                self._lost_store(str(error))
         except Exception as error:  # our own mistake; a job that nobody watches could hang for ever
             self._post(self._own(error))
 
@@ -261,18 +264,18 @@ class Watchdog:
             self._end(failure._replace(printer=self._rank), store_lives=False)
         self._end(first)
 
-    def _lost_store(self, why: str) -> None:
-        if self._stop.wait(2 * self._every):
-            return  # the job is ending well and the rank that held the store was faster
+    def _lost_store(self, why: str) -> NoReturn:
         if self._error is not None and not self._echo:
             self._end(self._own(self._error), store_lives=False)
         if self._held_up_s:
             self._end(self._held_up(), store_lives=False)
-        holder, rank = ("the torchrun agent", -1) if self._by_agent else (f"rank 0 of {self._size}", 0)
-        last_seen = "" if self._by_agent else self._peers.last_seen(0)
+        name, last_seen = self._holder_name, ""
+        if self._holder is not None:
+            name, last_seen = f"rank {self._holder} of {self._size}", self._peers.last_seen(self._holder)
         printer = self._rank if first_here(self._job_id) else -1
         why = f"{why}; rank {self._rank} is in '{self._mark.where}'"
-        self._end(failures.store_lost(rank, printer, holder, last_seen, why), store_lives=False)
+        rank = -1 if self._holder is None else self._holder
+        self._end(failures.store_lost(rank, printer, name, last_seen, why), store_lives=False)
 
     def _end(self, failure: Failure, store_lives: bool = True) -> NoReturn:
         self._ending.acquire()  # whichever thread comes second stays here until the process is over
@@ -282,12 +285,11 @@ class Watchdog:
         culprit = (self._error or RuntimeError(failure.message)) if failure.rank == self._rank else None
         # A rank that is gone reads nothing any more.
         others = self._size - (failure.kind == "gone" and failure.rank not in (-1, self._rank))
-        end_process(
-            text,
-            culprit,
-            failure.code,
-            (lambda: take_leave(self._store, waits=self._holds_store, num_ranks=others)) if store_lives else None,
-        )
+
+        def farewell() -> None:
+            take_leave(self._store, waits=self._rank == self._holder, num_ranks=others)
+
+        end_process(text, culprit, failure.code, farewell if store_lives else None)
 
     def _here(self) -> str:
         """Where the worker thread stands now."""
