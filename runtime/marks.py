@@ -4,8 +4,8 @@ Heartbeats are up to a second old. The launcher gives its ranks a folder of smal
 setting a mark is then a memory write, and whoever reports a rank that is gone reads what it wrote last. Two slots are
 written by turns and a byte says which one holds, so that a rank killed in the middle of a write leaves the mark before.
 
-The folder is best in memory (/dev/shm): the writer of a page that belongs to a file on a disk is held up whenever the
-kernel writes that page back. A write costs about a microsecond.
+The folder is best in memory (/dev/shm): the writer of a page that belongs to a file on a disk can be held up while the
+kernel writes that page back. A write takes about a microsecond.
 """
 
 from __future__ import annotations

@@ -65,10 +65,14 @@ class Peers:
         """The newest heartbeat of every other rank."""
         return {rank: self._look(rank) for rank in range(self._size) if rank != self._rank}
 
-    def gone(self) -> Failure | None:
-        """Of the ranks last looked at, the one that missed most heartbeats, if these are more than `ECHO_GONE`."""
-        rank = max(self._missed, key=lambda rank: self._missed[rank])
-        return self._gone(rank) if self._missed[rank] >= ECHO_GONE else None
+    def gone(self, *, came: bool) -> Failure | None:
+        """Of the ranks last looked at, the one that missed most heartbeats, if these are `ECHO_GONE` or more.
+
+        ``came``: leave out those that have not beaten yet.
+        """
+        missed = {rank: count for rank, count in self._missed.items() if rank in self._last or not came}
+        rank = max(missed, key=lambda rank: missed[rank], default=-1)
+        return self._gone(rank) if missed.get(rank, 0) >= ECHO_GONE else None
 
     def behind(self, beats: dict[int, Beat | None]) -> Failure | None:
         """Why connections broke although all hearts beat: a rank left early, or lags behind."""

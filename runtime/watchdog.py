@@ -242,7 +242,7 @@ class Watchdog:
         """Find out why a collective broke, or whether the others went on while this rank was held up."""
         self._looks += 1
         beats = self._peers.look_at_all()
-        if gone := self._peers.gone():
+        if gone := self._peers.gone(came=self._error is None):
             self._post(self._held_up() if self._held_up_s else gone)
         if self._looks < _ECHO_LOOKS:
             return

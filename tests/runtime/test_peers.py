@@ -99,10 +99,18 @@ def test_after_a_broken_connection_the_one_that_stopped_beating_is_gone_soon():
     for tick in range(ECHO_GONE):
         job.beats(2, tick + 1)
         peers.look_at_all()
-        assert peers.gone() is None
+        assert peers.gone(came=False) is None
     job.beats(2, 99)
     peers.look_at_all()
-    assert peers.gone()[:3] == ("gone", 1, 0)
+    assert peers.gone(came=False)[:3] == ("gone", 1, 0)
+
+
+def test_a_rank_that_has_not_come_yet_is_gone_only_where_a_connection_broke():
+    peers = Job().seen_by(0, 2)
+    for _ in range(2 * ECHO_GONE):
+        peers.look_at_all()
+    assert peers.gone(came=True) is None
+    assert "rank 1 of 2 did not come" in peers.gone(came=False).message
 
 
 def test_while_all_beat_the_one_that_left_or_lags_is_blamed():

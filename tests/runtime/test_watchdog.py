@@ -55,18 +55,26 @@ def over_a_file(folder, how, culprit, size, pg_timeout_s=1000, **limits):
     return finish(started(commands, [environment(limits, pg_timeout_s)] * size))
 
 
-def started_over_tcp(how, culprit, size, **limits):
+def started_over_tcp(how, culprit, size, more=None, **limits):
     """Rank 0 holds the store itself, as when ranks are started by hand."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     commands = [[sys.executable, JOB, how, str(culprit)]] * size
+    job |= more or {}
     return started(commands, [environment(limits, 1000) | job | {"RANK": str(r)} for r in range(size)])
 
 
 def over_tcp(how, culprit, size):
     return finish(started_over_tcp(how, culprit, size))
+
+
+def wait_for(condition):
+    patience = time.monotonic() + ENDS_WITHIN_S
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
 
 
 def the_message(outputs):
@@ -197,6 +205,22 @@ def test_a_frozen_rank_is_named_by_the_one_behind_it_and_ends_when_it_goes_on():
     assert re.search(r"rank 1 of 3 \(.*\) was held up for \d+ s, and the others ended meanwhile", late)
 
 
+def test_a_machine_that_slept_blames_nobody(tmp_path):
+    """All ranks stand still for longer than any may, and go on together."""
+    ready, held_s = tmp_path / "ready", 5
+    ranks = started_over_tcp("nothing", 0, 3, {"STEPS": "400", "READY": str(ready)}, gone_s=2)
+    try:
+        wait_for(ready.exists)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(held_s if number == signal.SIGSTOP else 0)
+    finally:
+        codes, outputs = finish(ranks)
+    assert codes == [0, 0, 0], outputs
+    assert [text.count("survived") for text in outputs] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("how", ["child works", "reads"])
 def test_a_long_phase_that_works_by_itself_is_no_hang(tmp_path, how):
     codes, outputs = over_a_file(tmp_path, how, 1, 2)
@@ -242,13 +266,6 @@ def children(pid):
 
 def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def wait_for(condition):
-    patience = time.monotonic() + ENDS_WITHIN_S
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.05)
 
 
 def test_ranks_whose_torchrun_agent_is_frozen_end_and_one_tells(tmp_path):
