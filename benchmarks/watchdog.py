@@ -1,13 +1,14 @@
 """What the watchdog takes of a training step: marks, heartbeats, the guard. Measured.
 
-    python benchmarks/watchdog.py [RECIPE] [key=value ...] [--pairs 30] [--json] [--out FILE]
+    python benchmarks/watchdog.py [RECIPE] [key=value ...] [--pairs 30] [--steps 5] [--json] [--out FILE]
 
-Ranks run the first global batch of a recipe (recipes/quickstart.yaml unless another is named) again and again, at a
-learning rate of 0, with the watchdog and without it by turns; of a pair of steps, which comes first alternates. "share"
-is the median of what the watched step of a pair took over the other one, less 1, with its quartiles: of wall seconds of
-the slowest rank, and of CPU seconds of all ranks, which other programs on the cores do not move. Its parts are measured
-by themselves: a mark (with the launcher's file, which is a write into memory, and without), how many a step sets, and
-CPU seconds of both threads in a second. "of its parts" is what these come to, of a rank's CPU seconds in a step.
+Ranks run the first global batch of a recipe (recipes/quickstart.yaml with files of up to 1K tokens, unless another is
+named) again and again, at a learning rate of 0: --steps of them with the watchdog and as many without it make a pair,
+and which comes first alternates. "share" is the median of what the watched half of a pair took over the other one, less
+1, with its quartiles: of wall seconds of the slowest rank, and of CPU seconds of all ranks, which other programs on the
+cores move less. Its parts are measured by themselves: a mark (with the launcher's file, which is a write into memory,
+and without), how many a step sets, and CPU seconds of both threads in a second. "of its parts" is what these come to,
+of a rank's CPU seconds in a step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def threads_cpu_s() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in watching)
 
 
-def rank_main(arguments: list[str], pairs: int, answer: Path) -> None:
+def rank_main(arguments: list[str], pairs: int, steps: int, answer: Path) -> None:
     """One rank; the first one writes the answer."""
     load_plugins()
     recipe = load_recipe(Path(arguments[0]), arguments[1:])
@@ -76,12 +77,13 @@ def rank_main(arguments: list[str], pairs: int, answer: Path) -> None:
     tokens_of = job.tokens_of(planned.draw)
     num_marks = 0
 
-    def step(mark: Any) -> tuple[float, float]:
-        """Seconds by the wall and of the CPU."""
+    def run(mark: Any) -> tuple[float, float]:
+        """Seconds by the wall and of the CPU, of a step in the mean."""
         job.gather(0.0)
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        host.train_step(planned.plan, tokens_of, lr=0.0, mark=mark)
-        return time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        for _ in range(steps):
+            host.train_step(planned.plan, tokens_of, lr=0.0, mark=mark)
+        return (time.perf_counter() - start_s) / steps, (time.process_time() - start_cpu_s) / steps
 
     def watched() -> tuple[float, float]:
         nonlocal num_marks
@@ -93,16 +95,15 @@ def rank_main(arguments: list[str], pairs: int, answer: Path) -> None:
                 dog.at(where, 3)
 
             num_marks = 0
-            return step(mark)
+            return run(mark)
 
-    for _ in range(3):
-        step(no_mark)
+    run(no_mark)
     rows = []
     for turn in range(pairs):
         if turn % 2:
-            bare, ours = step(no_mark), watched()
+            bare, ours = run(no_mark), watched()
         else:
-            ours, bare = watched(), step(no_mark)
+            ours, bare = watched(), run(no_mark)
         each = job.gather(*ours, *bare)
         rows.append([each[:, 0].max(), each[:, 1].sum(), each[:, 2].max(), each[:, 3].sum()])
     with Watchdog():
@@ -115,16 +116,17 @@ def rank_main(arguments: list[str], pairs: int, answer: Path) -> None:
             mark = {"bare_s": mark_s(None), "in_memory_s": mark_s(folder)}
         wall, cpu, bare_wall, bare_cpu = np.array(rows).T
         step_s, step_cpu_s = float(np.median(bare_wall)), float(np.median(bare_cpu)) / world.size
-        parts = (num_marks * mark["in_memory_s"] + beats * step_s) / step_cpu_s
+        parts = (num_marks / steps * mark["in_memory_s"] + beats * step_s) / step_cpu_s
         result = {
             "machine": machine(world.device),
             "host": host.describe(),
             "ranks": world.size,
             "pairs": pairs,
+            "steps": steps,
             "step_s": step_s,
             "step_cpu_s": step_cpu_s,
             "share": {"wall": quartiles(wall / bare_wall - 1), "cpu": quartiles(cpu / bare_cpu - 1)},
-            "marks": num_marks,
+            "marks": num_marks / steps,
             "mark": mark,
             "threads_cpu_s_per_s": beats,
             "of_its_parts": parts,
@@ -139,7 +141,7 @@ def quartiles(values: Any) -> list[float]:
     return [low, median, high]
 
 
-def benchmark(arguments: list[str], pairs: int) -> dict[str, Any]:
+def benchmark(arguments: list[str], pairs: int, steps: int) -> dict[str, Any]:
     num_ranks = load_recipe(Path(arguments[0]), arguments[1:]).min_world_size
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -148,7 +150,7 @@ def benchmark(arguments: list[str], pairs: int) -> dict[str, Any]:
         answer = Path(folder) / "answer.json"
         job = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **job, "ANSWER": str(answer)}
-        command = [sys.executable, __file__, *arguments, "--pairs", str(pairs)]
+        command = [sys.executable, __file__, *arguments, "--pairs", str(pairs), "--steps", str(steps)]
         ranks = [
             subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=sys.stderr)
             for rank in range(num_ranks)
@@ -174,20 +176,26 @@ def table(data: dict[str, Any]) -> Any:
         ("marks in a step", data["marks"]),
         ("both threads", f"{1e3 * data['threads_cpu_s_per_s']:.2f} ms CPU in a second"),
     ]
-    return grid("watchdog", ("", ""), rows, f"{data['ranks']} ranks, {data['pairs']} pairs; {data['machine']}")
+    return grid(
+        "watchdog",
+        ("", ""),
+        rows,
+        f"{data['ranks']} ranks, {data['pairs']} pairs of {data['steps']} steps; {data['machine']}",
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="*", default=[str(RECIPES / "quickstart.yaml")])
+    parser.add_argument("recipe", nargs="*", default=[str(RECIPES / "quickstart.yaml"), "data.max_length=1024"])
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(options.recipe, options.pairs, Path(os.environ["ANSWER"]))
+        rank_main(options.recipe, options.pairs, options.steps, Path(os.environ["ANSWER"]))
         return
-    data = benchmark(options.recipe, options.pairs)
+    data = benchmark(options.recipe, options.pairs, options.steps)
     if options.out:
         options.out.write_text(json.dumps(data, indent=1))
     emit(data, options.json, table)

@@ -138,6 +138,8 @@ def cases_of(setting: Setting, collectives: Iterable[str]) -> Iterator[Case]:
         yield Case(setting, BY_NAME[name], "nan", 1)
     for name in ("save", "log"):
         yield Case(setting, BY_NAME[name], "disk", 0)
+    for name, how, victim in (("forward", "stop", 0), ("update", "kill", 1)):
+        yield Case(setting, BY_NAME[name], how, victim, launched=True)
     for name in collectives:
         phase = Phase(f"in {name}", "call", name)
         yield from (Case(setting, phase, "kill", 1), Case(setting, phase, "stop", 0))
