@@ -21,6 +21,7 @@ from ..core.errors import RankError
 from ..core.sections import Safety
 from ..runtime import marks
 from ..runtime.orphans import die_with_parent
+from ..runtime.store_socket import STORE_SOCKET, bound
 from .outlook import Outlook, Rank, Verdict
 
 RESULT = "EVENLOAD_RESULT"
@@ -55,8 +56,9 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
         tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
     ):
         result = Path(folder) / "result.json"
-        shared = {RESULT: str(result), marks.MARKS: places, "MASTER_PORT": str(_free_port())}
-        ranks = [_start(arguments, rank, num_ranks, shared) for rank in range(num_ranks)]
+        shared = {RESULT: str(result), marks.MARKS: places}
+        with bound() as store:
+            ranks = [_start(arguments, rank, num_ranks, shared, store) for rank in range(num_ranks)]
         try:
             verdict = _wait(ranks, Path(places), safety)
         finally:
@@ -75,7 +77,9 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
         return data
 
 
-def _start(arguments: list[str], rank: int, num_ranks: int, shared: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: list[str], rank: int, num_ranks: int, shared: dict[str, str], store: socket.socket
+) -> subprocess.Popen[bytes]:
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -86,10 +90,16 @@ def _start(arguments: list[str], rank: int, num_ranks: int, shared: dict[str, st
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.getsockname()[1]),
         **shared,
     }
+    passed = (store.fileno(),) if rank == 0 else ()
+    if passed:
+        environment[STORE_SOCKET] = str(store.fileno())
     command = [sys.executable, "-m", "evenload", *arguments]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=passed
+    )
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety) -> Verdict:
@@ -110,9 +120,3 @@ def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
         return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ..core.errors import RankError
 from . import marks
 from .store_client import within
+from .store_socket import inherited
 from .watchdog import Members, Watchdog
 
 _ASK_S = 30.0
@@ -69,6 +70,7 @@ def _connect(
     address: str, port: int, size: int, holds_store: bool, timeout: datetime.timedelta
 ) -> TCPStore | RuntimeError:
     """The store, which rank 0 opens here where no agent has, or what torch says instead."""
+    use_libuv = os.environ.get("USE_LIBUV", "1") == "1"
     try:
         return TCPStore(
             address,
@@ -78,7 +80,8 @@ def _connect(
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+            master_listen_fd=inherited(use_libuv) if holds_store else None,
+            use_libuv=use_libuv,
         )
     except RuntimeError as error:
         return error

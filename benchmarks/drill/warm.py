@@ -54,9 +54,11 @@ def warm(trainer: str) -> None:
 class ForkedRank:
     """What the launcher takes for a `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], env: dict[str, str], stdin: int, stdout: int) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], stdin: int, stdout: int, pass_fds: tuple[int, ...]
+    ) -> None:
         self.returncode: int | None = None
-        self.pid = os.fork()
+        self.pid = os.fork()  # which passes every descriptor on
         if not self.pid:
             os.environ.clear()
             os.environ.update(env)
