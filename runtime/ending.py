@@ -28,6 +28,12 @@ _FAREWELL_S = 10.0
 """How long the rank that holds the store waits for the others to read from it before it ends."""
 _STRAGGLE_S = 5.0
 """The same, since another one left last."""
+_LINGER_S = 4.0
+"""How long the rank that speaks for its node stays after that, in a folder that nobody else will clear: the others
+notice a second or two apart, and must find its claim."""
+
+_claims: list[Path] = []
+"""Files that this process has to take away."""
 
 
 def end_process(text: str, culprit: BaseException | None, code: int, farewell: Callable[[], None] | None) -> NoReturn:
@@ -50,6 +56,9 @@ def end_process(text: str, culprit: BaseException | None, code: int, farewell: C
     for child in active_children():
         child.terminate()  # an orphan would keep our output open, and whoever reads it waiting
     within(_WRITE_S, _flush)
+    if _claims:
+        time.sleep(_LINGER_S)
+        within(_WRITE_S, _withdraw)
     os._exit(code)
 
 
@@ -74,24 +83,28 @@ def first_here(job: str) -> bool:
     Args:
         job: a name that no other job has; where it is empty the answer is yes.
     """
-    return not job or within(_WRITE_S, lambda: _is_first(_node_folder() / f"evenload-{job}")) is not False
+    return not job or within(_WRITE_S, lambda: _claims_first(f"evenload-{job}")) is not False
 
 
-def _is_first(path: Path) -> bool:
+def _claims_first(name: str) -> bool:
+    """Whether there was no such file in the folder that the ranks of a node share; there is one then.
+
+    The folder is the launcher's, torchrun's for this attempt, or the system's.
+    """
+    launcher, torchrun = os.environ.get(MARKS), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = Path(launcher) if launcher else Path(torchrun).parents[1] if torchrun else Path(tempfile.gettempdir())
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
+    if not (launcher or torchrun):
+        _claims.append(folder / name)
     return True
 
 
-def _node_folder() -> Path:
-    """A folder that the ranks of a node share: the launcher's, torchrun's for this attempt, or the system's."""
-    if folder := os.environ.get(MARKS):
-        return Path(folder)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        return Path(file).parents[1]
-    return Path(tempfile.gettempdir())
+def _withdraw() -> None:
+    for path in _claims:
+        path.unlink()
 
 
 def _flush() -> None:

@@ -82,6 +82,9 @@ def test_the_first_of_a_node_that_asks_speaks(place, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert [first_here("a"), first_here("a"), first_here("b"), first_here("")] == [True, False, True, True]
     assert sorted(os.listdir(tmp_path)) == ["evenload-a", "evenload-b"]
+    claims = [tmp_path / "evenload-a", tmp_path / "evenload-b"]
+    assert ending._claims == (claims if place == "system" else []), "to be taken away by whom nobody clears up for"
+    ending._claims.clear()
 
 
 def test_where_it_cannot_be_told_who_is_first_all_speak(tmp_path, monkeypatch):

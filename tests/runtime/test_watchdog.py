@@ -163,20 +163,21 @@ def test_the_rank_that_holds_the_store_stays_until_all_have_read_its_failure():
 def test_a_store_that_dies_with_its_rank_names_that_rank():
     codes, outputs = over_tcp("kill", 0, 3)
     printer, text = the_message(outputs)
-    assert printer == 1
+    assert printer in (1, 2), "whichever notices first"
     assert "rank 0 of 3 is gone, and with it the store of the job" in text
     assert codes[1:] == [1, 1]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_frozen_holder_of_the_store_is_told_by_one_rank_and_ends_when_it_goes_on(size):
-    ranks = started_over_tcp("freeze", 0, size, gone_s=3)
+def test_a_frozen_holder_of_the_store_is_told_by_one_rank_and_ends_when_it_goes_on(size, tmp_path):
+    ranks = started_over_tcp("freeze", 0, size, {"TMPDIR": str(tmp_path)}, gone_s=3)
     try:
         outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks[1:]]
         assert [rank.returncode for rank in ranks] == [None, *[1] * (size - 1)]
         printers = [text for text in outputs if "evenload: " in text]
         assert len(printers) == 1, outputs
         assert printers[0].count("evenload: ") == 1
+        assert list(tmp_path.iterdir()) == [], "what ranks told each other by"
         assert f"rank 0 of {size} is gone, and with it the store of the job" in printers[0]
         assert re.search(
             r"found: no answer to the heartbeats of rank \d for 3 s; rank \d is in 'step 3: gradients'", printers[0]
