@@ -80,14 +80,20 @@ def fail(_: dict[str, Any]) -> None:
 
 
 def poison(_: dict[str, Any]) -> None:
-    """A value of the first matrix, and of its gradient where it has one, is no number any more."""
+    """A value of every parameter, and of its gradient where it has one, is no number any more."""
     import torch
 
-    for parameter in [o for o in gc.get_objects() if type(o) is torch.nn.Parameter and o.requires_grad]:
+    objects = gc.get_objects()
+    tensors: list[Any] = []
+    for parameter in [o for o in objects if type(o) is torch.nn.Parameter and o.requires_grad]:
         shard = getattr(parameter, "ds_tensor", parameter)  # what this rank has of it under ZeRO 3
-        for tensor in (shard, parameter.grad, getattr(parameter, "main_grad", None)):
-            if tensor is not None and tensor.numel():
-                tensor.data.view(-1)[0] = float("nan")
+        tensors += [shard, parameter.grad, getattr(parameter, "main_grad", None)]
+    for optimizer in [o for o in objects if type(o).__name__.startswith("DeepSpeedZeroOptimizer")]:
+        for gradient in optimizer.averaged_gradients.values():
+            tensors += gradient if isinstance(gradient, list) else [gradient]
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            tensor.data.view(-1)[0] = float("nan")
 
 
 def fill(fault: dict[str, Any]) -> None:
