@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..core.errors import RankError
 from ..core.sections import Safety
@@ -52,6 +55,7 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
     """
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     with (
+        _terminable(),
         tempfile.TemporaryDirectory(prefix="evenload-") as folder,
         tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
     ):
@@ -75,6 +79,24 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
             raise RankError("the ranks ended without a result", f"exit codes {[r.returncode for r in ranks]}")
         data: dict[str, Any] = json.loads(result.read_text())
         return data
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A job that is told to end (a scheduler's SIGTERM, a terminal that closes) ends its ranks and leaves no file."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    # What is ignored stays so: nohup.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _start(
@@ -106,7 +128,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety) ->
     outlook = Outlook(safety, _LOOK_S)
     while True:
         time.sleep(_LOOK_S)
-        seen = [Rank(one.poll(), _is_stopped(one), marks.read(places, rank)) for rank, one in enumerate(ranks)]
+        seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
+        if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
+            seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
         verdict = outlook.look(seen)
         if verdict is not None:
             return verdict
