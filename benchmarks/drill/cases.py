@@ -105,8 +105,8 @@ class Case:
 
     def fault(self, stamp: str, disk: str) -> dict[str, Any]:
         phase = self.phase
-        told = {"rank": self.victim, "how": self.how, "at": phase.at, "where": phase.where, "step": phase.step}
-        return {**told, "delay_s": phase.delay_s, "stamp": stamp, "disk": disk}
+        place = {"rank": self.victim, "how": self.how, "at": phase.at, "where": phase.where, "step": phase.step}
+        return {**place, "delay_s": phase.delay_s, "stamp": stamp, "disk": disk}
 
 
 def _phases(setting: Setting) -> Iterator[str]:

@@ -206,12 +206,12 @@ class Drill:
 def messages_of(text: str) -> list[str]:
     """Every failure that was told, with what belongs to it."""
     lines = text.splitlines()
-    told = []
+    messages = []
     for number, line in enumerate(lines):
         if MESSAGE.match(line):
             rest = takewhile(lambda more: more.startswith("  "), lines[number + 1 :])
-            told.append("\n".join([line, *rest]))
-    return told
+            messages.append("\n".join([line, *rest]))
+    return messages
 
 
 def faults_of(case: Case, row: Row) -> list[str]:

@@ -67,10 +67,10 @@ def case_of(runs: Any, how: str, phase: str = "update") -> Any:
         ({"seconds": None}, "the fault never happened"),
     ],
 )
-def test_whatever_is_not_as_it_should_be_is_told(drill: Any, changes: dict[str, Any], fault: str) -> None:
+def test_whatever_is_not_as_it_should_be_is_listed(drill: Any, changes: dict[str, Any], fault: str) -> None:
     case = case_of(drill, "kill")
     assert list(drill.faults_of(case, row_of(case))) == []
-    assert any(fault in told for told in drill.faults_of(case, row_of(case, **changes)))
+    assert any(fault in text for text in drill.faults_of(case, row_of(case, **changes)))
 
 
 def test_a_slow_rank_must_change_nothing(drill: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_slow_rank_must_change_nothing(drill: Any) -> None:
     assert drill.faults_of(case, row_of(case, messages=["evenload: rank 1 of 2 is gone"])) == ["a message"]
 
 
-def test_messages_are_told_from_what_is_logged(drill: Any) -> None:
+def test_messages_are_separated_from_what_is_logged(drill: Any) -> None:
     text = (
         'evenload: {"trainer": "megatron"}\n'
         "evenload: resumed from kept/step00000002 at step 2\n"

@@ -45,7 +45,7 @@ def test_what_ranks_said_themselves_is_not_said_again(ranks, after_s, code):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "after_s", "what", "found"),
+    ("ranks", "after_s", "what", "values"),
     [
         ((WORKS, KILLED), SAY_S, "rank 1 of 2 is gone: killed by SIGKILL in 'update'", "rank 0 in 'forward'"),
         (
@@ -67,12 +67,12 @@ def test_what_ranks_said_themselves_is_not_said_again(ranks, after_s, code):
         ((WELL, WORKS), SAFETY.stuck_s, "rank 1 of 2 does not end in 'forward'", "the other ranks are done"),
     ],
 )
-def test_what_no_rank_can_say_the_launcher_says(ranks, after_s, what, found):
+def test_what_no_rank_can_say_the_launcher_says(ranks, after_s, what, values):
     waited_s, verdict = verdict_on(*ranks)
     assert waited_s == after_s
     assert verdict.code == 1
     assert verdict.error.what == what
-    assert found in verdict.error.found
+    assert values in verdict.error.found
 
 
 @pytest.mark.parametrize("ranks", [(WORKS, WORKS), (FROZEN, FROZEN), (MEETS, Rank())])

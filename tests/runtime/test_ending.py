@@ -87,7 +87,7 @@ def test_the_first_of_a_node_that_asks_speaks(place, tmp_path, monkeypatch):
     ending._claims.clear()
 
 
-def test_where_it_cannot_be_told_who_is_first_all_speak(tmp_path, monkeypatch):
+def test_where_nobody_can_know_who_is_first_all_speak(tmp_path, monkeypatch):
     monkeypatch.setenv(marks.MARKS, str(tmp_path / "missing"))
     assert first_here("a")
     assert first_here("a")

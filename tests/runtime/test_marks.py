@@ -18,9 +18,9 @@ def test_the_last_mark_is_read_whatever_its_text(tmp_path_factory, texts):
     for text in texts:
         file.write(text)
     last = texts[-1].encode(errors="replace").decode()
-    found = read(folder, 3) or ""
-    assert found.removesuffix("\ufffd") == last[: len(found.removesuffix("\ufffd"))]
-    assert len(found.encode()) >= min(len(last.encode()), 250)
+    text = read(folder, 3) or ""
+    assert text.removesuffix("\ufffd") == last[: len(text.removesuffix("\ufffd"))]
+    assert len(text.encode()) >= min(len(last.encode()), 250)
 
 
 def test_a_rank_that_set_no_mark_has_none(tmp_path):

@@ -36,7 +36,7 @@ def port():
         return probe.getsockname()[1]
 
 
-def test_a_store_that_is_not_there_is_asked_after_and_given_up(port, monkeypatch, capsys):
+def test_a_store_that_is_not_there_is_asked_after_and_then_no_more(port, monkeypatch, capsys):
     monkeypatch.setattr(meeting, "_ASK_S", 0.15)
     with pytest.raises(RankError, match=r"rank 1 waited 0\.5 s for rank 0, which holds the store of the job") as caught:
         meet("gloo", 1, 2, "127.0.0.1", port, timeout_s=0.5, gone_s=5)
@@ -44,13 +44,13 @@ def test_a_store_that_is_not_there_is_asked_after_and_given_up(port, monkeypatch
     assert re.search(rf"no store at 127.0.0.1:{port} yet \(.*\); rank 1 has waited \d s", capsys.readouterr().err)
 
 
-def test_an_address_that_does_not_exist_is_told(port):
+def test_an_address_that_does_not_exist_is_named(port):
     with pytest.raises(RankError) as caught:
         meet("gloo", 1, 2, "nowhere.invalid", port, timeout_s=0.1, gone_s=5)
     assert caught.value.found.startswith(f"nowhere.invalid:{port}: ")
 
 
-def test_a_port_that_another_program_has_is_told_by_both_sides(port):
+def test_a_port_that_another_program_has_is_named_by_both_sides(port):
     with socket.create_server(("127.0.0.1", port)) as silent:
         with pytest.raises(RankError, match="rank 1 cannot reach the store of the job") as caught:
             meet("gloo", 1, 2, "127.0.0.1", port, timeout_s=5, gone_s=0.3)

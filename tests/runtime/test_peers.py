@@ -49,7 +49,7 @@ def test_a_neighbour_that_beats_again_is_not_gone():
         assert looks(peers.neighbour, int(GONE_S)) == (int(GONE_S), None)
 
 
-def test_where_a_launcher_keeps_marks_the_very_place_is_told(tmp_path, monkeypatch):
+def test_where_a_launcher_keeps_marks_the_very_place_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(marks.MARKS, str(tmp_path))
     marks.MarkFile(tmp_path, 1).write("update")
     job = Job()
@@ -58,7 +58,7 @@ def test_where_a_launcher_keeps_marks_the_very_place_is_told(tmp_path, monkeypat
     assert "rank 1 of 2 (node) is gone; it was in 'update'\n" in failure.message
 
 
-def test_one_that_never_came_is_asked_after_and_given_longer(capsys, monkeypatch):
+def test_one_that_never_came_is_asked_after_and_waited_for_longer(capsys, monkeypatch):
     monkeypatch.setattr("evenload.runtime.peers._ASK_S", 4.0)
     number, failure = looks(Job().seen_by(0, 2).neighbour, 100)
     assert number == STUCK_S + 1

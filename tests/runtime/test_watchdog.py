@@ -169,7 +169,7 @@ def test_a_store_that_dies_with_its_rank_names_that_rank():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_frozen_holder_of_the_store_is_told_by_one_rank_and_ends_when_it_goes_on(size, tmp_path):
+def test_a_frozen_holder_of_the_store_is_named_by_one_rank_and_ends_when_it_goes_on(size, tmp_path):
     ranks = started_over_tcp("freeze", 0, size, {"TMPDIR": str(tmp_path)}, gone_s=3)
     try:
         outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks[1:]]
