@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from ..core.errors import RankError
 from ..core.sections import Safety
-from ..runtime.marks import MEETING
+from ..runtime.marks import CONNECTING, MEETING
 
 SAY_S = 1.5
-"""After a signal another rank may turn out to be the cause, and say so. A watchdog takes longer to miss the killed."""
+"""After a signal another rank may turn out to be the cause, and say so. A watchdog takes longer to miss the killed. After
+a failure, the rank that prints may be another one than the first to end."""
 GRACE_S = 30.0
 """After one rank has failed, the others' watchdogs have this long to end them."""
 MISS_S = 10.0
@@ -35,9 +36,9 @@ class Rank(NamedTuple):
     """Its last mark; None if it has not set any."""
 
     @property
-    def unwatched(self) -> bool:
-        """It runs, and no watchdog of its own would end it."""
-        return self.code is None and (self.stopped or self.where in (None, MEETING))
+    def meets(self) -> bool:
+        """It waits for the others to come, and would wait long for one that has ended."""
+        return self.where in (None, MEETING, CONNECTING)
 
 
 class Verdict(NamedTuple):
@@ -67,7 +68,8 @@ class Outlook:
             return Verdict(0)
         said = [code for code in codes if code is not None and code > 0]
         if said:
-            over = self._waits("said", True) > GRACE_S or all(rank.unwatched for rank in living)
+            last = SAY_S if all(rank.stopped or rank.meets for rank in living) else GRACE_S
+            over = self._waits("said", True) > last or all(rank.stopped for rank in living)
             return Verdict(max(said)) if over else None
         if any(codes):
             over = self._waits("killed", True) > SAY_S or not living

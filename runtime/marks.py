@@ -20,6 +20,8 @@ MARKS = "EVENLOAD_MARKS"
 """Names the launcher's folder; unset under torchrun, where marks are as old as the last heartbeat."""
 MEETING = "meeting the other ranks"
 """Where a rank is from its first lines until its watchdog beats; nobody but the launcher can tell of its end there."""
+CONNECTING = "connecting to the other ranks"
+"""Where it beats, and waits for ranks that it cannot tell from dead ones before they beat as well."""
 
 _SLOT = 256
 """Bytes: the length of the mark, then the mark in UTF-8."""

@@ -62,7 +62,7 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
         )
     shared = PrefixStore("default_pg", store)
     with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=Members(shared, rank, size)) as watchdog:
-        watchdog.at("connecting to the other ranks")
+        watchdog.at(marks.CONNECTING)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=timeout)
 
 

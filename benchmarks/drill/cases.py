@@ -11,6 +11,8 @@ SMALL = (
     *("data.max_length=512", "train.global_batch_size=8", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9"),
     *("safety.gone_s=4", "safety.stuck_s=40"),
 )
+LEFT_BYTES = 20_000
+"""Of a disk that is filled: less than a checkpoint."""
 FAULTY_STEP = 3
 """Counted from 0: one checkpoint is there, of two steps, and the next is due after this step."""
 
@@ -77,7 +79,7 @@ PHASES = (
     Phase("resume", "mark", "loading the checkpoint", 0, begins="resume"),
     Phase("convert", "mark", "converting the checkpoint", 0, begins="convert"),
     Phase("convert, later", "mark", "converting the checkpoint", 0, delay_s=1.5, begins="convert"),
-    Phase("log", "mark", "update"),
+    Phase("log", "mark", "update", 0),  # before there is a line of it
 )
 BY_NAME = {phase.name: phase for phase in PHASES}
 
@@ -106,7 +108,8 @@ class Case:
     def fault(self, stamp: str, disk: str) -> dict[str, Any]:
         phase = self.phase
         place = {"rank": self.victim, "how": self.how, "at": phase.at, "where": phase.where, "step": phase.step}
-        return {**place, "delay_s": phase.delay_s, "stamp": stamp, "disk": disk}
+        left = 0 if phase.name == "log" else LEFT_BYTES
+        return {**place, "delay_s": phase.delay_s, "stamp": stamp, "disk": disk, "left": left}
 
 
 def _phases(setting: Setting) -> Iterator[str]:

@@ -9,7 +9,7 @@
     step         not before this optimizer step
     delay_s      so much later, while the rank goes on; 0: right there
     stamp        the file that takes the time of the fault and the rank's last mark; for trace, the names
-    disk         the folder whose file system is filled
+    disk, left   the folder whose file system is filled, but for so many bytes
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from typing import Any
 VARIABLE = "EVENLOAD_FAULT"
 SLOW_S = 3.0
 NEVER_S = 1000.0
-LEFT_BYTES = 20_000
-"""Of a disk that is filled."""
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_single", "barrier"),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast", "all_to_all"),
@@ -101,11 +99,11 @@ def fill(fault: dict[str, Any]) -> None:
     folder = Path(fault["disk"])
     if not folder.is_mount():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LEFT_BYTES, LEFT_BYTES))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault["left"], fault["left"]))
         return
     free = os.statvfs(folder)
     with (folder / "filler").open("wb") as file:
-        file.write(bytes(max(0, free.f_bavail * free.f_frsize - LEFT_BYTES)))
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - fault["left"])))
 
 
 ACTS: dict[str, Callable[[dict[str, Any]], None]] = {

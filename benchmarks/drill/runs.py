@@ -114,18 +114,20 @@ class Drill:
         return [name for name in names if "." not in name]
 
     def run(self, case: Case) -> Row:
-        place = self._disk if case.how == "disk" else self._folder / "case"
+        place = self._disk if case.how == "disk" and case.ends else self._folder / "case"
         self._prepare(case, place)
         output, stamp = self._folder / "output", self._folder / "stamp"
         for path in (output, stamp):
             path.unlink(missing_ok=True)
         fault, arguments = case.fault(str(stamp), str(self._disk)), self._arguments(case.setting, 2)
+        if case.phase.name == "log":
+            arguments = (*arguments, f"log.jsonl={self._disk}/log.jsonl", f"log.tensorboard={self._disk}/board")
         run = by_the_command if case.launched else self._forge(case.setting).run
         ended = run(place, arguments, fault, output)
         text = output.read_text(errors="replace")
         at_s, where = json.loads(stamp.read_text()) if stamp.exists() else (None, "")
         good = last_good(place / "kept")
-        (place / "filler").unlink(missing_ok=True)
+        (self._disk / "filler").unlink(missing_ok=True)
         row = {
             "case": case.name,
             "setting": case.setting.name,

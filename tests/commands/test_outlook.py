@@ -3,11 +3,12 @@
 import pytest
 from evenload.commands.outlook import GRACE_S, MISS_S, SAY_S, Outlook, Rank
 from evenload.core.sections import Safety
-from evenload.runtime.marks import MEETING
+from evenload.runtime.marks import CONNECTING, MEETING
 
 SAFETY = Safety(gone_s=5.0, stuck_s=50.0)
 WORKS = Rank(where="forward")
 MEETS = Rank(where=MEETING)
+CONNECTS = Rank(where=CONNECTING)
 FROZEN = Rank(stopped=True, where="update")
 WELL, FAILED, REFUSED = Rank(0, where="end"), Rank(1, where="forward"), Rank(2, where="start-up")
 KILLED = Rank(-9, where="update")
@@ -31,8 +32,10 @@ def verdict_on(*ranks, most_s=1000.0):
         ((FAILED, REFUSED), 0.0, 2),
         ((FAILED, WELL), 0.0, 1),
         ((FAILED, FROZEN), 0.0, 1),
-        ((FAILED, MEETS), 0.0, 1),
-        ((REFUSED, Rank()), 0.0, 2),
+        ((FAILED, MEETS), SAY_S, 1),
+        ((FAILED, MEETS, FROZEN), SAY_S, 1),
+        ((FAILED, CONNECTS), SAY_S, 1),
+        ((REFUSED, Rank()), SAY_S, 2),
         ((FAILED, WORKS), GRACE_S, 1),
         ((FAILED, WORKS, FROZEN), GRACE_S, 1),
         ((KILLED, FAILED), 0.0, 1),
