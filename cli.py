@@ -235,12 +235,13 @@ def _run_ranks(
     recipe: Recipe, nproc: str | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
-    from .commands.launch import is_rank, launch
+    from .commands.launch import end_with_launcher, is_rank, launch
     from .commands.show import emit, stdout_aside
     from .runtime.variables import job_variables
 
     if is_rank():
         job_variables()  # before anything is loaded that takes long
+        end_with_launcher()
         with stdout_aside():
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
@@ -254,7 +255,7 @@ def _run_ranks(
             raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
         for name in against:
             ready.chain.refuse_unknown_baseline(name)
-        result = launch(sys.argv[1:], size)
+        result = launch(sys.argv[1:], size, recipe.safety)
     if result is not None:
         emit(result, as_json, table)
         if result.get("exact") is False:

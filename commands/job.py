@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 
 from ..core.chain import PlanChain
 from ..core.planner import Draw, Planner
@@ -26,7 +27,7 @@ from ..integrations.host import Host, TokensOf
 from ..patches import bridge_cpu
 from ..runtime.agreement import gather_bytes
 from ..runtime.files import quiet_when_full
-from ..runtime.watchdog import Watchdog
+from ..runtime.watchdog import Watchdog, working
 from ..runtime.world import World, close_world, init_world
 from .drawing import Drawing
 from .hosts import integration
@@ -112,6 +113,13 @@ class Job:
         return lambda index: self.source.tokens(int(draw.samples[index]))
 
 
+def open_host(recipe: Recipe, world: World) -> Host:
+    """The trainer, its model built and sharded. Collective."""
+    with working("building the model"):
+        host: Host = integration(recipe.trainer).open_host(recipe, world)
+    return host
+
+
 @contextmanager
 def open_job(recipe: Recipe) -> Iterator[Job]:
     """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
@@ -127,10 +135,12 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     bridge = bridge_cpu() if recipe.trainer == "megatron" else None
-    world = init_world(recipe.safety.collective_timeout_s)
+    safety = recipe.safety
+    world = init_world(safety.collective_timeout_s, gone_s=safety.gone_s)
     logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
-    with quiet_when_full(), Watchdog(gone_s=recipe.safety.gone_s, stuck_s=recipe.safety.stuck_s) as watchdog:
+    with quiet_when_full(), Watchdog(gone_s=safety.gone_s, stuck_s=safety.stuck_s) as watchdog:
         yield world, watchdog
+        dist.barrier()  # until here all are watched; what follows waits for nobody that might be gone
     close_world(world)
     if bridge is not None:
         bridge.undo()
@@ -139,9 +149,9 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
 @contextmanager
 def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Job]:
     """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
-    watchdog.at("start-up")
-    ready = preflight(recipe, world.size)
-    host = integration(recipe.trainer).open_host(ready.recipe, world)
+    with watchdog.working("opening the data"):
+        ready = preflight(recipe, world.size)
+    host = open_host(ready.recipe, world)
     logger.info("%s", json.dumps(host.describe()))
     yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
     watchdog.at("end", waits=True)

@@ -42,7 +42,7 @@ import yaml
 from ..core.bounds import RANKS
 from ..core.cluster import Link
 from ..core.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, RankError
 from ..core.recipe import Recipe
 from ..core.registry import Situation
 from ..core.shape import shape_of
@@ -113,7 +113,6 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     recipe, device = job.recipe, job.world.device
     config = getattr(recipe.plugins, "packing", None)
     cap = config.max_tokens if config and config.enabled else recipe.data.max_length
-    job.watchdog.at("warming up")
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
@@ -163,7 +162,6 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
             if slower * guess_s * FEWEST_RUNS > BUDGET_S - spent_s:
                 tick(f"{case} would take too long")
                 continue
-            job.watchdog.at(f"{case} tokens")
             runs: list[list[float]] = []
             taken_s = 0.0
             # Every rank sees the same numbers, so all stop together.
@@ -180,12 +178,12 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
 
 
 def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: bool) -> Fitted:
-    """Coefficients of the whole model for both directions and the rest. Raises EvenloadError for too few samples.
+    """Coefficients of the whole model for both directions and the rest. Raises RankError for too few samples.
 
     ``situation``: layout, traffic and measured links; its costs are not read.
     """
     if len(samples) < _FEWEST:
-        raise EvenloadError(
+        raise RankError(
             "too few shapes could be measured to fit three coefficients",
             f"{len(samples)} within {BUDGET_S:.0f} s and the free memory",
             "raise data.max_length if it is tiny, else profile a smaller model.num_layers",
@@ -219,7 +217,7 @@ def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: 
 
 
 def write_costs(costs: Costs, out: Path) -> None:
-    """Write a file that `core.costs.load` reads, whole or not at all. Raises EvenloadError."""
+    """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
     text = yaml.safe_dump(costs.model_dump(exclude_none=True), sort_keys=False, width=118)
     try:
         handle, part = tempfile.mkstemp(prefix=out.stem, suffix=".part", dir=out.parent)
@@ -232,7 +230,7 @@ def write_costs(costs: Costs, out: Path) -> None:
             os.unlink(part)
             raise
     except OSError as error:
-        raise EvenloadError(_UNWRITABLE, f"{out}: {error.strerror}", "choose another --out") from error
+        raise RankError(_UNWRITABLE, f"{out}: {error.strerror}", "choose another --out") from error
 
 
 def _step(job: Job, case: Case) -> list[float]:
@@ -241,7 +239,8 @@ def _step(job: Job, case: Case) -> list[float]:
     tokens_of, clock = random_tokens(job.recipe), _clock(device)
     job.gather(0.0)
     start, computed_s = time.perf_counter(), clock()
-    result = job.host.train_step(plan, tokens_of, lr=0.0)
+    mark = job.watchdog.at
+    result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
     mine = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)

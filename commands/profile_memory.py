@@ -31,7 +31,7 @@ from ..core.setting import limits_of
 from ..core.shape import shape_of
 from ..core.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ..core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from ..integrations.host import Host
+from ..integrations.host import Host, Mark
 from ..runtime.held import live_bytes
 from ..runtime.memory import Levels, peak_bytes
 from .job import Job
@@ -78,18 +78,21 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     device, recipe, host = job.world.device, job.recipe, job.host
     _refuse_stages(host.layout)
     num_ranks, tp = host.layout.plane_size, host.layout.tp
-    job.watchdog.at("measuring memory")
+
+    def mark(where: str) -> None:
+        job.watchdog.at(f"measuring memory, {where}")
+
     length = max(1, min(LENGTH[device.type], recipe.data.max_length // 2, max_tokens // (2 * COUNTS[-1])))
     tokens_of = random_tokens(recipe)
     tiny = two_alive(1, min(TINY, length), cut=False, num_ranks=num_ranks)
     for _ in range(2):  # the first makes what later steps find
-        host.train_step(tiny, tokens_of, lr=0.0)
+        host.train_step(tiny, tokens_of, lr=0.0, mark=mark)
     gc.collect()
     fixed = live_bytes(device)
     with peak_bytes(device) as update:
-        host.train_step(tiny, tokens_of, lr=0.0)
+        host.train_step(tiny, tokens_of, lr=0.0, mark=mark)
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
-    readings = [_read(host, device, plan, tokens_of) for plan in plans]
+    readings = [_read(host, device, plan, tokens_of, mark) for plan in plans]
     shape, states = shape_of(recipe.model), states_of(recipe)
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
@@ -168,11 +171,11 @@ def random_tokens(recipe: Recipe) -> Any:
     return tokens_of
 
 
-def _read(host: Host, device: torch.device, plan: StepPlan, tokens_of: Any) -> Readings:
+def _read(host: Host, device: torch.device, plan: StepPlan, tokens_of: Any, mark: Mark) -> Readings:
     points: list[_Point] = []
     gc.collect()
     with Levels(device) as levels, _watched(host, levels, points):
-        host.train_step(plan, tokens_of, lr=0.0)
+        host.train_step(plan, tokens_of, lr=0.0, mark=mark)
         last = levels.read()[1]
     names = [p.name for p in points[: len(EXPECTED)]]
     assert names == EXPECTED, f"the passes of a step came as {names}"

@@ -23,10 +23,10 @@ def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, A
     Raises:
         RankError: it could not be written; the last good one is untouched.
     """
-    job.watchdog.at("checkpoint", step)
     data = job.source.report()["fingerprint"]
     state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
-    return checkpoints.save(root, step + 1, state, job.host.save, job.recipe.checkpoint.keep)
+    with job.watchdog.working("saving the checkpoint", step):
+        return checkpoints.save(root, step + 1, state, job.host.save, job.recipe.checkpoint.keep)
 
 
 def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
@@ -38,8 +38,8 @@ def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
     root, config = root or job.recipe.checkpoint.dir, job.recipe.checkpoint
     if root is None:
         return None
-    job.watchdog.at("verifying the checkpoint")
-    newest = checkpoints.newest_whole(root, verify=config.verify)
+    with job.watchdog.working("verifying the checkpoint"):
+        newest = checkpoints.newest_whole(root, verify=config.verify)
     if newest is None:
         return None
     folder, state = newest[0], newest[1].state
@@ -56,8 +56,8 @@ def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
             f"{folder.name} has no order",
             "choose another checkpoint.dir, or set checkpoint.resume=false",
         )
-    job.watchdog.at("loading the checkpoint")
-    job.host.load(folder / "trainer")
+    with job.watchdog.working("loading the checkpoint"):
+        job.host.load(folder / "trainer")
     logger.info("resumed from %s at step %d", folder, state["step"])
     return state
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, RankError
 from ..core.planner import Planned
 from ..core.recipe import Recipe
 from ..core.sections import Train
 from .drawing import num_waiting
-from .hosts import integration
-from .job import Job, logger, run_rank
+from .job import Job, logger, open_host, run_rank
 from .metrics import Idle, Row, Taken, summary, writer
 from .recording import Recording
 from .refitting import Foreseen, Refitting, foresee
@@ -32,7 +33,7 @@ def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
     recording = Recording(job)
     with progress(job.leads) as bar:
         for name in against:
-            fresh = replace(job, host=integration(job.recipe.trainer).open_host(job.recipe, job.world))
+            fresh = replace(job, host=open_host(job.recipe, job.world))
             _, variants[name] = _run(fresh, name, bar, recording)
             fresh.host.close()
         rows, own = _run(job, "", bar, recording)
@@ -65,10 +66,11 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
     ):
         for step in range(first, recipe.train.steps):
             job.watchdog.at("waiting for the plan", step)
-            planned = planner.next()
-            # On the rank that reports, beside the step: large plans take the simulator a second.
-            future = aside.submit(foresee, planned, refits=refitting.on) if job.leads else None
-            measured = _take(job, planned, step, record=recording.wants(step, first))
+            with _underway(job, begun=bool(rows)):
+                planned = planner.next()
+                # On the rank that reports, beside the step: large plans take the simulator a second.
+                future = aside.submit(foresee, planned, refits=refitting.on) if job.leads else None
+                measured = _take(job, planned, step, record=recording.wants(step, first))
             foreseen = future.result() if future else None
             refitting.after(planner, step, planned, measured, foreseen)
             row = _row(planned, measured, step, learning_rate(step, recipe.train), foreseen)
@@ -88,6 +90,17 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
     return rows, {**summary(rows), "idle": idle.shares(), "refit": refitting.report()}
 
 
+@contextmanager
+def _underway(job: Job, *, begun: bool) -> Iterator[None]:
+    """Once a step has been trained, what refuses the next one is work that failed and no wrong request: a RankError."""
+    try:
+        yield
+    except EvenloadError as error:
+        if isinstance(error, RankError) or not begun:
+            raise
+        raise RankError(f"rank {job.world.rank}: {error.what}", error.found, error.do) from error
+
+
 def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
     """Run a step on all ranks and compare what they measured. Collective."""
     if record:
@@ -104,9 +117,12 @@ def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
     step_s = time.perf_counter() - start + planned.waited_s
     job.watchdog.at("comparing times", step, waits=True)
     measured = job.gather(step_s, planned.plan_s, planned.waited_s, result.busy_s, result.forward_s)
-    if not math.isfinite(result.loss):
-        raise EvenloadError(
-            "the loss is not finite", f"{result.loss} at step {step}", "lower train.lr, or look at the data"
+    # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.
+    if not (math.isfinite(result.loss) and 0 <= result.grad_norm < math.inf):
+        raise RankError(
+            "the loss or its gradient is not finite",
+            f"loss {result.loss}, gradient norm {result.grad_norm} at step {step}",
+            "lower train.lr, or look at the data; the last good checkpoint is from an earlier step",
         )
     slowest_s, plan_s, wait_s = measured[:, :3].max(axis=0).tolist()
     seconds = job.of_stages(measured[:, 3:])

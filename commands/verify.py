@@ -105,8 +105,9 @@ class _Proof:
         job = beside.job
         missing = self._opened - {name for one in self._proven for name in one.branches}
         size, seed = job.recipe.train.global_batch_size, job.recipe.train.seed
-        job.watchdog.at("choosing batches for other branches")
-        for one in from_first(lambda: choose(job.chain, missing, job.source.lengths, size, seed)) if missing else []:
+        with job.watchdog.working("choosing batches for other branches"):
+            batches = from_first(lambda: choose(job.chain, missing, job.source.lengths, size, seed)) if missing else []
+        for one in batches:
             lengths = job.source.lengths[one.samples]
             batch = Batch(Draw(one.samples, lengths, {}), planned(job.chain, lengths, one.prefers), one.samples)
             rate = learning_rate(self._steps - 1, job.recipe.train)

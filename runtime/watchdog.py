@@ -1,24 +1,29 @@
 """End the whole job, with one message that names the right rank, as soon as one rank fails, dies or hangs.
 
 Left alone, a dead rank shows up in its peers as "Connection closed by peer", a hung one as nothing for half an hour.
-So every rank runs a thread beside its work that beats on the job's store; the work itself gains no collective.
+So every rank runs two threads beside its work; the work itself gains no collective. One beats on the job's store and
+judges what it reads there:
 
-* A rank that raises posts its failure; the first post wins (`compare_set`), all others end quietly behind it.
-* A rank without a heartbeat for `gone_s` is gone: killed, or inside a call that holds the interpreter lock. Each rank
-  watches the nearest lower rank that still works, so the cost per rank does not grow with the job.
-* If no rank has made progress for `stuck_s` the job hangs. `at` marks progress; the culprit is the rank furthest
-  behind; of ranks that stand at one place, as they do in a ring, one that is not inside a collective and waits for no
-  message. A rank that computes for long is not stuck as long as any other gets ahead within `stuck_s`.
+* A rank that raises posts its failure; the first post wins, all others end quietly behind it.
+* A rank without a heartbeat for `gone_s` is gone: killed, stopped, or inside a call that holds the interpreter lock.
+  Each rank watches the nearest lower rank that still works, so the cost per rank does not grow with the job.
+* If no rank has made progress for `stuck_s` the job hangs. `at` marks progress, and inside `working` CPU time and bytes
+  are progress too (`evidence`). The culprit is the rank furthest behind; of ranks that stand at one place, as they do
+  in a ring, one that is not inside a collective and waits for no message. A rank that computes for long is not stuck as
+  long as any other gets ahead within `stuck_s`.
 * An error that only says that a peer went away is not blamed: the rank holds still and looks at all the others.
 
-Time is counted in heartbeats, not by the clock: a machine that slept, or a watcher that was held up itself, blames
-nobody. One process prints: the culprit if it can, with its traceback or the place where it hangs, otherwise the rank
-that noticed. Under torchrun the culprit's error also becomes the root cause in torchrun's own report.
+The other thread guards the first, whose calls block for ever if the holder of the store is frozen: without an answer
+for `gone_s` the holder is gone. Ranks cannot agree then who prints, so the first that notices on each node does.
+
+Time is counted in the threads' own wake-ups, not by the clock: a machine that slept, or a watcher that was held up
+itself, blames nobody; a rank that was held up while the others ended says so and ends too. One process prints: the
+culprit if it can, with its traceback or the place where it hangs, otherwise the rank that noticed. Under torchrun the
+culprit's error also becomes the root cause in torchrun's own report.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -26,32 +31,48 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import active_children
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from .failure import Failure, is_echo, raised
-from .heartbeat import Beat, Mark, furthest_behind, hangs
+from . import failure as failures
+from . import marks
+from .ending import end_process, first_here, take_leave
+from .evidence import Meter
+from .failure import Failure, is_echo
+from .heartbeat import Beat, Mark
+from .peers import Peers
 from .plane import Pending
+from .store_client import StoreClient, StoreLostError, within
 
-_ECHO_GONE = 4
-"""Heartbeats that a peer may miss once a connection has broken: then somebody is gone, and it is a matter of who."""
 _ECHO_LOOKS = 8
 """Looks at all peers after which a broken connection is explained by their progress, since all of them beat."""
-_COURTESY_S = 1.0
-"""torchrun takes the first rank that exits for the culprit, so the others hold back for this long."""
-_FAREWELL_S = 10.0
-"""How long the rank that holds the store waits for the others to read from it before it ends."""
+_POST_S = 5.0
+"""How long a failure may take to be posted."""
+_LAST_BEAT_S = 10.0
+"""How long the last heartbeat may take where all went well."""
 
 _WAITING = {_get_default_store.__code__.co_filename, Pending.wait.__code__.co_filename}
 """Files whose functions wait for other ranks."""
 
 _watchdogs = itertools.count()
+_current: Watchdog | None = None
+"""Of this process; a process has one rank."""
+
+
+class Members(NamedTuple):
+    """The ranks of a job before there is a process group."""
+
+    store: Store
+    rank: int
+    size: int
 
 
 class Watchdog:
@@ -62,19 +83,30 @@ class Watchdog:
 
     Args:
         gone_s: a rank that has not beaten for so long is gone.
-        stuck_s: the job hangs when no rank has made progress for so long. Longer than the longest step and checkpoint.
+        stuck_s: the job hangs when no rank has made progress for so long. Longer than the longest step; what takes
+            longer goes into `working`.
         every_s: between heartbeats; None takes 1 s, or 5 s on a file store, which keeps every beat (about 150 bytes).
+        members: None takes the default process group.
     """
 
-    def __init__(self, gone_s: float = 30.0, stuck_s: float = 300.0, every_s: float | None = None) -> None:
-        self._gone_s, self._stuck_s, self._every_s = gone_s, stuck_s, every_s
+    def __init__(
+        self,
+        gone_s: float = 30.0,
+        stuck_s: float = 300.0,
+        every_s: float | None = None,
+        members: Members | None = None,
+    ) -> None:
+        self._gone_s, self._stuck_s, self._every_s, self._members = gone_s, stuck_s, every_s, members
         self._host = socket.gethostname()
         self._mark = self._told = Mark()
+        self._mark_file = marks.own()
+        self._meter: Meter | None = None
         self._tick = self._idle = self._looks = 0
-        self._seen: dict[int, int] = {}
-        self._missed: dict[int, int] = {}
         self._error: BaseException | None = None
         self._echo = False
+        self._held_up_s = 0.0
+        self._job_id = ""
+        self._beats = threading.Event()
         self._stop = threading.Event()
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -87,65 +119,108 @@ class Watchdog:
             waits: from here the rank only waits for others (a collective), so it is not blamed before one that works.
         """
         self._mark = self._mark.next(where, self._mark.step if step is None else step, waits)
+        if self._mark_file is not None:
+            self._mark_file.write(self._mark.where)
+
+    @contextmanager
+    def working(self, where: str, step: int | None = None) -> Iterator[None]:
+        """Around work that takes long and sets no marks: CPU time and bytes of this process and its children are
+        progress meanwhile, unless the rank waits in a collective. The mark before comes back where all went well."""
+        before, meter = self._mark, self._meter
+        self.at(where, step)
+        self._meter = Meter()
+        try:
+            yield
+        finally:
+            self._meter = meter
+        self.at(before.where, waits=before.waits)
 
     def __enter__(self) -> Watchdog:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        global _current
+        self._before, _current = _current, self
+        members = self._members or _of_process_group()
+        if members is None or members.size == 1:
             return self
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        store, self._rank, self._size = members
         self._worker = threading.get_ident()
-        store = _get_default_store()
         base = store
         while isinstance(base, PrefixStore):
             base = base.underlying_store
         on_file = isinstance(base, FileStore)
-        self._by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._holds_store = self._rank == 0 and not on_file and not self._by_agent
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._holder = None if on_file or by_agent else 0
+        self._holder_name = "the file of the store" if on_file else "the torchrun agent"
         self._every = self._every_s or (5.0 if on_file else 1.0)
         # The agent's store outlives a restarted attempt, and its keys would end the next one.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"evenload/watchdog/{attempt}/{next(_watchdogs)}"
         # A client of its own where there can be one: the main thread holds the other while it waits in a store call.
-        clone = getattr(store, "clone", None)
-        self._store = PrefixStore(f"evenload/watchdog/{attempt}/{next(_watchdogs)}", clone() if clone else store)
+        clone = getattr(store, "clone", lambda: store)
+        self._store = StoreClient(lambda: PrefixStore(prefix, clone()))
+        self._peers = Peers(self._store, self._rank, self._size, self._gone_s, self._stuck_s, self._every)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             get_error_handler().initialize()
         self._thread = threading.Thread(target=self._watch, name="evenload-watchdog", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="evenload-watchdog-guard", daemon=True).start()
+        # A rank that dies before its first heartbeat looks like one that is still to come, for which others wait long.
+        self._beats.wait(self._gone_s)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _current
+        _current = self._before
         if self._thread is None:
             return
         if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._stop.set()
-            self._thread.join(timeout=_FAREWELL_S)
+            self._thread.join(timeout=_LAST_BEAT_S)
             return
         self._error = error
         if is_echo(error):
             self._echo = True
-            self._thread.join()  # it finds the cause and ends this process
+            self._thread.join()  # it finds the cause and ends this process, and the guard does if it cannot
         self._post(self._own(error))
 
     def _watch(self) -> None:
         try:
             self._send("works")
+            self._beats.set()
+            self._job_id = self._store.claim("id", uuid.uuid4().hex).decode()
             while not self._stop.wait(self._every):
                 self._beat()
             self._send("done")
-        except (RuntimeError, OSError) as error:
-            self._lost_store(error)
+        except StoreLostError as error:
+            # Where the job is ending well, the rank that held the store may have been faster.
+            if not self._stop.wait(2 * self._every):
+                self._lost_store(str(error))
+        except Exception as error:  # our own mistake; a job that nobody watches could hang for ever
+            self._post(self._own(error))
+
+    def _guard(self) -> None:
+        """End the job where the other thread cannot, since the store does not answer it."""
+        answers, silent, woke_s = 0, 0, time.monotonic()
+        while not self._stop.wait(self._every):
+            passed_s, woke_s = time.monotonic() - woke_s, time.monotonic()
+            if passed_s > self._gone_s:
+                self._held_up_s = passed_s
+            silent = silent + 1 if self._store.answers == answers else 0
+            answers = self._store.answers
+            if silent * self._every > self._gone_s:
+                self._lost_store(f"no answer to the heartbeats of rank {self._rank} for {self._gone_s:g} s")
 
     def _beat(self) -> None:
-        self._idle = self._idle + 1 if self._mark is self._told else 0
+        self._idle = self._idle + 1 if self._mark is self._told and not self._works() else 0
         self._send("echo" if self._echo else "works")
-        if self._store.check(["failure"]):
-            self._end(Failure.decode(self._store.get("failure")))
-        if self._echo:
-            self._trace_echo()
-        else:
-            self._watch_neighbour()
-            self._watch_progress()
+        posted = self._store.get("failure")
+        if posted is not None:
+            self._end(Failure.decode(posted))
+        if self._echo or self._held_up_s:
+            self._trace()
+        elif blamed := self._peers.neighbour() or self._peers.progress(self._idle):
+            self._post(blamed)
 
     def _send(self, state: Literal["works", "echo", "done"]) -> None:
         self._tick += 1
@@ -153,145 +228,81 @@ class Watchdog:
         told = self._told._replace(waits=self._told.waits or (self._idle > 0 and self._waits()))
         self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, told).encode())
 
+    def _works(self) -> bool:
+        """Whether there is evidence of work in a phase without marks."""
+        meter = self._meter
+        return meter is not None and meter.works() and not self._waits()
+
     def _waits(self) -> bool:
         """Whether the worker thread is inside a collective or waits for a message: its innermost Python frame tells."""
         frame = sys._current_frames().get(self._worker)
         return frame is not None and frame.f_code.co_filename in _WAITING
 
-    def _read(self, rank: int) -> Beat | None:
-        """The newest heartbeat of a rank, if it ever beat."""
-        key = f"beat/{rank}"
-        return Beat.decode(self._store.get(key)) if self._store.check([key]) else None
-
-    def _look(self, rank: int) -> Beat | None:
-        """`_read`, once per own heartbeat: counts how often in a row there was nothing new."""
-        beat = self._read(rank)
-        tick = beat.tick if beat else 0
-        fresh = self._seen.get(rank) != tick or (beat is not None and beat.state == "done")
-        self._missed[rank] = 0 if fresh else self._missed[rank] + 1
-        self._seen[rank] = tick
-        return beat
-
-    def _watch_neighbour(self) -> None:
-        for distance in range(1, self._size):
-            rank = (self._rank - distance) % self._size
-            beat = self._look(rank)
-            if beat is None:
-                # Ranks may reach the watched part far apart: one builds a cache, the others wait for it.
-                if self._missed[rank] * self._every > self._stuck_s:
-                    self._post(self._gone(rank, beat))
-                return
-            if beat.state != "done":
-                if self._missed[rank] * self._every > self._gone_s:
-                    self._post(self._gone(rank, beat))
-                return
-
-    def _watch_progress(self) -> None:
-        idle = round(self._stuck_s / self._every)
-        if self._idle <= idle:
-            return
-        beats: dict[int, Beat] = {}
-        for rank in range(self._size):
-            beat = self._read(rank)
-            if beat is None or (beat.state != "done" and rank < self._rank):
-                return  # not everybody has begun, or a lower rank is there to judge
-            beats[rank] = beat
-        if hangs(beats, idle):
-            working = {rank: beat for rank, beat in beats.items() if beat.state != "done"}
-            culprit = furthest_behind(working)
-            others = "the others wait for it" if len(working) > 1 else "the others are done"
-            self._post(
-                self._stuck(culprit, working[culprit], f"no rank made progress for {self._stuck_s:g} s; {others}")
-            )
-
-    def _trace_echo(self) -> None:
-        """Find out why a collective broke: a peer gone, one that left early, or one that lags behind."""
+    def _trace(self) -> None:
+        """Find out why a collective broke, or whether the others went on while this rank was held up."""
         self._looks += 1
-        beats = {rank: self._look(rank) for rank in range(self._size) if rank != self._rank}
-        gone = max(beats, key=lambda rank: self._missed[rank])
-        if self._missed[gone] >= _ECHO_GONE:
-            self._post(self._gone(gone, beats[gone]))
+        beats = self._peers.look_at_all()
+        if gone := self._peers.gone(came=self._error is None):
+            self._post(self._held_up() if self._held_up_s else gone)
         if self._looks < _ECHO_LOOKS:
             return
-        for rank, beat in beats.items():
-            if beat is not None and beat.state == "done":
-                message = f"evenload: rank {rank} of {self._size} ({beat.host}) ended early while others still work"
-                self._post(Failure("gone", rank, self._rank, message))
-        working = {rank: beat for rank, beat in beats.items() if beat is not None and beat.state == "works"}
-        if working:
-            late = furthest_behind(working)
-            self._post(self._stuck(late, working[late], "the collectives of other ranks broke or timed out meanwhile"))
-        assert self._error is not None
-        self._post(self._own(self._error))
+        if self._error is None:  # the others were held up as well: the whole machine slept
+            self._held_up_s, self._looks = 0.0, 0
+            return
+        self._post(self._peers.behind(beats) or self._own(self._error))
 
     def _own(self, error: BaseException) -> Failure:
-        return raised(error, self._rank, self._size, self._host, self._mark.where)
+        return failures.raised(error, self._rank, self._size, self._host, self._mark.where)
 
-    def _gone(self, rank: int, beat: Beat | None) -> Failure:
-        host, where = (beat.host, beat.mark.where) if beat else ("host unknown", "the start")
-        return Failure(
-            "gone",
-            rank,
-            self._rank,
-            f"evenload: rank {rank} of {self._size} ({host}) is gone; it was last seen in '{where}'\n"
-            "  found: no heartbeat; it was killed, crashed, or holds the interpreter lock\n"
-            "  do: look for the out-of-memory killer in that host's kernel log, and at the end of that rank's output",
-        )
-
-    def _stuck(self, rank: int, beat: Beat, why: str) -> Failure:
-        return Failure(
-            "stuck",
-            rank,
-            rank,
-            f"evenload: rank {rank} of {self._size} ({beat.host}) is stuck in '{beat.mark.where}'\n"
-            f"  found: {why}\n"
-            "  do: see above where it stands; if the work is just long, raise the limit `stuck_s`",
-        )
+    def _held_up(self) -> Failure:
+        return failures.held_up(self._rank, self._size, self._host, self._mark.where, self._held_up_s)
 
     def _post(self, failure: Failure) -> NoReturn:
         """Post a failure and end behind whichever was first."""
-        # The store may be lost with whoever held it; then this failure is all that is known here.
-        with contextlib.suppress(RuntimeError, OSError):
-            failure = Failure.decode(self._store.compare_set("failure", "", failure.encode()))
-        self._end(failure)
+        first = within(_POST_S, lambda: Failure.decode(self._store.claim("failure", failure.encode())))
+        if first is None:  # the store is lost or silent: this failure is all that is known here
+            self._end(failure._replace(printer=self._rank), store_lives=False)
+        self._end(first)
 
-    def _lost_store(self, error: Exception) -> None:
-        if self._stop.wait(2 * self._every):
-            return  # the job is ending well and the rank that held the store was faster
+    def _lost_store(self, why: str) -> NoReturn:
         if self._error is not None and not self._echo:
             self._end(self._own(self._error), store_lives=False)
-        holder = "the torchrun agent" if self._by_agent else f"rank 0 of {self._size}"
-        printer = int(not self._by_agent)
-        what = f"{type(error).__name__} in rank {printer}, which was in '{self._mark.where}'"
-        message = f"evenload: {holder} is gone, and with it the store of the job\n  found: {what}"
-        self._end(Failure("gone", 0, printer, message), store_lives=False)
+        if self._held_up_s:
+            self._end(self._held_up(), store_lives=False)
+        name, last_seen = self._holder_name, ""
+        if self._holder is not None:
+            name, last_seen = f"rank {self._holder} of {self._size}", self._peers.last_seen(self._holder)
+        printer = self._rank if first_here(self._job_id) else -1
+        why = f"{why}; rank {self._rank} is in '{self._mark.where}'"
+        rank = -1 if self._holder is None else self._holder
+        self._end(failures.store_lost(rank, printer, name, last_seen, why), store_lives=False)
 
     def _end(self, failure: Failure, store_lives: bool = True) -> NoReturn:
         self._ending.acquire()  # whichever thread comes second stays here until the process is over
-        if failure.printer == self._rank:
-            print(self._here() + failure.message if failure.kind == "stuck" else failure.message, file=sys.stderr)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            if failure.rank == self._rank:
-                get_error_handler().record_exception(self._error or RuntimeError(failure.message))
-            else:
-                time.sleep(_COURTESY_S)
-        if store_lives:
-            self._take_leave()
-        for child in active_children():
-            child.terminate()  # an orphan would keep our output open, and whoever reads it waiting
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failure.code)
+        text = failure.message if failure.printer == self._rank else ""
+        if text and failure.kind == "stuck":
+            text = self._here() + text
+        culprit = (self._error or RuntimeError(failure.message)) if failure.rank == self._rank else None
+        # A rank that is gone reads nothing any more.
+        others = self._size - (failure.kind == "gone" and failure.rank not in (-1, self._rank))
+
+        def farewell() -> None:
+            take_leave(self._store, waits=self._rank == self._holder, num_ranks=others)
+
+        end_process(text, culprit, failure.code, farewell if store_lives else None)
 
     def _here(self) -> str:
         """Where the worker thread stands now."""
         frame = sys._current_frames().get(self._worker)
         return "".join(traceback.format_stack(frame)) if frame else ""
 
-    def _take_leave(self) -> None:
-        patience = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(RuntimeError, OSError):
-            ended = self._store.add("ended", 1)
-            while self._holds_store and ended < self._size and time.monotonic() < patience:
-                time.sleep(0.05)
-                ended = self._store.add("ended", 0)
+
+def working(where: str) -> AbstractContextManager[None]:
+    """`Watchdog.working` of the watchdog that watches this process, if one does."""
+    return _current.working(where) if _current is not None else nullcontext()
+
+
+def _of_process_group() -> Members | None:
+    if not dist.is_initialized():
+        return None
+    return Members(_get_default_store(), dist.get_rank(), dist.get_world_size())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..core.bounds import RANKS
+from .meeting import meet
 from .variables import integer, job_variables
 
 
@@ -25,19 +26,21 @@ class World:
     """Whether `init_world` made the process group, so that `close_world` may destroy it."""
 
 
-def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
+def init_world(timeout_s: float = 1800.0, backend: str | None = None, gone_s: float = 30.0) -> World:
     """Join the job that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) describe.
 
     Without RANK and WORLD_SIZE this is a world of one, with a process group all the same, so that hosts which insist on
     one work. A process group that exists already is taken as it is.
 
     Args:
-        timeout_s: after which a collective that a peer does not join fails.
+        timeout_s: after which a rank that does not come is given up, and a collective that a peer does not join fails.
         backend: as in `dist.init_process_group`; None takes gloo for CPU tensors and, where there is CUDA, nccl for
             its tensors.
+        gone_s: after which a rank that has come and does not beat any more is gone.
 
     Raises:
         EvenloadError: some of the variables are missing or make no sense (`variables.job_variables`).
+        RankError: rank 0 cannot be reached.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -52,11 +55,11 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None) -> World:
         # Ranks that share a host share its cores; each of them would take all otherwise.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // integer("LOCAL_WORLD_SIZE", 1, 1, RANKS)))
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if job_variables() is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    job = job_variables()
+    if job is None:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        meet(backend, *job, timeout_s=timeout_s, gone_s=gone_s)
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 

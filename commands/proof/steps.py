@@ -130,12 +130,13 @@ class Beside:
             mark=lambda where: job.watchdog.at(where, number),
             inspect=captured.update,
         )
-        job.watchdog.at("plain step", number)
-        loss, gradients = self.plain.gradients(reader.expected, batch.plan.sequences)
+        with job.watchdog.working("plain step", number):
+            loss, gradients = self.plain.gradients(reader.expected, batch.plan.sequences)
         judged = _Judged(self.tolerance, loss, gradients, self.plain)
         parts = parts_of(self.plain, captured)
         if PRECISE[job.recipe.train.dtype] and any(everyone(not judged.passes(parts))):
-            judged = self._against_a_floor(batch, reader.expected, judged)
+            with job.watchdog.working("measuring the floor of rounding", number):
+                judged = self._against_a_floor(batch, reader.expected, judged)
         compare_gradients(errors, parts, judged.parts, judged.tolerance)
         errors.loss = compare_number(result.loss, judged.loss)
         errors.norm = compare_number(result.grad_norm, self.plain.norm(judged.gradients))

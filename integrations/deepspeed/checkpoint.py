@@ -37,6 +37,7 @@ from ...core.errors import EvenloadError
 from ...runtime import files
 from ...runtime.agreement import first_error
 from ...runtime.unpickling import tensors_only
+from ...runtime.watchdog import working
 
 TAG = "state"
 UNIVERSAL = "universal"
@@ -83,7 +84,8 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     if saved.get("world_size") == shape["world_size"] or shape["zero_stage"] == 0:
         _load(engine, directory, TAG, trust=trust)
         return
-    convert(engine, directory, trust=trust)
+    with working("converting the checkpoint"):
+        convert(engine, directory, trust=trust)
     config, before = engine._config, engine._config.load_universal_checkpoint
     config.load_universal_checkpoint = True
     try:
@@ -141,7 +143,7 @@ def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
         scratch = directory / f"{UNIVERSAL}.tmp"
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.rmtree(directory / UNIVERSAL, ignore_errors=True)
-        command = [sys.executable, "-m", f"{__package__}.to_universal", "--inject_missing_state"]
+        command = [sys.executable, "-m", f"{__package__}.to_universal", str(os.getpid()), "--inject_missing_state"]
         command += ["--trust"] if trust else []
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
         clean = {

@@ -1,15 +1,23 @@
-"""DeepSpeed's own converter of checkpoints, in a process of its own, kept from running code out of the files it reads.
+"""DeepSpeed's own converter of checkpoints, in a process of its own.
 
-python -m evenload.integrations.deepspeed.to_universal [--trust] <arguments of deepspeed.checkpoint.ds_to_universal>
+It ends with the rank that started it, and is kept from running code out of the files it reads.
+
+python -m evenload.integrations.deepspeed.to_universal PARENT [--trust] ARGUMENTS...   PARENT: the rank's process id;
+                                                       ARGUMENTS: those of deepspeed.checkpoint.ds_to_universal
+
+Left alone it would go on after its rank was killed, and write into the folder in which the next attempt works. Its pool
+of workers would wait for ever: each of them holds the pipe open that would tell it. So the kernel ends all of them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from deepspeed.checkpoint import ds_to_universal
 
 from ...core.errors import EvenloadError
+from ...runtime.orphans import die_with_parent
 from ...runtime.unpickling import tensors_only
 from .checkpoint import DATA
 
@@ -23,7 +31,11 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    os.register_at_fork(after_in_child=die_with_parent)
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the rank that asked for the conversion has ended")
     try:
-        main(sys.argv[1:])
+        main(sys.argv[2:])
     except EvenloadError as error:
         sys.exit(f"{error.what}: {error.found}; {error.do}")

@@ -86,29 +86,12 @@ MIDDLE = 9
 """Of a step: behind the check of the first ring, inside one of its layers."""
 
 
-def signalled(number: int) -> Callable[[], None]:
-    """The rank signals itself, once two heartbeats have told where it is."""
-
-    def act() -> None:
-        dog = dogs[0]
-        while dog._idle < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    return act
-
-
 FAULTS: dict[str, Callable[[], None]] = {
-    "killed": lambda: at_hop(MIDDLE, signalled(signal.SIGKILL)),
-    "frozen": lambda: at_hop(MIDDLE, signalled(signal.SIGSTOP)),
     "hung": lambda: at_hop(MIDDLE, lambda: time.sleep(1000)),
     "slow": slowed,
     "other order": reordered,
     "other plan": lambda: None,
 }
-
-
-dogs: list[Watchdog] = []
 
 
 def work(case: str) -> None:
@@ -126,7 +109,6 @@ def work(case: str) -> None:
             plan = replace(plan, micro_batches=(order[0], order[3], order[2], order[1]))
     stuck_s = 3.0 if case == "hung" else 60.0
     with Watchdog(gone_s=4.0, stuck_s=stuck_s, every_s=0.2) as dog:
-        dogs.append(dog)
         result = host.train_step(plan, samples.__getitem__, lr=1e-3, mark=dog.at)
     print(json.dumps([[r.loss, r.grad_norm] for r in (good, result)]), flush=True)
     host.close()
@@ -162,8 +144,6 @@ def run(case: str, folder: Path) -> list[int | None]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 ended[pid] = os.waitstatus_to_exitcode(status)
-        if case == "frozen" and len(ended) == RANKS - 1:
-            break
         time.sleep(0.02)
     for pid in set(ranks) - set(ended):
         os.kill(pid, signal.SIGKILL)

@@ -14,8 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-CASES = ("slow", "killed", "frozen", "hung", "other order", "other plan")
-FORCED = -9
+CASES = ("slow", "hung", "other order", "other plan")
 
 
 class Ended(NamedTuple):
@@ -55,22 +54,6 @@ def test_a_slow_rank_is_waited_for_and_changes_no_bit(job: Callable[[str], Ended
     assert ended.codes == [0, 0, 0], ended
     results = [json.loads(text.splitlines()[-1]) for text in ended.outputs]
     assert all(undisturbed == slow == results[0][0] for undisturbed, slow in results)
-
-
-def test_a_killed_rank_ends_the_job_and_is_named(job: Callable[[str], Ended]) -> None:
-    ended = job("killed")
-    assert ended.codes == [1, FORCED, 1], ended
-    assert "rank 1 of 3" in ended.message
-    assert "is gone" in ended.message
-    assert "ward of micro-batch 0'" in ended.message
-
-
-def test_a_frozen_rank_ends_the_job_and_is_named(job: Callable[[str], Ended]) -> None:
-    ended = job("frozen")
-    assert ended.codes == [1, None, 1], ended
-    assert "rank 1 of 3" in ended.message
-    assert "is gone; it was last seen in '" in ended.message
-    assert "ward of micro-batch 0'" in ended.message
 
 
 def test_a_rank_that_never_comes_back_ends_the_job_and_shows_where_it_stands(job: Callable[[str], Ended]) -> None:

@@ -156,7 +156,7 @@ class Machine:
     runs: int = 0
     layout: Layout = field(default_factory=Layout)
 
-    def train_step(self, plan: Any, tokens_of: Any, *, lr: float) -> Any:
+    def train_step(self, plan: Any, tokens_of: Any, *, lr: float, mark: Any) -> Any:
         assert lr == 0.0
         assert len(tokens_of(0)) >= plan.sequences[0].length
         work = cost_models.work_of(plan.micro_batches)

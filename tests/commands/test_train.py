@@ -7,10 +7,8 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,57 +266,6 @@ def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
     assert sorted(p.name for p in (place / "kept" / "step00000002").rglob("*")) == before
     resumed = forged(place, "train", recipe, "checkpoint.dir=kept", "--json")
     assert [row["step"] for row in json.loads(resumed.stdout)["steps"]] == [2, 3]
-
-
-def wait_for(condition: Any, limit_s: float = 120) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the job never got there"
-        time.sleep(0.05)
-
-
-def rank_process(parent: int, rank: int) -> int | None:
-    """Process id of a rank below the launcher."""
-    for entry in Path("/proc").iterdir():
-        try:
-            child = entry.name.isdigit() and f"\nPPid:\t{parent}\n" in (entry / "status").read_text()
-            if child and f"\0RANK={rank}\0" in "\0" + (entry / "environ").read_text():
-                return int(entry.name)
-        except OSError:
-            continue
-    return None
-
-
-@pytest.fixture(scope="module")
-def eight_steps(tmp_path_factory: pytest.TempPathFactory, forged: Forged) -> list[str]:
-    """Losses of a run that nothing disturbs."""
-    place = written(tmp_path_factory.mktemp("eight"))
-    return losses(forged(place, "train", "megatron.yaml", "train.steps=8", "--json"))
-
-
-@pytest.mark.parametrize(("how", "word"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "is gone")])
-def test_a_rank_killed_or_frozen_in_mid_run_ends_the_job_and_resume_goes_on(
-    how: int, word: str, place: Path, forged: Forged, eight_steps: list[str]
-) -> None:
-    command = [sys.executable, "-m", "evenload", "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8"]
-    command += ["log.jsonl=log.jsonl", "safety.gone_s=4", "safety.stuck_s=60"]
-    job = subprocess.Popen(
-        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    try:
-        wait_for(lambda: (place / "kept" / "latest").exists())
-        victim = rank_process(job.pid, 1)
-        assert victim is not None
-        os.kill(victim, how)
-        _, errors = job.communicate(timeout=120)
-    finally:
-        job.kill()
-    assert job.returncode == 1, errors[-2000:]
-    assert errors.count("evenload: rank 1 of 2") == 1, errors[-2000:]
-    assert word in errors
-    resumed = losses(forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "train.steps=8", "--json"))
-    assert eight_steps[-len(resumed) :] == resumed
-    assert 0 < len(resumed) < 8
 
 
 PLANTED = """

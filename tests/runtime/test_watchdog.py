@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,34 +28,53 @@ def environment(limits, pg_timeout_s):
     return env
 
 
-def finish(commands, environments):
-    """Run the ranks; their exit codes and outputs."""
-    ranks = [
+def started(commands, environments):
+    return [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command, env in zip(commands, environments, strict=True)
     ]
+
+
+def end(ranks):
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+def finish(ranks):
+    """Exit codes and outputs of the ranks."""
     try:
         outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        end(ranks)
     return [rank.returncode for rank in ranks], outputs
 
 
 def over_a_file(folder, how, culprit, size, pg_timeout_s=1000, **limits):
     commands = [[sys.executable, JOB, how, str(culprit), folder / "store", str(r), str(size)] for r in range(size)]
-    return finish(commands, [environment(limits, pg_timeout_s)] * size)
+    return finish(started(commands, [environment(limits, pg_timeout_s)] * size))
 
 
-def over_tcp(how, culprit, size):
+def started_over_tcp(how, culprit, size, more=None, **limits):
     """Rank 0 holds the store itself, as when ranks are started by hand."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     commands = [[sys.executable, JOB, how, str(culprit)]] * size
-    return finish(commands, [environment({}, 1000) | job | {"RANK": str(r)} for r in range(size)])
+    job |= more or {}
+    return started(commands, [environment(limits, 1000) | job | {"RANK": str(r)} for r in range(size)])
+
+
+def over_tcp(how, culprit, size):
+    return finish(started_over_tcp(how, culprit, size))
+
+
+def wait_for(condition):
+    patience = time.monotonic() + ENDS_WITHIN_S
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
 
 
 def the_message(outputs):
@@ -142,14 +163,83 @@ def test_the_rank_that_holds_the_store_stays_until_all_have_read_its_failure():
 def test_a_store_that_dies_with_its_rank_names_that_rank():
     codes, outputs = over_tcp("kill", 0, 3)
     printer, text = the_message(outputs)
-    assert printer == 1
+    assert printer in (1, 2), "whichever notices first"
     assert "rank 0 of 3 is gone, and with it the store of the job" in text
     assert codes[1:] == [1, 1]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_frozen_holder_of_the_store_is_named_by_one_rank_and_ends_when_it_goes_on(size, tmp_path):
+    ranks = started_over_tcp("freeze", 0, size, {"TMPDIR": str(tmp_path)}, gone_s=3)
+    try:
+        outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks[1:]]
+        assert [rank.returncode for rank in ranks] == [None, *[1] * (size - 1)]
+        printers = [text for text in outputs if "evenload: " in text]
+        assert len(printers) == 1, outputs
+        assert printers[0].count("evenload: ") == 1
+        assert list(tmp_path.iterdir()) == [], "what ranks told each other by"
+        assert f"rank 0 of {size} is gone, and with it the store of the job" in printers[0]
+        assert re.search(
+            r"found: no answer to the heartbeats of rank \d for 3 s; rank \d is in 'step 3: gradients'", printers[0]
+        )
+        ranks[0].send_signal(signal.SIGCONT)
+        late = ranks[0].communicate(timeout=ENDS_WITHIN_S)[0]
+    finally:
+        end(ranks)
+    assert ranks[0].returncode == 1
+    assert late.count("evenload: ") == 1
+    assert re.search(rf"rank 0 of {size} \(.*\) was held up for \d+ s, and the others ended meanwhile", late)
+
+
+def test_a_frozen_rank_is_named_by_the_one_behind_it_and_ends_when_it_goes_on():
+    ranks = started_over_tcp("freeze", 1, 3, gone_s=3)
+    try:
+        outputs = [ranks[rank].communicate(timeout=ENDS_WITHIN_S)[0] for rank in (0, 2)]
+        assert [rank.returncode for rank in ranks] == [1, None, 1]
+        assert "evenload: " not in outputs[0]
+        assert re.search(r"rank 1 of 3 \(.*\) is gone; it was last seen in '.*', as of its last heartbeat", outputs[1])
+        ranks[1].send_signal(signal.SIGCONT)
+        late = ranks[1].communicate(timeout=ENDS_WITHIN_S)[0]
+    finally:
+        end(ranks)
+    assert ranks[1].returncode == 1
+    assert re.search(r"rank 1 of 3 \(.*\) was held up for \d+ s, and the others ended meanwhile", late)
+
+
+def test_a_machine_that_slept_blames_nobody(tmp_path):
+    """All ranks stand still for longer than any may, and go on together."""
+    ready, held_s = tmp_path / "ready", 5
+    ranks = started_over_tcp("nothing", 0, 3, {"STEPS": "400", "READY": str(ready)}, gone_s=2)
+    try:
+        wait_for(ready.exists)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(held_s if number == signal.SIGSTOP else 0)
+    finally:
+        codes, outputs = finish(ranks)
+    assert codes == [0, 0, 0], outputs
+    assert [text.count("survived") for text in outputs] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["child works", "reads"])
+def test_a_long_phase_that_works_by_itself_is_no_hang(tmp_path, how):
+    codes, outputs = over_a_file(tmp_path, how, 1, 2)
+    assert codes == [0, 0], outputs
+    assert [text.count("survived") for text in outputs] == [1, 1]
+
+
+def test_a_long_phase_that_stands_still_is_a_hang(tmp_path):
+    codes, outputs = over_a_file(tmp_path, "stands still", 0, 2)
+    printer, text = the_message(outputs)
+    assert printer == 0
+    assert re.search(r"rank 0 of 2 \(.*\) is stuck in 'converting'", text)
+    assert codes == [1, 1]
+
+
 def torchrun(how, culprit, size):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    codes, outputs = finish([[*command, JOB, how, str(culprit)]], [environment({}, 1000)])
+    codes, outputs = finish(started([[*command, JOB, how, str(culprit)]], [environment({}, 1000)]))
     assert "survived" not in outputs[0]
     assert codes != [0]
     root = outputs[0].partition("Root Cause (first observed failure):")[2]
@@ -169,3 +259,30 @@ def test_torchrun_reports_a_killed_rank():
     assert re.search(r"rank +: 1 ", root)
     assert "SIGKILL" in root
     assert not re.search(r"evenload: rank [02] ", text)
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_whose_torchrun_agent_is_frozen_end_and_one_tells(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = environment({"gone_s": 3}, 1000) | {"STEPS": "100000", "READY": str(tmp_path / "ready")}
+    (agent,) = started([[*command, JOB, "nothing", "0"]], [env])
+    try:
+        wait_for((tmp_path / "ready").exists)
+        agent.send_signal(signal.SIGSTOP)
+        ranks = children(agent.pid)
+        assert len(ranks) == 2
+        wait_for(lambda: all(state(rank) == "Z" for rank in ranks))  # nobody reaps them while the agent stands
+        agent.send_signal(signal.SIGCONT)
+        text = agent.communicate(timeout=ENDS_WITHIN_S)[0]
+    finally:
+        end([agent])
+    assert text.count("evenload: the torchrun agent is gone, and with it the store of the job") == 1, text
+    assert text.count("evenload: ") == 1
+    assert agent.returncode == 1

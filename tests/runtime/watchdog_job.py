@@ -3,15 +3,18 @@
 watchdog_job.py HOW CULPRIT                     under torchrun, or anything else that sets its variables
 watchdog_job.py HOW CULPRIT FILE RANK SIZE      over a file store
 
-Limits come from LIMITS, a JSON object of the arguments of Watchdog, and PG_TIMEOUT_S.
+Limits come from LIMITS, a JSON object of the arguments of Watchdog, and PG_TIMEOUT_S. STEPS says how many steps there
+are, and READY names a file that is there from the third on.
 """
 
 import datetime
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,8 @@ def misbehave(how: str, rank: int) -> None:
         raise EvenloadError("the data ran out", "3 samples", "shorten the run")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(1000)
     if how == "leave":
@@ -42,13 +47,35 @@ def work_long(culprit: bool, dog: Watchdog) -> None:
         dog.at("step 3: forward", 3)
 
 
+CHILD = "import time; end = time.monotonic() + float(__import__('sys').argv[1])\nwhile time.monotonic() < end: pass"
+
+
+def work_without_marks(how: str, dog: Watchdog) -> None:
+    """A phase of twice the limit: a child computes, this process reads, or nothing happens."""
+    long_s = 2 * json.loads(os.environ["LIMITS"])["stuck_s"]
+    with dog.working("converting"):
+        if how == "child works":
+            subprocess.run([sys.executable, "-c", CHILD, str(long_s)], check=True)
+        end_s = time.monotonic() + long_s
+        while how == "reads" and time.monotonic() < end_s:
+            with open("/dev/zero", "rb") as zeros:
+                zeros.read(1 << 20)
+            time.sleep(0.05)
+        if how == "stands still":
+            time.sleep(1000)
+
+
 def work(how: str, culprit: int, rank: int, dog: Watchdog) -> None:
-    for step in range(6):
+    for step in range(int(os.environ.get("STEPS", "6"))):
+        if step == 2 and "READY" in os.environ:
+            Path(os.environ["READY"]).touch()
         dog.at(f"step {step}: forward", step)
         if step == 3 and rank == culprit:
             misbehave(how, rank)
         if step == 3 and how == "long":
             work_long(rank == culprit, dog)
+        if step == 3 and rank == culprit and how in ("child works", "reads", "stands still"):
+            work_without_marks(how, dog)
         if step == 3 and how == "diverge":
             agree(bytes([rank == culprit] * 16), "plans", step)
         dog.at(f"step {step}: gradients", step, waits=True)

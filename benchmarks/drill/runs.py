@@ -1,0 +1,242 @@
+"""Runs cases of the drill and says what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import evenload
+from cases import FAULTY_STEP, Case, Setting
+from evenload.commands.checkpoints import last_good
+from plant import VARIABLE
+from warm import finish
+
+LIMIT_S = 90.0
+HERE = Path(__file__).parent
+PACKAGE = Path(evenload.__file__).parent
+DISK_BYTES = 24_000_000
+CONVERTED = 1e-5
+"""How far losses may be apart where a checkpoint goes on with other ranks: sums run in another order."""
+
+MESSAGE = re.compile(
+    r"^evenload: (?:rank \d+ of \d+.* (?:is gone|is stuck|failed in|did not come|was held up|ended early|is stopped"
+    r"|does not end)|in '|every rank|\d+ of \d+ ranks|the torchrun agent|rank \d+ (?:waited|cannot)|the ranks ended)"
+)
+Row = dict[str, Any]
+Steps = dict[int, tuple[list[int], float]]
+"""Samples and loss of every step."""
+
+
+class Forge:
+    """The process that has imported a trainer (warm.py)."""
+
+    def __init__(self, trainer: str) -> None:
+        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        env = {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, str(HERE / "warm.py"), trainer]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def run(self, place: Path, arguments: tuple[str, ...], fault: Row | None, output: Path) -> Row:
+        job = {"place": str(place), "arguments": arguments, "fault": fault, "output": str(output), "limit_s": LIMIT_S}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: Row = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def by_the_command(place: Path, arguments: tuple[str, ...], fault: Row, output: Path) -> Row:
+    """The same with ``python -m evenload``; the fault comes with sitecustomize."""
+    plants = place / "plants"
+    plants.mkdir()
+    (plants / "sitecustomize.py").write_text("import plant\nplant.plant_from_environment()\n")
+    paths = [str(plants), str(HERE), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(fault), "OMP_NUM_THREADS": "1"}
+    with output.open("a") as out:
+        command = [sys.executable, "-m", "evenload", *arguments]
+        job = subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code: int | None = job.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+            job.kill()
+            job.wait()
+    return finish(job.pid, code, time.time(), str(place))
+
+
+def steps_of(log: Path) -> Steps:
+    """Of the last time that each step was trained."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]  # a full disk cuts the last one off
+    return {row["step"]: (row["samples"], row["loss"]) for row in rows}
+
+
+class Drill:
+    """One folder, one process a trainer, and for each setting a run that nothing disturbs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._forges: dict[str, Forge] = {}
+        self._undisturbed: dict[tuple[str, int], Path] = {}
+        self._disk = folder / "disk"
+        self._disk.mkdir()
+        size = f"size={DISK_BYTES}"
+        mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self._disk)]
+        self.has_disk = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+    def close(self) -> None:
+        for forge in self._forges.values():
+            forge.close()
+        if self.has_disk:
+            subprocess.run(["umount", str(self._disk)], check=True)
+
+    def collectives(self, setting: Setting) -> list[str]:
+        """What ranks call in a step, in the order in which they first do."""
+        names: list[str] = json.loads((self._reference(setting, 2) / "stamp").read_text())
+        return [name for name in names if "." not in name]
+
+    def run(self, case: Case) -> Row:
+        place = self._disk if case.how == "disk" and case.ends else self._folder / "case"
+        self._prepare(case, place)
+        output, stamp = self._folder / "output", self._folder / "stamp"
+        for path in (output, stamp):
+            path.unlink(missing_ok=True)
+        fault, arguments = case.fault(str(stamp), str(self._disk)), self._arguments(case.setting, 2)
+        if case.phase.name == "log":
+            arguments = (*arguments, f"log.jsonl={self._disk}/log.jsonl", f"log.tensorboard={self._disk}/board")
+        run = by_the_command if case.launched else self._forge(case.setting).run
+        ended = run(place, arguments, fault, output)
+        text = output.read_text(errors="replace")
+        at_s, where = json.loads(stamp.read_text()) if stamp.exists() else (None, "")
+        good = last_good(place / "kept")
+        (self._disk / "filler").unlink(missing_ok=True)
+        row = {
+            "case": case.name,
+            "setting": case.setting.name,
+            "phase": case.phase.name,
+            "fault": f"{case.how} rank {case.victim}",
+            "mark": where,
+            "seconds": at_s and round(ended["ended_s"] - at_s, 1),
+            "code": ended["code"],
+            "messages": messages_of(text),
+            "tracebacks": text.count("Traceback (most recent call last)"),
+            "lines": len(text.splitlines()),
+            "orphans": ended["orphans"],
+            "last_good": good.name if good else None,
+            **self._go_on(case, place),
+        }
+        row["faults"] = list(faults_of(case, row))
+        row["output"] = text[-4000:] if row["faults"] else ""
+        return row
+
+    def _go_on(self, case: Case, place: Path) -> Row:
+        """Resume without a fault, and compare all steps with the run that nothing disturbed."""
+        output = self._folder / "resumed"
+        output.unlink(missing_ok=True)
+        answer = self._forge(case.setting).run(place, self._arguments(case.setting, 2), None, output)
+        wanted = steps_of(self._reference(case.setting, 2) / "log.jsonl")
+        steps = steps_of(place / "log.jsonl")
+        begun = FAULTY_STEP - 1 if case.phase.begins != "fresh" else 0
+        lost = repeated = 0
+        for step in range(begun, len(wanted)):
+            ours, theirs = Counter(steps.get(step, ([], 0.0))[0]), Counter(wanted[step][0])
+            lost, repeated = lost + (theirs - ours).total(), repeated + (ours - theirs).total()
+        apart = [abs(loss - wanted[step][1]) for step, (_, loss) in steps.items()]
+        text = output.read_text(errors="replace")
+        return {
+            "resumed": answer["code"],
+            "lost": lost,
+            "repeated": repeated,
+            "loss_apart": max(apart, default=None),
+            "resume_output": text[-2000:] if answer["code"] else "",
+        }
+
+    def _prepare(self, case: Case, place: Path) -> None:
+        """An empty folder, or one with a checkpoint of the first steps."""
+        for path in [*place.iterdir()] if place == self._disk else [place]:
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        place.mkdir(exist_ok=True)
+        if case.phase.begins == "fresh":
+            return
+        source = self._reference(case.setting, 1 if case.phase.begins == "convert" else 2) / "kept"
+        first = f"step{FAULTY_STEP - 1:08d}"
+        shutil.copytree(source / first, place / "kept" / first)
+        (place / "kept" / "latest").write_text(first)
+
+    def _reference(self, setting: Setting, num_ranks: int) -> Path:
+        """The folder of a run of all steps; its collectives are listed in ``stamp``."""
+        key = setting.name, num_ranks
+        if key not in self._undisturbed:
+            place = self._folder / f"{setting.name} {num_ranks}"
+            place.mkdir()
+            trace = {"rank": 0, "how": "trace", "at": "none", "where": "", "step": 2, "stamp": str(place / "stamp")}
+            output = place / "output"
+            answer = self._forge(setting).run(place, self._arguments(setting, num_ranks), trace, output)
+            assert answer["code"] == 0, output.read_text()[-3000:]
+            self._undisturbed[key] = place
+        return self._undisturbed[key]
+
+    def _arguments(self, setting: Setting, num_ranks: int) -> tuple[str, ...]:
+        more = ("checkpoint.dir=kept", "log.jsonl=log.jsonl", *(["parallel.dp=1"] if num_ranks == 1 else []))
+        return ("train", str(PACKAGE / "recipes" / setting.recipe), *setting.arguments, *more)
+
+    def _forge(self, setting: Setting) -> Forge:
+        if setting.trainer not in self._forges:
+            self._forges[setting.trainer] = Forge(setting.trainer)
+        return self._forges[setting.trainer]
+
+
+def messages_of(text: str) -> list[str]:
+    """Every failure that was told, with what belongs to it."""
+    lines = text.splitlines()
+    messages = []
+    for number, line in enumerate(lines):
+        if MESSAGE.match(line):
+            rest = takewhile(lambda more: more.startswith("  "), lines[number + 1 :])
+            messages.append("\n".join([line, *rest]))
+    return messages
+
+
+def faults_of(case: Case, row: Row) -> list[str]:
+    """What is not as it should be; empty where all is."""
+    said = row["messages"][0] if row["messages"] else ""
+    checks = [(row["seconds"] is None, "the fault never happened"), (bool(row["orphans"]), "orphans")]
+    checks += [(row["code"] is None, f"not ended in {LIMIT_S:.0f} s"), (row["resumed"] != 0, "resume failed")]
+    checks += [(row["lost"] > 0, "samples lost"), (row["repeated"] > 0, "samples repeated")]
+    rounding = CONVERTED if case.phase.begins == "convert" else 0.0
+    checks += [((row["loss_apart"] or 0.0) > rounding, "losses differ")]
+    if not case.ends:
+        checks += [(row["code"] != 0, f"exit code {row['code']}"), (bool(row["messages"]), "a message")]
+        return [text for wrong, text in checks if wrong]
+    checks += [(row["code"] not in (1, None), f"exit code {row['code']}")]
+    if case.how == "raise" and case.phase.at == "start":
+        return [text for wrong, text in checks if wrong]  # nothing of ours runs yet: Python tells it
+    checks += [(len(row["messages"]) != 1, f"{len(row['messages'])} messages")]
+    if case.how in ("kill", "stop", "raise", "hang"):
+        place = f"'{row['mark']}'" if case.phase.at != "start" else "before it met the other ranks"
+        checks += [(f"rank {case.victim} of 2" not in said, "another rank is named")]
+        checks += [(place not in said, "another phase is named")]
+    if case.how == "nan":
+        checks += [("not finite" not in said, "the cause is not named")]
+    if case.how == "disk":
+        checks += [("free space" not in said, "the cause is not named")]
+    return [text for wrong, text in checks if wrong]

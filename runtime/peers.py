@@ -1,0 +1,124 @@
+"""What one rank reads in the heartbeats of the others, and whom it blames."""
+
+from __future__ import annotations
+
+import sys
+
+from . import failure as failures
+from . import marks
+from .failure import Failure
+from .heartbeat import Beat, furthest_behind, hangs
+from .store_client import StoreClient
+
+ECHO_GONE = 4
+"""Heartbeats that a peer may miss once a connection has broken: then somebody is gone, and it is a matter of who."""
+_ASK_S = 30.0
+"""A rank that has not come for so long is asked after aloud; then again after twice as long, and so on."""
+
+
+class Peers:
+    """The other ranks, seen from one; every look at a rank counts as the time between two heartbeats.
+
+    Methods raise StoreLostError. What they return is the failure to post, None while nobody is to blame.
+    """
+
+    def __init__(self, store: StoreClient, rank: int, size: int, gone_s: float, stuck_s: float, every_s: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._gone_s, self._stuck_s, self._every_s = gone_s, stuck_s, every_s
+        self._seen: dict[int, int] = {}
+        self._missed: dict[int, int] = {}
+        self._last: dict[int, Beat] = {}
+        self._ask_s = _ASK_S
+
+    def neighbour(self) -> Failure | None:
+        """Look at the nearest lower rank that still works: whether it came, whether its heart beats."""
+        for distance in range(1, self._size):
+            rank = (self._rank - distance) % self._size
+            beat = self._look(rank)
+            missed_s = self._missed[rank] * self._every_s
+            if beat is None:
+                # Ranks may reach the watched part far apart: one builds a cache, the others wait for it.
+                self._ask_after(rank, missed_s)
+                return self._gone(rank) if missed_s > self._stuck_s else None
+            if beat.state != "done":
+                return self._gone(rank) if missed_s > self._gone_s else None
+        return None
+
+    def progress(self, idle: int) -> Failure | None:
+        """Whether the job hangs, judged by its lowest rank at work; `idle`: this rank's heartbeats without progress."""
+        limit = round(self._stuck_s / self._every_s)
+        if idle <= limit:
+            return None
+        beats: dict[int, Beat] = {}
+        for rank in range(self._size):
+            beat = self._read(rank)
+            if beat is None or (beat.state != "done" and rank < self._rank):
+                return None  # not everybody has begun, or a lower rank is there to judge
+            beats[rank] = beat
+        if not hangs(beats, limit):
+            return None
+        working = {rank: beat for rank, beat in beats.items() if beat.state != "done"}
+        others = "the others wait for it" if len(working) > 1 else "the others are done"
+        return self._stuck(working, f"no rank made progress for {self._stuck_s:g} s; {others}")
+
+    def look_at_all(self) -> dict[int, Beat | None]:
+        """The newest heartbeat of every other rank."""
+        return {rank: self._look(rank) for rank in range(self._size) if rank != self._rank}
+
+    def gone(self, *, came: bool) -> Failure | None:
+        """Of the ranks last looked at, the one that missed most heartbeats, if these are `ECHO_GONE` or more.
+
+        ``came``: leave out those that have not beaten yet.
+        """
+        missed = {rank: count for rank, count in self._missed.items() if rank in self._last or not came}
+        rank = max(missed, key=lambda rank: missed[rank], default=-1)
+        return self._gone(rank) if missed.get(rank, 0) >= ECHO_GONE else None
+
+    def behind(self, beats: dict[int, Beat | None]) -> Failure | None:
+        """Why connections broke although all hearts beat: a rank left early, or lags behind."""
+        for rank, beat in beats.items():
+            if beat is not None and beat.state == "done":
+                return failures.left(rank, self._size, self._rank, beat.host)
+        working = {rank: beat for rank, beat in beats.items() if beat is not None and beat.state == "works"}
+        return self._stuck(working, "the collectives of other ranks broke or timed out meanwhile") if working else None
+
+    def last_seen(self, rank: int) -> str:
+        """Where a rank was: to the very mark under the launcher, else as of its last heartbeat read here; or empty."""
+        where = marks.of_rank(rank)
+        if where is not None:
+            return f"it was in '{where}'"
+        last = self._last.get(rank)
+        return f"it was last seen in '{last.mark.where}', as of its last heartbeat" if last else ""
+
+    def _read(self, rank: int) -> Beat | None:
+        """The newest heartbeat of a rank, if it ever beat."""
+        data = self._store.get(f"beat/{rank}")
+        if data is None:
+            return None
+        self._last[rank] = Beat.decode(data)
+        return self._last[rank]
+
+    def _look(self, rank: int) -> Beat | None:
+        """`_read`, once per own heartbeat: counts how often in a row there was nothing new."""
+        beat = self._read(rank)
+        tick = beat.tick if beat else 0
+        fresh = self._seen.get(rank) != tick or (beat is not None and beat.state == "done")
+        self._missed[rank] = 0 if fresh else self._missed[rank] + 1
+        self._seen[rank] = tick
+        return beat
+
+    def _gone(self, rank: int) -> Failure:
+        last = self._last.get(rank)
+        if last is None:
+            return failures.absent(rank, self._size, self._rank, self._missed[rank] * self._every_s)
+        return failures.gone(rank, self._size, self._rank, last.host, self.last_seen(rank))
+
+    def _stuck(self, working: dict[int, Beat], why: str) -> Failure:
+        rank = furthest_behind(working)
+        return failures.stuck(rank, self._size, working[rank].host, working[rank].mark.where, why)
+
+    def _ask_after(self, rank: int, missed_s: float) -> None:
+        if missed_s >= self._ask_s:
+            self._ask_s *= 2
+            waits = f"rank {self._rank} has waited for it {missed_s:.0f} s and gives up after {self._stuck_s:g} s"
+            print(f"evenload: rank {rank} of {self._size} has not come yet; {waits}", file=sys.stderr, flush=True)

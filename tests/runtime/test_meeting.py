@@ -1,0 +1,97 @@
+"""Ranks that meet: who does not come, or dies meanwhile, is named by one message."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+from evenload.core.errors import RankError
+from evenload.runtime import meeting
+from evenload.runtime.meeting import meet
+
+JOIN = """
+import os, signal, sys
+import torch.distributed as dist
+from evenload.runtime.world import close_world, init_world
+rank, how = os.environ["RANK"], sys.argv[1]
+if how != "nothing" and rank == "1":
+    init = dist.init_process_group
+    def planted(*arguments, **named):
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.init_process_group = planted
+close_world(init_world(float(sys.argv[2]), gone_s=2.0))
+print("met")
+"""
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_store_that_is_not_there_is_asked_after_and_then_no_more(port, monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "_ASK_S", 0.15)
+    with pytest.raises(RankError, match=r"rank 1 waited 0\.5 s for rank 0, which holds the store of the job") as caught:
+        meet("gloo", 1, 2, "127.0.0.1", port, timeout_s=0.5, gone_s=5)
+    assert "Connection refused" in caught.value.found
+    assert re.search(rf"no store at 127.0.0.1:{port} yet \(.*\); rank 1 has waited \d s", capsys.readouterr().err)
+
+
+def test_an_address_that_does_not_exist_is_named(port):
+    with pytest.raises(RankError) as caught:
+        meet("gloo", 1, 2, "nowhere.invalid", port, timeout_s=0.1, gone_s=5)
+    assert caught.value.found.startswith(f"nowhere.invalid:{port}: ")
+
+
+def test_a_port_that_another_program_has_is_named_by_both_sides(port):
+    with socket.create_server(("127.0.0.1", port)) as silent:
+        with pytest.raises(RankError, match="rank 1 cannot reach the store of the job") as caught:
+            meet("gloo", 1, 2, "127.0.0.1", port, timeout_s=5, gone_s=0.3)
+        assert caught.value.found == "somebody listens there, and does not answer in 0.3 s"
+        with pytest.raises(RankError, match="rank 0 cannot open the store of the job") as caught:
+            meet("gloo", 0, 2, "127.0.0.1", port, timeout_s=5, gone_s=5)
+        assert "address already in use" in caught.value.found
+        silent.close()
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("evenload"))
+
+
+def join(ranks, size, port, how, timeout_s):
+    env = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", textwrap.dedent(JOIN), how, str(timeout_s)]
+    return [
+        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        for rank in ranks
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named(port):
+    (rank,) = join([0], 2, port, "nothing", 4)
+    text = rank.communicate(timeout=100)[0]
+    assert rank.returncode == 1
+    assert text.count("evenload: ") == 1, text
+    assert re.search(r"evenload: rank 1 of 2 did not come\n  found: no heartbeat of it in \d s", text)
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_freezes_while_the_others_connect_is_named_once(how, port):
+    ranks = join([0, 1, 2], 3, port, how, 100)
+    try:
+        outputs = [ranks[rank].communicate(timeout=100)[0] for rank in (0, 2)]
+    finally:
+        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].communicate()
+    assert [ranks[rank].returncode for rank in (0, 2)] == [1, 1]
+    said = "".join(outputs)
+    assert said.count("evenload: ") == 1, said
+    assert re.search(r"rank 1 of 3 \(.*\) is gone; it was last seen in '(the start|connecting to the other rank)", said)
+    assert "Traceback" not in said
