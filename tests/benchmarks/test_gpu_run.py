@@ -132,6 +132,7 @@ def script(scripted: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]
     return lambda name, *arguments: scripted("megatron", tmp_path, GPU / name, *arguments)
 
 
+@pytest.mark.slow
 def test_attention_is_measured_against_float64(script: Callable[..., Done]) -> None:
     done = script("attention.py", "--json", "--device", "cpu", "--tokens", "128")
     assert done.returncode == 0, done.stderr
@@ -144,6 +145,7 @@ def test_attention_is_measured_against_float64(script: Callable[..., Done]) -> N
         assert row["forward_ms"] > 0
 
 
+@pytest.mark.slow
 def test_slices_are_measured_with_every_kernel_there_is(script: Callable[..., Done]) -> None:
     done = script("slices.py", "--tiny", "--tokens", "320", "--slices", "4", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -164,6 +166,7 @@ def test_slices_start_nothing_when_time_is_up(script: Callable[..., Done]) -> No
     assert {row["failed"] for row in run["rows"]} == {"no time left"}
 
 
+@pytest.mark.slow
 def test_the_places_of_a_ring_are_measured_with_every_engine(script: Callable[..., Done]) -> None:
     done = script("ring.py", "--tiny", "--tokens", "128", "--places", "3", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -182,6 +185,7 @@ def test_the_places_of_a_ring_are_measured_with_every_engine(script: Callable[..
     assert set(ring["all_over_whole"]) == set(ring["busiest_over_mean"]) == {"F", "B"}
 
 
+@pytest.mark.slow
 def test_offload_is_measured_share_by_share(script: Callable[..., Done]) -> None:
     done = script("offload.py", "--tiny", "--tokens", "128", "--shares", "0.5,1", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -198,6 +202,7 @@ def test_offload_is_measured_share_by_share(script: Callable[..., Done]) -> None
     assert result["layer_bytes"] == rows[0]["seen_bytes"] / 3
 
 
+@pytest.mark.slow
 def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(script: Callable[..., Done]) -> None:
     done = script("chunks.py", "--tiny", "--tokens", "512", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
