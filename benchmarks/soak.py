@@ -68,22 +68,22 @@ class Watch:
             time.sleep(1.0)
 
     def growth(self) -> dict[str, Any]:
-        """Of each rank the least and the most of what it held in the first and the last third after settling."""
+        """Medians of what each rank held in the first and in the last third of its time after settling."""
         rows = np.array(self.rows)
         rows = rows[rows[:, 0] > _SETTLED * rows[-1, 0]]
         # The end of a run tears down what it held.
         rows = rows[rows[:, 0] < rows[-1, 0] - 5.0]
-        found = {}
+        held = {}
         for rank in np.unique(rows[:, 1]).astype(int).tolist():
             own = rows[rows[:, 1] == rank]
             third = max(1, len(own) // 3)
             first, last = np.median(own[:third], axis=0), np.median(own[-third:], axis=0)
-            found[f"rank {rank}"] = {
+            held[f"rank {rank}"] = {
                 "mib": [first[2] / 2**20, last[2] / 2**20],
                 "descriptors": [int(first[3]), int(last[3])],
                 "threads": [int(first[4]), int(last[4])],
             }
-        return found
+        return held
 
 
 def _children(pid: int) -> list[int]:

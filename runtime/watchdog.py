@@ -98,7 +98,7 @@ class Watchdog:
     ) -> None:
         self._gone_s, self._stuck_s, self._every_s, self._members = gone_s, stuck_s, every_s, members
         self._host = socket.gethostname()
-        self._mark = self._told = Mark()
+        self._mark = self._sent = Mark()
         self._mark_file = marks.own()
         self._meter: Meter | None = None
         self._tick = self._idle = self._looks = 0
@@ -212,7 +212,7 @@ class Watchdog:
                 self._lost_store(f"no answer to the heartbeats of rank {self._rank} for {self._gone_s:g} s")
 
     def _beat(self) -> None:
-        self._idle = self._idle + 1 if self._mark is self._told and not self._works() else 0
+        self._idle = self._idle + 1 if self._mark is self._sent and not self._works() else 0
         self._send("echo" if self._echo else "works")
         posted = self._store.get("failure")
         if posted is not None:
@@ -224,9 +224,9 @@ class Watchdog:
 
     def _send(self, state: Literal["works", "echo", "done"]) -> None:
         self._tick += 1
-        self._told = self._mark
-        told = self._told._replace(waits=self._told.waits or (self._idle > 0 and self._waits()))
-        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, told).encode())
+        self._sent = self._mark
+        mark = self._sent._replace(waits=self._sent.waits or (self._idle > 0 and self._waits()))
+        self._store.set(f"beat/{self._rank}", Beat(self._host, self._tick, self._idle, state, mark).encode())
 
     def _works(self) -> bool:
         """Whether there is evidence of work in a phase without marks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -84,10 +85,18 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
+def piped(path: Path) -> None:
+    """A pipe, which a reader would wait for, in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda c: (c / "trainer" / "shard").write_bytes(b"x"),
     "removed": lambda c: (c / "trainer" / "shard").unlink(),
     "one bit": lambda c: flipped(c / "trainer" / "shard"),
+    "a pipe": lambda c: piped(c / "trainer" / "shard"),
+    "a pipe for a manifest": lambda c: piped(c / manifest.NAME),
     "a bit of the manifest": lambda c: changed(c / manifest.NAME, lambda d: d.update(order=7)),
     "manifest cut": lambda c: (c / manifest.NAME).write_text("{"),
     "manifest []": lambda c: (c / manifest.NAME).write_text("[]"),
