@@ -14,16 +14,18 @@ from __future__ import annotations
 import os
 import sys
 
-from deepspeed.checkpoint import ds_to_universal
-
 from ...core.errors import EvenloadError
 from ...runtime.orphans import die_with_parent
-from ...runtime.unpickling import tensors_only
-from .checkpoint import DATA
 
 
 def main(arguments: list[str]) -> None:
     """Convert. Raises EvenloadError for files that hold more than data."""
+    # Seconds of importing, in which the rank may end as well.
+    from deepspeed.checkpoint import ds_to_universal
+
+    from ...runtime.unpickling import tensors_only
+    from .checkpoint import DATA
+
     trust = "--trust" in arguments
     sys.argv = ["ds_to_universal", *(word for word in arguments if word != "--trust")]
     with tensors_only("the checkpoint", DATA, trust=trust):

@@ -91,6 +91,7 @@ def faults(case: Any, answer: dict[str, Any]) -> list[str]:
     return wrong
 
 
+@pytest.mark.timeout(3600 if THOROUGH else 300)
 @pytest.mark.parametrize("area", AREAS)
 def test_every_request_ends_well(
     area: str, ask: Callable[[Any], dict[str, Any]], record_property: Callable[[str, object], None]
