@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, shorten
 
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """The variable by which torch overrules the argument ``weights_only`` of its callers."""
@@ -69,11 +69,11 @@ def refuse_code(path: Path, allowed: Collection[str], *, trust: bool) -> None:
         return
 
 
-def code_refused(what: str, found: str) -> EvenloadError:
+def code_refused(what: str, detail: str) -> EvenloadError:
     """The refusal of a file that asks for more than data."""
     return EvenloadError(
         f"{what} holds more than tensors and plain data",
-        found[:200],
+        shorten(detail),
         "such a file runs code when it is loaded: if you know who wrote it, set checkpoint.trust=true",
     )
 

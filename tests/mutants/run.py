@@ -25,7 +25,7 @@ from rich.table import Table
 from table import KILLERS, MUTANTS, Mutant, Words
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 class Outcome(NamedTuple):

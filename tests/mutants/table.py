@@ -62,6 +62,11 @@ KILLERS: dict[str, Words] = {
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
     "prefix": ("pytest", "tests/runtime/test_prefix.py"),
     "planner": ("pytest", "tests/core/test_planner.py"),
+    "caps": ("pytest", "tests/core/test_chain.py", "tests/independent"),
+    "checkpoints": ("pytest", "tests/commands/test_checkpoints.py", "-m", "not slow"),
+    "reading": ("pytest", "tests/core/test_reading.py"),
+    "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
+    "frozen store": ("pytest", "tests/runtime/test_watchdog.py", "-k", "frozen_holder"),
 }
 
 _PREFIX, _ENGINE_HOST = "runtime/prefix.py", "integrations/deepspeed/engine_host.py"
@@ -350,5 +355,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if odd:\n        raise RankError(",
         "    if len(odd) > 1:\n        raise RankError(",
         "planner",
+    ),
+    Mutant(
+        "a plan over the caps is trained",
+        "core/chain.py",
+        "        return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
+        "        return plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
+        "caps",
+    ),
+    Mutant(
+        "hashes are not compared",
+        "runtime/files.py",
+        "if hashes and wanted.hash and _stamp(path) != wanted",
+        "if not hashes and wanted.hash and _stamp(path) != wanted",
+        "checkpoints",
+    ),
+    Mutant(
+        "a parser's own errors come through",
+        "core/reading.py",
+        "        return _tree(loader.construct_document(root))\n    except Exception as error:",
+        "        return _tree(loader.construct_document(root))\n    except yaml.YAMLError as error:",
+        "reading",
+    ),
+    Mutant(
+        "checkpoints may run code",
+        "runtime/unpickling.py",
+        '    os.environ[FORCE] = "1"',
+        '    os.environ[FORCE] = "0"',
+        "unpickling",
+    ),
+    Mutant(
+        "nobody notices that the store is silent",
+        "runtime/watchdog.py",
+        "            if silent * self._every > self._gone_s:",
+        "            if silent * self._every > 1000 * self._gone_s:",
+        "frozen store",
     ),
 )
