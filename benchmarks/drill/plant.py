@@ -84,8 +84,9 @@ def poison(_: dict[str, Any]) -> None:
     objects = gc.get_objects()
     tensors: list[Any] = []
     for parameter in [o for o in objects if type(o) is torch.nn.Parameter and o.requires_grad]:
-        shard = getattr(parameter, "ds_tensor", parameter)  # what this rank has of it under ZeRO 3
-        tensors += [shard, parameter.grad, getattr(parameter, "main_grad", None)]
+        # Under ZeRO 3 a rank has a shard, and the whole while it is gathered, which is then what a pass reads.
+        shard = getattr(parameter, "ds_tensor", None)
+        tensors += [parameter, shard, parameter.grad, getattr(parameter, "main_grad", None)]
     for optimizer in [o for o in objects if type(o).__name__.startswith("DeepSpeedZeroOptimizer")]:
         for gradient in optimizer.averaged_gradients.values():
             tensors += gradient if isinstance(gradient, list) else [gradient]
