@@ -210,6 +210,11 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _read_shape(directory: Path) -> dict[str, Any]:
-    do = "choose another checkpoint, or set checkpoint.resume=false to start anew"
-    name = f"{SHAPE} of the checkpoint {directory}"
-    return reading.mapping(reading.read_json(directory / SHAPE, name, do), name, do)
+    try:
+        return reading.mapping(reading.read_json(directory / SHAPE, SHAPE, ""), SHAPE, "")
+    except EvenloadError as error:
+        raise EvenloadError(
+            f"{directory} holds no complete DeepSpeed checkpoint",
+            f"{error.what}: {error.found}",
+            "choose another checkpoint, or set checkpoint.resume=false to start anew",
+        ) from error
