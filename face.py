@@ -11,6 +11,7 @@ from .core import recipe as recipes
 from .core import registry
 from .core.bounds import lengths_of_batch, refuse_endless
 from .core.chain import PlanChain
+from .core.feasible import refuse_idle_ranks
 from .core.recipe import Recipe
 from .core.workload import StepPlan, sequences
 
@@ -38,12 +39,14 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
         world_size: number of ranks; null takes the recipe's parallel.*.
 
     Raises:
-        EvenloadError: the recipe cannot be read or honoured; there is no length, or one is no positive integer, or over
-            every cap.
+        EvenloadError: the recipe cannot be read or honoured, or has a smaller global batch than there are data-parallel
+            ranks; there is no length, or one is no positive integer, or over every cap.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
     batch = lengths_of_batch(lengths)
-    chain = PlanChain.of_recipe(recipe, recipe.layout(world_size))
+    layout = recipe.layout(world_size)
+    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    chain = PlanChain.of_recipe(recipe, layout)
     refuse_endless(batch, chain.largest_slice)
     return chain.plan(sequences(batch))
