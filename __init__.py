@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.errors import EvenloadError
-    from .core.recipe import Recipe
+    from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
+    from .core.recipe.recipe import Recipe
     from .core.registry import Plugin, register, unregister
-    from .core.workload import MicroBatch, Sequence, Slice, StepPlan
     from .face import load_recipe, plan
     from .patches.session import Session, disable, enable, enabled
 
@@ -25,13 +25,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "EvenloadError": ".core.errors",
-    "MicroBatch": ".core.workload",
+    "MicroBatch": ".core.plan.step_plan",
     "Plugin": ".core.registry",
-    "Recipe": ".core.recipe",
-    "Sequence": ".core.workload",
+    "Recipe": ".core.recipe.recipe",
+    "Sequence": ".core.plan.step_plan",
     "Session": ".patches.session",
-    "Slice": ".core.workload",
-    "StepPlan": ".core.workload",
+    "Slice": ".core.plan.step_plan",
+    "StepPlan": ".core.plan.step_plan",
     "disable": ".patches.session",
     "enable": ".patches.session",
     "enabled": ".patches.session",

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .core.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
 from .core.errors import EvenloadError, RankError, shown
-from .core.recipe import Recipe
+from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
+from .core.recipe.recipe import Recipe
 from .face import load_plugins, load_recipe
 
 app = typer.Typer(
@@ -47,7 +47,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train first on the same batches."""
-    from .commands import tables
+    from .commands._shared import tables
 
     names = _names(against)
     chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
@@ -63,7 +63,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
-    from .commands import tables
+    from .commands._shared import tables
 
     updates = number_of_word(steps, "--steps", REPEATS)
     _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify", steps=updates)
@@ -81,7 +81,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
-    from .commands import tables
+    from .commands._shared import tables
 
     names = _names(against)
     runs = number_of_word(repeats, "--repeats", REPEATS)
@@ -106,9 +106,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
-    from .commands import tables
+    from .commands._shared import tables
+    from .commands._shared.show import emit
     from .commands.plan import look_ahead, write_plans
-    from .commands.show import emit
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
@@ -142,8 +142,8 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's layers and links and fit the cost model."""
-    from .commands import tables
-    from .core.setting import RECIPES
+    from .commands._shared import tables
+    from .core.planning.setting import RECIPES
 
     wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
     num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
@@ -169,9 +169,9 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What is installed, what is supported, which patches would apply, and why not."""
-    from .commands import tables
+    from .commands._shared import tables
+    from .commands._shared.show import emit
     from .commands.doctor import doctor as work
-    from .commands.show import emit
 
     emit(work(), as_json, tables.doctor)
 
@@ -179,8 +179,8 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def plugins(as_json: AsJson = False) -> None:
     """The registered plugins."""
-    from .commands import tables
-    from .commands.show import emit
+    from .commands._shared import tables
+    from .commands._shared.show import emit
     from .core.registry import registered
 
     load_plugins()
@@ -200,7 +200,7 @@ def plugins(as_json: AsJson = False) -> None:
 @app.command()
 def schema() -> None:
     """The JSON Schema of a recipe, for editors."""
-    from .core.recipe import json_schema
+    from .core.recipe.recipe import json_schema
 
     load_plugins()
     print(json.dumps(json_schema(), indent=2))
@@ -235,9 +235,9 @@ def _run_ranks(
     recipe: Recipe, nproc: str | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
-    from .commands.launch import end_with_launcher, is_rank, launch
-    from .commands.show import emit, stdout_aside
-    from .runtime.variables import job_variables
+    from .commands._shared.launch import end_with_launcher, is_rank, launch
+    from .commands._shared.show import emit, stdout_aside
+    from .runtime.world.variables import job_variables
 
     if is_rank():
         job_variables()  # before anything is loaded that takes long
@@ -246,7 +246,7 @@ def _run_ranks(
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
     else:
-        from .commands.preflight import preflight
+        from .commands._shared.preflight import preflight
 
         ready = preflight(recipe, None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS))
         size = ready.layout.world_size

@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .core import recipe as recipes
 from .core import registry
-from .core.bounds import lengths_of_batch, refuse_endless
-from .core.chain import PlanChain
-from .core.feasible import refuse_idle_ranks
-from .core.recipe import Recipe
-from .core.workload import StepPlan, sequences
+from .core.input.bounds import lengths_of_batch, refuse_endless
+from .core.plan.step_plan import StepPlan, sequences
+from .core.planning.chain import PlanChain
+from .core.recipe import recipe as recipes
+from .core.recipe.recipe import Recipe
+from .core.recipe.rules import refuse_idle_ranks
 
 
 @cache

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.commands.drawing import Drawing, num_waiting
-from evenload.commands.show import emit, grid
-from evenload.core.chain import PlanChain
-from evenload.core.costs import from_totals
-from evenload.core.recipe import parse
+from evenload.commands._shared.drawing import Drawing, num_waiting
+from evenload.commands._shared.show import emit, grid
+from evenload.core.costs.costs import from_totals
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths

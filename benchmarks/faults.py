@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.show import emit, grid
+from evenload.commands._shared.show import emit, grid
 from rich.console import Group
 
 sys.path.append(str(Path(__file__).with_name("drill")))

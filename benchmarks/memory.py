@@ -9,9 +9,9 @@
     sliced           slices of equal length; every slice's activations wait for its backward
     sliced, replayed only those of the last --keep slices do, the others run forward a second time (ChunkFlow's rule)
 
-Peak: the most that forward and backward hold at once beyond weights and gradient buffers (`runtime.memory`: tracked
-storages on a CPU, the allocator's own level on CUDA). "predicted" is `core.memory`'s model with what `evenload profile`
-measures on short sequences. Seconds are wall time on CUDA and the process's own CPU
+Peak: the most that forward and backward hold at once beyond weights and gradient buffers (`runtime.measure.memory`:
+tracked storages on a CPU, the allocator's own level on CUDA). "predicted" is `core.costs.memory`'s model with what
+`evenload profile` measures on short sequences. Seconds are wall time on CUDA and the process's own CPU
 time elsewhere, with the time that tracking takes. Gradient error: the largest over parameters of ||g - ref|| / ||ref||,
 ref being those of the first variant that ran, usually the whole sequence.
 """
@@ -34,15 +34,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from evenload.commands._shared.show import emit, grid, seconds
 from evenload.commands.profile import machine
-from evenload.commands.show import emit, grid, seconds
-from evenload.core.costs import MemoryCost
-from evenload.core.memory import peak_activation_bytes
-from evenload.core.recipe import Recipe, parse
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.costs.costs import MemoryCost
+from evenload.core.costs.memory import peak_activation_bytes
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu
-from evenload.runtime.memory import peak_bytes
-from evenload.runtime.world import World, close_world, init_world
+from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.world.world import World, close_world, init_world
 
 
 def _script(name: str) -> Any:

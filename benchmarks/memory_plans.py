@@ -2,15 +2,15 @@
 
     python benchmarks/memory.py --plans [--only TEXT] [--json] [--out FILE]
 
-`evenload profile`'s memory part (`commands.profile_memory`) measures each trainer, precision and ZeRO stage once, on
+`evenload profile`'s memory part (`commands.profiling.memory`) measures each trainer, precision and ZeRO stage once, on
 one rank without recomputation. Then plans that were not measured run on 1 or 2 ranks: uneven packs, several
 micro-batches alive, slices with prefix KV, replays, two pipeline stages, recomputation, every ZeRO stage. A row is a
 rank of a stage.
 
-    activations   predicted: `core.memory`, or what gradient sum and update take; measured: the most that a step holds
-                  beyond what is there between steps (`runtime.memory`: tracked storages on a CPU)
+    activations   predicted: `core.costs.memory`, or what gradient sum and update take; measured: the most that a step
+                  holds beyond what is there between steps (`runtime.measure.memory`: tracked storages on a CPU)
     in all        the same with weights and optimizer states: `Simulation.peak_bytes`; measured: what is alive between
-                  steps (`runtime.held`) and the peak above it
+                  steps (`runtime.measure.held`) and the peak above it
 
 DeepSpeed's reduce_bucket_size is 10^6 here: its default makes ZeRO 1 and 2 take 2 GB for the gradient sum (and ZeRO 3
 keep 2 GB), beside which plans of this size would not be seen.
@@ -32,27 +32,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from evenload.commands.hosts import integration
-from evenload.commands.job import Job
+from evenload.commands._shared.hosts import integration
+from evenload.commands._shared.job import Job
+from evenload.commands._shared.show import grid
 from evenload.commands.profile import machine
-from evenload.commands.profile_memory import measure_memory, random_tokens
-from evenload.commands.show import grid
-from evenload.core.chain import PlanChain
-from evenload.core.costs import Costs, MemoryCost
-from evenload.core.memory import fixed_bytes
-from evenload.core.recipe import Recipe, parse
+from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.core.costs.costs import Costs, MemoryCost
+from evenload.core.costs.memory import fixed_bytes
+from evenload.core.machine.shape import shape_of
+from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import VALUE_BYTES, limits_of, situation_of
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.registry import Situation
-from evenload.core.setting import VALUE_BYTES, limits_of, situation_of
-from evenload.core.shape import shape_of
-from evenload.core.simulate import simulate
-from evenload.core.workload import Limits, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
-from evenload.runtime.held import live_bytes
-from evenload.runtime.memory import peak_bytes
-from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import World, close_world, init_world
+from evenload.runtime.measure.held import live_bytes
+from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.world import World, close_world, init_world
 
 MAX_TOKENS = 8192
 

@@ -7,9 +7,9 @@ left out. Costs: FlexSP's coefficients for GPT-7B on 64 A100-40G (published/flex
 
 FlexSP        ZeRO-3, Ulysses all-to-all alone, degrees that are powers of two, as its cost model has them. SP64,
               BatchAda and "each" (the best degree of each micro-batch) as in published/flexsp.py; "groups": FlexSP's
-              own problem, disjoint groups in sorted micro-batches, by `plugins.mesh.groups`; "evenload": the mesh
-              plugin. Certified bounds: "of any plan" (`bound.lower_bound_s`), "of groups" (`bound.micro_batch_bound_s`,
-              an integer program, given the same micro-batches).
+              own problem, disjoint groups in sorted micro-batches, by `plugins.mesh.candidates.disjoint_groups`;
+              "evenload": the mesh plugin. Certified bounds: "of any plan" (`bound.lower_bound_s`), "of groups"
+              (`bound.micro_batch_bound_s`, an integer program, given the same micro-batches).
 Megatron      BalancedCPScheduler of the installed megatron-core on the same batches, cap 8,192 tokens a rank: busiest
               over mean rank in linear and quadratic compute, of which every group of its plan is a barrier; and the
               step simulated beside evenload's, launches left out, each sequence shared in the way predicted fastest.
@@ -29,17 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.show import emit, grid, seconds
-from evenload.core.chain import PlanChain
-from evenload.core.costs import rank_works
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
-from evenload.plugins.mesh.bound import lower_bound_s, micro_batch_bound_s
+from evenload.commands._shared.show import emit, grid, seconds
+from evenload.core.costs.costs import rank_works
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
+from evenload.plugins.mesh.bounds import lower_bound_s, micro_batch_bound_s
+from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.groups import Table, groups_of, seconds_of
-from evenload.plugins.mesh.prices import Way, prices_of
-from evenload.plugins.mesh.zones import common_way
+from evenload.plugins.mesh.cost_table import Way, prices_of
+from evenload.plugins.mesh.emit.micro_batches import common_way
 
 sys.path.append(str(Path(__file__).with_name("published")))
 import flexsp

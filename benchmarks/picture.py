@@ -11,11 +11,11 @@ from dataclasses import replace
 import matplotlib
 
 matplotlib.use("Agg")
-from evenload.commands.preflight import preflight
-from evenload.core.chain import PlanChain
-from evenload.core.predict import predict
-from evenload.core.setting import RECIPES
-from evenload.core.workload import StepPlan, sequences
+from evenload.commands._shared.preflight import preflight
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.simulate.predict import predict
 from evenload.data.order import SampleOrder
 from evenload.face import load_recipe
 from matplotlib import pyplot as plt

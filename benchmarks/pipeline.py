@@ -33,11 +33,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.commands.show import emit, grid, seconds
-from evenload.core.chain import PlanChain
+from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.errors import EvenloadError
-from evenload.core.lanes import narrow
-from evenload.core.workload import sequences
+from evenload.core.plan.step_plan import sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.static_cp import narrow
 from evenload.plugins.pipeline.baselines import statically_recomputed
 from evenload.plugins.pipeline.config import PipelineConfig
 

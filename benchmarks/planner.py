@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.commands.show import emit, grid, seconds
-from evenload.core.chain import PlanChain
-from evenload.core.predict import micro_batch_imbalance, predict
-from evenload.core.setting import RECIPES
-from evenload.core.workload import Sequence, StepPlan, sequences
+from evenload.commands._shared.show import emit, grid, seconds
+from evenload.core.plan.step_plan import Sequence, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.simulate.predict import micro_batch_imbalance, predict
 from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths
 from evenload.data.order import SampleOrder

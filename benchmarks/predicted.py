@@ -4,9 +4,9 @@
 
 For each trainer `evenload profile` measures a model on 2 ranks and writes its costs; then `evenload bench` runs plans
 of several layouts and settings with these costs. A plan is a trainer, a layout, a planner and a batch. Predicted is the
-simulator's step (`core.simulate`), made from the plan and the costs alone. Measured is the wall time of the slowest
-rank from lining up to the end of the update, the median of the repeats, which alternate between the planners of a
-batch; a step of warm-up comes first. Batches are those of the recipe's data in the order of its seed (`SEED`).
+simulator's step (`core.simulate.step`), made from the plan and the costs alone. Measured is the wall time of the
+slowest rank from lining up to the end of the update, the median of the repeats, which alternate between the planners of
+a batch; a step of warm-up comes first. Batches are those of the recipe's data in the order of its seed (`SEED`).
 
 ZeRO 3 has a profile of its own, as its hooks gather weights in every layer; ZeRO 0 and 1 use that of ZeRO 2. Pipelines
 of Megatron-Core use the profile of 2 data-parallel ranks, tensor-parallel ranks one of their own. Nothing else should
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands.show import emit, grid, percent, seconds
+from evenload.commands._shared.show import emit, grid, percent, seconds
 from rich.table import Table
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.show import emit, grid, seconds
-from evenload.core.chain import PlanChain
-from evenload.core.setting import RECIPES
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.commands._shared.show import emit, grid, seconds
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.simulate.step import simulate
 from evenload.face import load_recipe
 
 LAYOUTS = "dp=1024,dp=256/pp=4,dp=128/tp=8"

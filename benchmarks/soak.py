@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.show import grid
+from evenload.commands._shared.show import grid
 from evenload.face import load_recipe
 from rich.console import Console
 

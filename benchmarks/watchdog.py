@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.job import Job, open_host
-from evenload.commands.preflight import preflight
+from evenload.commands._shared.job import Job, open_host
+from evenload.commands._shared.preflight import preflight
+from evenload.commands._shared.show import emit, grid, percent
 from evenload.commands.profile import machine
-from evenload.commands.show import emit, grid, percent
-from evenload.core.setting import RECIPES
+from evenload.core.planning.setting import RECIPES
 from evenload.face import load_plugins, load_recipe
 from evenload.integrations.host import no_mark
 from evenload.patches import bridge_cpu
-from evenload.runtime import marks
-from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.watchdog import marks
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.world import close_world, init_world
 
 MARKS = 100_000
 """How many are timed."""

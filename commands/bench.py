@@ -5,9 +5,9 @@ meets all alike. ``of_totals`` is a baseline's seconds over evenload's, all step
 are of the ratios step by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps
 summed: what balance alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
 
-Beside each measured step stands what `core.simulate` predicts for its plan with the recipe's costs: ``predicted_s`` and
-``measured_s``, without the time a step waited for its plan. Where other programs use the cores, ``busiest_error`` still
-says how good the costs are: compute of the busiest rank, predicted against measured.
+Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
+``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,
+``busiest_error`` still says how good the costs are: compute of the busiest rank, predicted against measured.
 
 ``bubble_frac`` is what ranks and stages wait (`bubbles`), from the spans of the timed steps themselves: recording them
 costs about 1 us a pass on a CPU. ``peak_activation_bytes`` is what the passes of a step hold at once above the level
@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..core.memory import peaks_of_stage
-from ..core.planner import Planned, Planner, alone
-from ..core.recipe import Recipe
-from ..core.simulate import simulate
+from ..core.costs.memory import peaks_of_stage
+from ..core.planning.planner import Planned, Planner, alone
+from ..core.recipe.recipe import Recipe
+from ..core.simulate.step import simulate
 from ..integrations.host import UPDATE
-from ..runtime.memory import Levels
-from .bubbles import bubbles_of
-from .job import Job, run_rank
-from .recording import gather_spans
-from .show import progress
+from ..runtime.measure.memory import Levels
+from ._shared.bubbles import bubbles_of
+from ._shared.job import Job, run_rank
+from ._shared.recording import gather_spans
+from ._shared.show import progress
 from .train import learning_rate
 
 OURS = "evenload"

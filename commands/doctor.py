@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..core.errors import EvenloadError
-from .hosts import TRAINERS
+from ._shared.hosts import TRAINERS
 
 
 def doctor() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _solver() -> list[dict[str, Any]]:
 def _attention() -> list[dict[str, Any]]:
     if find_spec("torch") is None:
         return []
-    from ..runtime.kernels import KERNELS
+    from ..runtime.attention.kernels import KERNELS
 
     return [{"name": k.name, "status": "available" if k.available() else "not here"} for k in KERNELS]
 

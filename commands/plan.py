@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.bounds import refuse_endless
-from ..core.chain import PlanChain
+from ..core.costs.memory import fixed_bytes, room_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
-from ..core.feasible import refuse_idle_ranks
-from ..core.jsontext import to_json
-from ..core.memory import fixed_bytes, room_bytes
+from ..core.input.bounds import refuse_endless
+from ..core.input.json_text import to_json
+from ..core.plan.step_plan import Sequence, StepPlan, sequences
 from ..core.plan_json import file_json
-from ..core.predict import micro_batch_imbalance
-from ..core.recipe import Recipe
+from ..core.planning.chain import PlanChain
+from ..core.recipe.recipe import Recipe
+from ..core.recipe.rules import refuse_idle_ranks
 from ..core.registry import Situation
-from ..core.simulate import Simulation, simulate
-from ..core.workload import Sequence, StepPlan, sequences
+from ..core.simulate.predict import micro_batch_imbalance
+from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut
 from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
-from .drawing import Drawing
-from .pipelines import describe
+from ._shared.drawing import Drawing
+from ._shared.pipelines import describe
 
 _GIB = 2.0**30
 _CAPS = ("max_tokens", "activation_gib")

@@ -4,11 +4,12 @@ Samples are training steps in which every rank has the same work at the same tim
 between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
 counts. What is measured of a step, and what it gives:
 
-    forward, backward   busy seconds (`runtime.busy`), linear in launches, tokens and pairs: the three coefficients
+    forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the three
+                        coefficients
     rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
                         clipping, the optimizer. Linear in launches and tokens, of which both directions get half, and
                         a constant: ``update_s``
-    collectives         by themselves (`runtime.links`): latency and bandwidth of the links
+    collectives         by themselves (`runtime.measure.links`): latency and bandwidth of the links
 
 The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
 which waiting for a collective does not count. Where it does count, the simulator's exposed communication is taken off.
@@ -39,23 +40,23 @@ import numpy as np
 import torch
 import yaml
 
-from ..core.bounds import RANKS
-from ..core.cluster import Link
-from ..core.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
+from ..core.costs.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
-from ..core.recipe import Recipe
+from ..core.input.bounds import RANKS
+from ..core.machine.cluster import Link
+from ..core.machine.shape import shape_of
+from ..core.planning.states import VALUE_BYTES
+from ..core.recipe.recipe import Recipe
 from ..core.registry import Situation
-from ..core.shape import shape_of
-from ..core.simulate import simulate
-from ..core.states import VALUE_BYTES
-from ..runtime.busy import cpu_clock
-from ..runtime.held import free_bytes
-from ..runtime.links import LinkFit, measure_links
-from ..runtime.variables import integer
-from .job import Job, logger, run_rank
-from .profile_cases import Case, cases
-from .profile_memory import measure_memory, random_tokens
-from .show import progress
+from ..core.simulate.step import simulate
+from ..runtime.measure.busy import cpu_clock
+from ..runtime.measure.held import free_bytes
+from ..runtime.measure.links import LinkFit, measure_links
+from ..runtime.world.variables import integer
+from ._shared.job import Job, logger, run_rank
+from ._shared.show import progress
+from .profiling.cases import Case, cases
+from .profiling.memory import measure_memory, random_tokens
 
 BUDGET_S = 60.0
 """Wall time for all samples; memory and links come on top."""
@@ -249,7 +250,7 @@ def _step(job: Job, case: Case) -> list[float]:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """The seconds in which `runtime.busy` counts, for whole steps."""
+    """The seconds in which `runtime.measure.busy` counts, for whole steps."""
     if device.type == "cpu":
         return cpu_clock()
 

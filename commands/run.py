@@ -21,7 +21,7 @@ from types import FrameType
 
 from ..core.errors import EvenloadError
 from ..face import load_recipe
-from .hosts import require
+from ._shared.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
 _FIRST_IMPORTS = {"megatron": "megatron.core", "deepspeed": "deepspeed"}

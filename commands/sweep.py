@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..core import reading
 from ..core.errors import EvenloadError, nearest, shorten, shown
-from ..core.recipe import Recipe
+from ..core.input import reading
+from ..core.recipe.recipe import Recipe
 from ..data.lengths import read_lengths
+from ._shared.show import progress
 from .plan import Outlook, PlannedStep, look_ahead
-from .show import progress
 
 MOST = 200
 """Combinations of one sweep; each is planned and simulated with all its baselines."""

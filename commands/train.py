@@ -11,16 +11,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..core.errors import EvenloadError, RankError
-from ..core.planner import Planned
-from ..core.recipe import Recipe
-from ..core.sections import Train
-from .drawing import num_waiting
-from .job import Job, logger, open_host, run_rank
-from .metrics import Idle, Row, Taken, summary, writer
-from .recording import Recording
-from .refitting import Foreseen, Refitting, foresee
-from .resuming import drawing_after, keep, resume
-from .show import Progress, progress
+from ..core.planning.planner import Planned
+from ..core.recipe.recipe import Recipe
+from ..core.recipe.sections import Train
+from ._shared.drawing import num_waiting
+from ._shared.job import Job, logger, open_host, run_rank
+from ._shared.metrics import Idle, Row, Taken, summary, writer
+from ._shared.recording import Recording
+from ._shared.refitting import Foreseen, Refitting, foresee
+from ._shared.show import Progress, progress
+from .saving.resuming import drawing_after, keep, resume
 
 
 def train(recipe: Recipe, against: tuple[str, ...] = ()) -> dict[str, Any] | None:

@@ -22,16 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import EvenloadError
-from ..core.planner import Draw, Planned, Planner
-from ..core.recipe import Recipe
-from ..runtime.agreement import everyone, from_first
-from ..runtime.watchdog import Watchdog
-from ..runtime.world import World
-from .job import Job, hand_over, logger, open_trainer, open_world
-from .preflight import preflight
+from ..core.planning.planner import Draw, Planned, Planner
+from ..core.recipe.recipe import Recipe
+from ..runtime.watchdog.watchdog import Watchdog
+from ..runtime.world.agreement import everyone, from_first
+from ..runtime.world.world import World
+from ._shared.job import Job, hand_over, logger, open_trainer, open_world
+from ._shared.preflight import preflight
 from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
-from .resuming import drawing_after, keep, resume
+from .saving.resuming import drawing_after, keep, resume
 from .train import learning_rate
 
 STEPS = 3

@@ -14,12 +14,12 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from .costs.memory import peaks_of_stage
 from .errors import PlanError
-from .events import play
-from .memory import peaks_of_stage
-from .order import orders_of_stage
-from .parts import Home, attended, home_of, tokens_of_ranks
-from .workload import Engine, MicroBatch, Op, Slice, StepPlan
+from .plan.order import orders_of_stage
+from .plan.step_plan import Engine, MicroBatch, Op, Slice, StepPlan
+from .plan.token_layout import Home, attended, home_of, tokens_of_ranks
+from .simulate.events import play
 
 _ENGINES = get_args(Engine)
 

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, create_model
 
-from . import reading
-from .bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .errors import EvenloadError, PlanError, shorten
-from .faults import described
-from .workload import Beside, Engine, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
+from .input import reading
+from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
+from .input.validation import described
+from .plan.step_plan import Beside, Engine, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
 
 _DO = "write the plan again with `evenload plan --out`"
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from .cluster import Cluster
-from .costs import Costs
+from .costs.costs import Costs
+from .costs.traffic import NO_TRAFFIC, Traffic
 from .errors import EvenloadError, nearest
-from .layout import Layout
-from .traffic import NO_TRAFFIC, Traffic
-from .workload import Limits, StepPlan
+from .machine.cluster import Cluster
+from .machine.layout import Layout
+from .plan.step_plan import Limits, StepPlan
 
 ENTRY_POINT_GROUP = "evenload.plugins"
 
@@ -100,7 +100,7 @@ class Plugin:
     shares: bool = False
     """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
     branches: Callable[[Any, Situation], Mapping[str, Any]] | None = None
-    """``branches(config, situation)``: each branch of the runtime (`core.branches`) that the settings open, with
+    """``branches(config, situation)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
     settings under the same caps by which a plan most likely takes it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""

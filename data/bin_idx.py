@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import reading
 from ..core.errors import EvenloadError, shorten
+from ..core.input import reading
 from .cache import cached_arrays, key_of
 
 _MAGIC = b"MMIDIDX\x00\x00"

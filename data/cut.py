@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.bounds import SAMPLES
 from ..core.errors import EvenloadError, nearest
+from ..core.input.bounds import SAMPLES
 
 LongSamples = Literal["truncate", "split", "drop"]
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import reading
 from ..core.errors import EvenloadError, shorten, shown
+from ..core.input import reading
 from .cache import Arrays, cached_arrays, key_of
 from .documents import changed, choose_field, missing_field
 from .tokenizers import Tokenizer

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import reading
-from ..core.bounds import TOKENS, refuse_uncountable
 from ..core.errors import SHOWN, EvenloadError, nearest, shorten, shown
+from ..core.input import reading
+from ..core.input.bounds import TOKENS, refuse_uncountable
 from .bin_idx import read_index
 from .jsonl import check_ids, read_values
 from .tokenizers import ByteTokenizer

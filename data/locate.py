@@ -7,8 +7,8 @@ import glob
 import os
 from pathlib import Path
 
-from ..core import reading
 from ..core.errors import SHOWN, EvenloadError, shorten, shown
+from ..core.input import reading
 from .stdlib import NAME as BUILT_IN
 
 

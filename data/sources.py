@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import reading
 from ..core.errors import EvenloadError
+from ..core.input import reading
 from . import stdlib
 from .arrow import ArrowDocuments
 from .bin_idx import BinIdxDocuments

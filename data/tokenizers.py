@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import reading
 from ..core.errors import EvenloadError, shorten, shown
+from ..core.input import reading
 from .extras import require
 
 _DO = "give `bytes` or the path of a tokenizer.json"

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..core.layout import Layout
-from ..core.simulate import Span
-from ..core.workload import Slice, StepPlan
+from ..core.machine.layout import Layout
+from ..core.plan.step_plan import Slice, StepPlan
+from ..core.simulate.step import Span
 from .textbook import AdamState
 
 TokensOf = Callable[[int], npt.NDArray[np.int64]]
@@ -50,13 +50,13 @@ class StepResult:
     """Target tokens of the global batch."""
     busy_s: float
     """Seconds this rank spent in forward and backward of its micro-batches, gradient reduction left out; which seconds
-    these are on which device is said in `runtime.busy`."""
+    these are on which device is said in `runtime.measure.busy`."""
     forward_s: float
     """The forward part of ``busy_s``."""
     executed: tuple[Slice, ...]
     """Slices this rank ran, for the count of tokens missing or repeated."""
     branches: tuple[str, ...] = ()
-    """What the host decided beyond the plan, in the words of `core.branches`."""
+    """What the host decided beyond the plan, in the words of `core.plan.branches`."""
     spans: tuple[Span, ...] = ()
     """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.sections import Train
+from ..core.recipe.sections import Train
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8

@@ -1,4 +1,6 @@
-"""evenload in DeepSpeed scripts that nobody edits, as rows; what they do is in `integrations.deepspeed.unmodified`.
+"""evenload in DeepSpeed scripts that nobody edits, as rows of wrapped symbols.
+
+What the wrappers do is in `integrations.deepspeed.unmodified.loop`.
 
 The rows act on an engine whose ds_config has an ``evenload`` section, or on every engine where a recipe is given.
 Methods of the class are wrapped and not `deepspeed.initialize`: scripts copy that name before anybody could.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.recipe import Recipe
+from ..core.recipe.recipe import Recipe
 from .row import Patch, Wrapper
 
 DEEPSPEED = "deepspeed >=0.19,<0.20"
@@ -71,7 +73,7 @@ def release() -> None:
     """
     import sys
 
-    unmodified = sys.modules.get("evenload.integrations.deepspeed.unmodified")
+    unmodified = sys.modules.get("evenload.integrations.deepspeed.unmodified.loop")
     if unmodified is not None:
         unmodified.release()
 
@@ -84,7 +86,7 @@ def _attention(_: Any) -> Any:
 
 def _deepspeed_io(recipe: Recipe | None) -> Wrapper:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ..integrations.deepspeed import unmodified
+        from ..integrations.deepspeed.unmodified import loop as unmodified
 
         return unmodified.deepspeed_io(wrapped, instance, args, kwargs, recipe)
 
@@ -93,7 +95,7 @@ def _deepspeed_io(recipe: Recipe | None) -> Wrapper:
 
 def _method(name: str) -> Wrapper:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ..integrations.deepspeed import unmodified
+        from ..integrations.deepspeed.unmodified import loop as unmodified
 
         return getattr(unmodified, name)(wrapped, instance, args, kwargs)
 

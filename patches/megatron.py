@@ -1,12 +1,12 @@
 """evenload in Megatron-Core training loops that nobody edits, as rows; what they do is in
-`integrations.megatron.unmodified`.
+`integrations.megatron.unmodified.loop`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..core.recipe import Recipe
+from ..core.recipe.recipe import Recipe
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper
 from .slots import stranger
@@ -49,7 +49,7 @@ def release() -> None:
     """
     import sys
 
-    unmodified = sys.modules.get("evenload.integrations.megatron.unmodified")
+    unmodified = sys.modules.get("evenload.integrations.megatron.unmodified.loop")
     if unmodified is not None:
         unmodified.release()
 
@@ -58,7 +58,7 @@ def _planned(recipe: Recipe | None) -> Wrapper:
     made: list[Any] = []
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ..integrations.megatron import unmodified
+        from ..integrations.megatron.unmodified import loop as unmodified
 
         if not made:
             assert recipe is not None, "rows(None) are for the support table"
@@ -70,6 +70,6 @@ def _planned(recipe: Recipe | None) -> Wrapper:
 
 
 def _attention(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..integrations.megatron import unmodified
+    from ..integrations.megatron.unmodified import loop as unmodified
 
     return unmodified.attention(wrapped, instance, args, kwargs)

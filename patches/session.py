@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from ..core.errors import EvenloadError
-from ..core.recipe import Recipe
+from ..core.recipe.recipe import Recipe
 from ..face import load_plugins, load_recipe
 from . import deepspeed, megatron, megatron_fixes
 from .cpu_bridge import bridge_cpu

@@ -125,8 +125,8 @@ def plant(fault: dict[str, Any]) -> None:
         planted.happen()
     import evenload.data.sources as sources
     import torch.distributed as dist
-    from evenload.runtime.plane import Plane
-    from evenload.runtime.watchdog import Watchdog
+    from evenload.runtime.watchdog.watchdog import Watchdog
+    from evenload.runtime.world.plane import Plane
 
     at = Watchdog.at
 

@@ -26,7 +26,7 @@ MODULES = {
     "megatron": ("evenload.integrations.megatron.host",),
     "deepspeed": (
         "evenload.integrations.deepspeed.host",
-        "evenload.integrations.deepspeed.pipeline_host",
+        "evenload.integrations.deepspeed.pipeline.host",
         "transformers.models.llama.modeling_llama",
         "torch._inductor.compile_fx",
     ),
@@ -38,7 +38,7 @@ _ORPHAN_S = 2.0
 def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group."""
     from evenload.cli import main  # noqa: F401
-    from evenload.commands import tables, train  # noqa: F401
+    from evenload.commands import train  # noqa: F401
     from evenload.face import load_plugins
 
     load_plugins()
@@ -117,7 +117,7 @@ def launcher_of(job: dict[str, Any]) -> int:
     os.dup2(out, 2)
     if job["fault"]:
         os.environ[VARIABLE] = json.dumps(job["fault"])
-    from evenload.commands import launch
+    from evenload.commands._shared import launch
 
     names = {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     launch.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]

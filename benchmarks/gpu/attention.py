@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.show import emit, grid
-from evenload.runtime.kernels import KERNELS, Call, Kernel
+from evenload.commands._shared.show import emit, grid
+from evenload.runtime.attention.kernels import KERNELS, Call, Kernel
 from torch import Tensor
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64

@@ -7,10 +7,10 @@ long sequence in chunks of equally many tokens, packs of short ones beside, in t
 (three slots of forwards ahead). Rows: layers that every chunk recomputes (none, half, all), and "graded": the more, the
 longer a chunk waits for its backward.
 
-    predicted    `core.simulate` and `core.memory` with costs that the parts of `evenload profile` find here before, on
-                 shapes that are not among the rows, nothing recomputed
+    predicted    `core.simulate.step` and `core.costs.memory` with costs that the parts of `evenload profile` find here
+                 before, on shapes that are not among the rows, nothing recomputed
     measured     seconds of a step, update included: median of the runs by the wall; peak beyond weights and optimizer
-                 states by the allocator's books (`runtime.memory`)
+                 states by the allocator's books (`runtime.measure.memory`)
     grad norm    relative difference to the first row's; recomputation changes nothing but rounding
 
 ``--limit`` starts nothing new after so many seconds. ``--tiny`` tries all of it out without a GPU.
@@ -29,24 +29,24 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.job import Job
+from evenload.commands._shared.job import Job
+from evenload.commands._shared.show import emit, grid
 from evenload.commands.profile import fit_samples, machine, measure
-from evenload.commands.profile_cases import Case
-from evenload.commands.profile_memory import measure_memory, random_tokens
-from evenload.commands.show import emit, grid
-from evenload.core.chain import PlanChain
-from evenload.core.costs import Costs
-from evenload.core.memory import peak_activation_bytes
-from evenload.core.order import in_slots
-from evenload.core.recipe import Recipe, parse
+from evenload.commands.profiling.cases import Case
+from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.core.costs.costs import Costs
+from evenload.core.costs.memory import peak_activation_bytes
+from evenload.core.plan.order import in_slots
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import limits_of
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.registry import Situation
-from evenload.core.setting import limits_of
-from evenload.core.simulate import simulate
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
-from evenload.runtime.memory import peak_bytes
-from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import World, close_world, init_world
+from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.world import World, close_world, init_world
 
 AHEAD = 3
 """Slots of forwards that the first of four stages runs ahead."""

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/offload.py [--json] [--tokens 65536] [--shares 0.25,0.5,0.75,1] [--limit seconds] [--tiny]
 
-Layers of 60 million parameters in bf16 (grouped attention by `runtime.attention`, a gated MLP), one sequence, forward
-and backward. A row for each share of the inner layers' activations, and one for the share r* that hides by
-`core.offload` from what was measured here: seconds of a layer's forward, bytes it saves, bytes/s of the host link.
+Layers of 60 million parameters in bf16 (grouped attention by `runtime.attention.attention`, a gated MLP), one sequence,
+forward and backward. A row for each share of the inner layers' activations, and one for the share r* that hides by
+`core.costs.offload` from what was measured here: seconds of a layer's forward, bytes it saves, bytes/s of the host
+link.
 
     step         median of runs after one to warm up, which also makes the host memory; the plain step runs before and
                  after all others, the mean of the two is what the others are compared with
@@ -26,12 +27,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.show import emit, grid
-from evenload.core.offload import offload_share
-from evenload.runtime.attention import packed_causal_attention
-from evenload.runtime.copier import DirectCopier, HostMemory
-from evenload.runtime.memory import peak_bytes
-from evenload.runtime.offload import Moved, host_memory_of, offloading
+from evenload.commands._shared.show import emit, grid
+from evenload.core.costs.offload import offload_share
+from evenload.runtime.attention.attention import packed_causal_attention
+from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.stage.copier import DirectCopier, HostMemory
+from evenload.runtime.stage.offload import Moved, host_memory_of, offloading
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu/ring.py [--json] [--tokens 65536] [--places 2,4,8] [--limit seconds] [--tiny]
 
-Every place is a thread that runs the engine as it is (`runtime.ring`, `runtime.gather`), one thread at a time, on a
-plane whose messages are copies on the card. So kernels, merges, tiles and what goes home are those of a real ring; only
-the network is missing.
+Every place is a thread that runs the engine as it is (`runtime.attention.sharing.ring`,
+`runtime.attention.sharing.gather`), one thread at a time, on a plane whose messages are copies on the card. So kernels,
+merges, tiles and what goes home are those of a real ring; only the network is missing.
 
-Part 1: two ragged sequences on several places, each engine, each row of `runtime.blocks` that takes bf16 here and one
-that takes float64: relative error of output and gradients against torch's attention in float64.
+Part 1: two ragged sequences on several places, each engine, each row of `runtime.attention.blocks` that takes bf16 here
+and one that takes float64: relative error of output and gradients against torch's attention in float64.
 
 Part 2: one sequence, bf16, the best row: seconds of each sort of block, of the busiest place over the mean place, and
 of all blocks over one block of the whole sequence (what cutting into blocks costs). The second run counts.
@@ -27,17 +27,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.show import emit, grid
-from evenload.core.parts import attended
-from evenload.core.workload import Engine, MicroBatch, Slice
-from evenload.runtime.blocks import BLOCKS, Block, Inputs
-from evenload.runtime.busy import BusyClock
-from evenload.runtime.gather import Gather
-from evenload.runtime.heads import heads_of
-from evenload.runtime.jobs import Job, jobs_of
-from evenload.runtime.plane import Pending, Plane
-from evenload.runtime.ring import Ring
-from evenload.runtime.work import Call, Work
+from evenload.commands._shared.show import emit, grid
+from evenload.core.plan.step_plan import Engine, MicroBatch, Slice
+from evenload.core.plan.token_layout import attended
+from evenload.runtime.attention.blocks import BLOCKS, Block, Inputs
+from evenload.runtime.attention.sharing.gather import Gather
+from evenload.runtime.attention.sharing.heads import heads_of
+from evenload.runtime.attention.sharing.jobs import Job, jobs_of
+from evenload.runtime.attention.sharing.ring import Ring
+from evenload.runtime.attention.sharing.work import Call, Work
+from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.world.plane import Pending, Plane
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

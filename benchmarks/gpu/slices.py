@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/slices.py [--json] [--tokens 65536,262144] [--slices 16] [--limit seconds] [--tiny]
 
-Part 1: every row of `runtime.blocks` that takes bf16 on this device, slices of several sizes after prefixes of several
-sizes: relative error of output and gradients against dense attention with an explicit mask in float64.
+Part 1: every row of `runtime.attention.blocks` that takes bf16 on this device, slices of several sizes after prefixes
+of several sizes: relative error of output and gradients against dense attention with an explicit mask in float64.
 
 Part 2: a GPT of about a billion parameters in bf16 through Megatron-Core, one sequence of each length: peak memory,
 tokens/s, and loss and gradients of slices against the whole sequence (`benchmarks/memory.py` says what is compared; two
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evenload.commands.show import emit, grid
+from evenload.commands._shared.show import emit, grid
 from evenload.patches import bridge_cpu
-from evenload.runtime.blocks import BLOCKS, Block, Inputs
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.attention.blocks import BLOCKS, Block, Inputs
+from evenload.runtime.world.world import close_world, init_world
 from torch import Tensor
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64

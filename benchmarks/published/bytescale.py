@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 from common import SIMPLE, Batch, arguments, finish
-from evenload.commands.show import grid
-from evenload.core.chain import PlanChain
-from evenload.core.partition import best_fit_decreasing
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
-from evenload.plugins.mesh.steps import step
+from evenload.commands._shared.show import grid
+from evenload.core.balance.partition import best_fit_decreasing
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.plugins.mesh.emit.step import step
 from lengths import K, drawn
 from planes import Plane, described, seconds_of, shared_by, theirs
 

@@ -1,7 +1,7 @@
 """What the scripts of this folder share: batches, ways to run a batch, the fastest of them that fits, the table.
 
-A *way* is a planner on a layout. Everything is planned in the package's own vocabulary and timed by `core.simulate`;
-nothing is measured here and nothing is fitted to a paper's number.
+A *way* is a planner on a layout. Everything is planned in the package's own vocabulary and timed by
+`core.simulate.step`; nothing is measured here and nothing is fitted to a paper's number.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.show import emit, grid
-from evenload.core.chain import PlanChain
+from evenload.commands._shared.show import emit, grid
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import Engine, Sequence, sequences
+from evenload.core.plan.step_plan import Engine, Sequence, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from lengths import K, corpus
 

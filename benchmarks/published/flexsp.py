@@ -32,15 +32,15 @@ from typing import Any
 
 import numpy as np
 from common import Batch, arguments, batches_of, finish
-from evenload.commands.show import grid
-from evenload.core.chain import PlanChain
-from evenload.core.costs import load
+from evenload.commands._shared.show import grid
+from evenload.core.costs.costs import load
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import parse
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
-from evenload.core.setting import RECIPES
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.plugins.mesh.config import MeshConfig
 from lengths import K

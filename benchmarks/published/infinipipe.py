@@ -33,15 +33,15 @@ from typing import Any
 
 import numpy as np
 from common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands.show import grid
-from evenload.core.chain import PlanChain
-from evenload.core.costs import load
+from evenload.commands._shared.show import grid
+from evenload.core.costs.costs import load
+from evenload.core.costs.memory import fixed_bytes, room_bytes
 from evenload.core.errors import EvenloadError
-from evenload.core.memory import fixed_bytes, room_bytes
-from evenload.core.recipe import parse
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
-from evenload.core.setting import RECIPES
-from evenload.core.workload import StepPlan, sequences
 from evenload.plugins.mesh.config import MeshConfig
 from lengths import K, drawn
 from pipelines import Pipeline, judged, missing_bytes

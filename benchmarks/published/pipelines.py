@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 from common import MODELS
-from evenload.core.chain import PlanChain
-from evenload.core.events import play
-from evenload.core.memory import peaks_of_stage, room_bytes
-from evenload.core.passes import PassTimes
-from evenload.core.predict import layers_again
-from evenload.core.recipe import parse
+from evenload.core.costs.memory import peaks_of_stage, room_bytes
+from evenload.core.plan.step_plan import StepPlan
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Situation
-from evenload.core.simulate import simulate
-from evenload.core.workload import StepPlan
+from evenload.core.simulate.events import play
+from evenload.core.simulate.passes import PassTimes
+from evenload.core.simulate.predict import layers_again
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 
 

@@ -1,7 +1,7 @@
 """Set-ups without pipelines, on which sequences are shared: static context parallelism, and the mesh plugin.
 
-Every sharing is timed by `core.sharing`. Systems that are not evenload send gradients of keys and values as wide as
-these; evenload's runtime sends them in float32, and is timed so.
+Every sharing is timed by `core.costs.attention_comm`. Systems that are not evenload send gradients of keys and values
+as wide as these; evenload's runtime sends them in float32, and is timed so.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from common import Degrees, Machines, Way
-from evenload.core.chain import PlanChain
+from evenload.core.plan.step_plan import Engine, StepPlan
+from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import get
-from evenload.core.simulate import simulate
-from evenload.core.workload import Engine, StepPlan
+from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.config import MeshConfig
 
 

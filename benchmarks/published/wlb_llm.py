@@ -31,13 +31,13 @@ from typing import Any
 
 import numpy as np
 from common import Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands.drawing import Drawing
-from evenload.commands.show import grid
-from evenload.core.chain import PlanChain
-from evenload.core.lanes import narrow, widen
-from evenload.core.predict import micro_batch_imbalance
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.commands._shared.drawing import Drawing
+from evenload.commands._shared.show import grid
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.static_cp import narrow, widen
+from evenload.core.simulate.predict import micro_batch_imbalance
+from evenload.core.simulate.step import simulate
 from evenload.data.order import SampleOrder
 from lengths import SEED, K, Lengths, corpus
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 from common import Batch, arguments, finish
-from evenload.commands.show import grid
-from evenload.core.workload import sequences
+from evenload.commands._shared.show import grid
+from evenload.core.plan.step_plan import sequences
 from lengths import K, corpus
 from planes import Plane, described, shared_by, theirs
 

@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.costs import Costs
-from ...core.memory import fixed_bytes
-from ...core.predict import own_costs
+from ...core.costs.costs import Costs
+from ...core.costs.memory import fixed_bytes
+from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.registry import Situation
-from ...core.simulate import KINDS, Kind, Span, simulate
-from ...core.workload import MicroBatch, StepPlan
-from ..pipelines import recomputed
+from ...core.simulate.predict import own_costs
+from ...core.simulate.step import KINDS, Kind, Span, simulate
+from .._shared.pipelines import recomputed
 from ..plan import Outlook, Simulated
 from .outlook import OURS, label, names, planners
 

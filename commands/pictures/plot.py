@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import EvenloadError
+from .._shared.show import seconds
 from ..plan import Outlook
-from ..show import seconds
 from .facts import (
     AGAIN_KEY,
     FOOT,

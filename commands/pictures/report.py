@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .._shared.show import percent, seconds
 from ..plan import Outlook
-from ..show import percent, seconds
 from . import sections
 from .facts import Facts, Planner, facts_of
 from .files import whole

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..show import seconds
+from .._shared.show import seconds
 from . import charts
 from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, rows_of, shown_ranks
 from .markup import Markup, number, tag

@@ -17,11 +17,11 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.jsontext import to_json
-from ...core.simulate import KINDS, Span
-from ...core.workload import StepPlan
+from ...core.input.json_text import to_json
+from ...core.plan.step_plan import StepPlan
+from ...core.simulate.step import KINDS, Span
 from .files import open_text, whole
-from .told import TellPass, tell_bubbles
+from .trace_args import TellPass, tell_bubbles
 
 logger = logging.getLogger("evenload")
 

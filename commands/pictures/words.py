@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..show import seconds
+from .._shared.show import seconds
 from .markup import Markup, number, tag
 
 GIB = 2.0**30

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.branches import IDLE_RANKS, PACKED, RANKS_WITHOUT_PASS, branches_of
-from ...core.chain import PlanChain
 from ...core.errors import EvenloadError
-from ...core.workload import Op, StepPlan, sequences
+from ...core.plan.branches import IDLE_RANKS, PACKED, RANKS_WITHOUT_PASS, branches_of
+from ...core.plan.step_plan import Op, StepPlan, sequences
+from ...core.planning.chain import PlanChain
 
 Ints = npt.NDArray[np.int64]
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...core.branches import branches_of
-from ...core.planner import Draw
-from ...core.workload import Slice, StepPlan
+from ...core.plan.branches import branches_of
+from ...core.plan.step_plan import Slice, StepPlan
+from ...core.planning.planner import Draw
 from ...integrations.exactness import relative_error
 from ...integrations.host import TokensOf
 from ...integrations.textbook import AdamW
-from ...runtime.agreement import everyone
-from ..hosts import integration
-from ..job import Job
+from ...runtime.world.agreement import everyone
+from .._shared.hosts import integration
+from .._shared.job import Job
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update, parts_of
 
 PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}

@@ -14,8 +14,8 @@ if __name__ != "evenload.integrations.deepspeed":
     )
 
 if TYPE_CHECKING:
-    from ...core.recipe import Recipe
-    from ...runtime.world import World
+    from ...core.recipe.recipe import Recipe
+    from ...runtime.world.world import World
     from ..host import Host
     from .plain import PlainModel, reference
 
@@ -30,7 +30,7 @@ def open_host(recipe: Recipe, world: World) -> Host:
     """
     _require_packages()
     if recipe.parallel.pp > 1:
-        from .pipeline_host import PipelineHost
+        from .pipeline.host import PipelineHost
 
         return PipelineHost(recipe, world)
     from .host import DeepSpeedHost

@@ -20,9 +20,9 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 from ...core.errors import EvenloadError
-from ...runtime.attention import packed_attention
-from ...runtime.pack import Pack
-from .supported import rotary_reach
+from ...runtime.attention.attention import packed_attention
+from ...runtime.attention.pack import Pack
+from .unmodified.supported import rotary_reach
 
 NAME = "evenload"
 """What ``attn_implementation`` calls it."""

@@ -32,12 +32,12 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from ...core import reading
 from ...core.errors import EvenloadError
+from ...core.input import reading
 from ...runtime import files
-from ...runtime.agreement import first_error
 from ...runtime.unpickling import tensors_only
-from ...runtime.watchdog import working
+from ...runtime.watchdog.watchdog import working
+from ...runtime.world.agreement import first_error
 
 TAG = "state"
 UNIVERSAL = "universal"

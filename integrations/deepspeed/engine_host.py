@@ -13,19 +13,19 @@ import torch.distributed as dist
 import transformers
 
 from ...core.errors import EvenloadError
-from ...core.layout import Layout
-from ...core.recipe import Recipe
-from ...core.workload import Slice, StepPlan
-from ...runtime.busy import BusyClock
-from ...runtime.kernels import choose_kernel
-from ...runtime.pack import TokensOf, count_targets
-from ...runtime.plane import Plane
-from ...runtime.world import World
+from ...core.machine.layout import Layout
+from ...core.plan.step_plan import Slice, StepPlan
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.kernels import choose_kernel
+from ...runtime.attention.pack import TokensOf, count_targets
+from ...runtime.measure.busy import BusyClock
+from ...runtime.world.plane import Plane
+from ...runtime.world.world import World
 from ..host import UPDATE, Inspect, Mark, StepResult, no_mark
 from ..textbook import AdamState
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients
-from .supported import refuse_unequal_replay
+from .unmodified.supported import refuse_unequal_replay
 
 
 class EngineHost(ABC):
@@ -161,7 +161,7 @@ class EngineHost(ABC):
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         """All passes of this rank: (sum of its token losses, a float64 number on the device; slices it ran; branches
-        that the plan does not show, in the words of `core.branches`)."""
+        that the plan does not show, in the words of `core.plan.branches`)."""
 
     @abstractmethod
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from ...core.branches import DUMMIES, SUM_AFTER_PASSES
-from ...core.recipe import Recipe
-from ...core.simulate import Kind
-from ...core.workload import Slice, StepPlan
-from ...runtime.busy import BusyClock, counts_waiting
-from ...runtime.offload import layers_of, offloading
-from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack
-from ...runtime.plane import Plane
-from ...runtime.prefix import PrefixStore
-from ...runtime.world import World
+from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
+from ...core.plan.step_plan import Slice, StepPlan
+from ...core.recipe.recipe import Recipe
+from ...core.simulate.step import Kind
+from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.measure.busy import BusyClock, counts_waiting
+from ...runtime.stage.offload import layers_of, offloading
+from ...runtime.world.plane import Plane
+from ...runtime.world.world import World
 from ..host import Mark
 from . import attention
 from .engine import full_weights, make_engine, one_reduction
@@ -39,7 +39,7 @@ from .engine_host import EngineHost
 from .jobs import num_added, passes_of_rank
 from .model import build_model, recompute_layers, recomputing
 from .passes import Pass
-from .supported import refuse_unsupported
+from .unmodified.supported import refuse_unsupported
 
 log = logging.getLogger("evenload")
 

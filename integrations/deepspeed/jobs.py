@@ -14,8 +14,8 @@ from collections.abc import Sequence as Row
 from typing import Literal
 
 from ...core.errors import EvenloadError
-from ...core.order import orders_of_stage
-from ...core.workload import MicroBatch, Op, Slice, StepPlan
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
 from .passes import DUMMY, Pass, in_step
 
 _BOTH: tuple[Literal["F", "B"], ...] = ("F", "B")

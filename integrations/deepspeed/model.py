@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import transformers
 
-from ...core import reading
 from ...core.errors import EvenloadError, nearest, shorten, shown
-from ...core.recipe import Recipe
-from ...runtime.lookup import sum_in_float32
+from ...core.input import reading
+from ...core.recipe.recipe import Recipe
+from ...runtime.stage.lookup import sum_in_float32
 from . import attention
 from .partial import Parts, build_partly
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Row
 from typing import Literal, NamedTuple
 
 from ...core.errors import EvenloadError
-from ...core.workload import MicroBatch
+from ...core.plan.step_plan import MicroBatch
 
 DUMMY = MicroBatch((), ())
 """Stands for: run one token of no weight, so that the engine does what its peers do."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ...core.recipe import Recipe
-from ...core.workload import Sequence
-from ...runtime.pack import TokensOf
+from ...core.plan.step_plan import Sequence
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
 from ..host import Host
 from .model import build_model

@@ -15,7 +15,7 @@ import os
 import sys
 
 from ...core.errors import EvenloadError
-from ...runtime.orphans import die_with_parent
+from ...runtime.watchdog.orphans import die_with_parent
 
 
 def main(arguments: list[str]) -> None:

@@ -9,34 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...core.recipe import Recipe
-    from ...runtime.world import World
-    from .attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
+    from ...core.recipe.recipe import Recipe
+    from ...runtime.world.world import World
     from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
     from .host import MegatronHost
+    from .model.attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
+    from .model.rope import TokenRope, use_token_positions
     from .plain import PlainModel, grad_rel_err, reference
     from .plane import open_plane
     from .reduction import Reduction
-    from .rope import TokenRope, use_token_positions
 
 _HOMES = {
     "Batch": "batch",
     "MegatronHost": "host",
-    "PackedCoreAttention": "attention",
+    "PackedCoreAttention": "model.attention",
     "PlannedBatches": "batch",
-    "PlannedSeqParams": "attention",
+    "PlannedSeqParams": "model.attention",
     "Reduction": "reduction",
-    "TokenRope": "rope",
+    "TokenRope": "model.rope",
     "forward_step": "batch",
     "PlainModel": "plain",
     "grad_rel_err": "plain",
     "open_plane": "plane",
-    "packed_layer_spec": "attention",
+    "packed_layer_spec": "model.attention",
     "reference": "plain",
     "run_batch": "batch",
-    "seq_params": "attention",
+    "seq_params": "model.attention",
     "token_loss": "batch",
-    "use_token_positions": "rope",
+    "use_token_positions": "model.rope",
 }
 
 __all__ = [  # noqa: RUF022

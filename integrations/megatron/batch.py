@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...core.workload import MicroBatch, Slice, StepPlan
-from ...runtime.pack import IGNORE, Pack, TokensOf, build_pack
-from ...runtime.plane import Plane
-from .attention import PlannedSeqParams, seq_params
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.world.plane import Plane
+from .model.attention import PlannedSeqParams, seq_params
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 

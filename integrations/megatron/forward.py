@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.simulate import Kind
-from ...runtime.busy import BusyClock
+from ...core.simulate.step import Kind
+from ...runtime.measure.busy import BusyClock
 from .batch import Batch, LossFunc, run_batch
 from .reduction import Reduction
 

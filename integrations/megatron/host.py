@@ -11,27 +11,27 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ...core.layout import Layout
-from ...core.recipe import Recipe
-from ...core.workload import Slice, StepPlan
-from ...runtime.busy import Busy, BusyClock, counts_waiting
-from ...runtime.kernels import choose_kernel
-from ...runtime.plane import Plane
-from ...runtime.stage_links import StageLinks, rows_of_all
-from ...runtime.world import World
+from ...core.machine.layout import Layout
+from ...core.plan.step_plan import Slice, StepPlan
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.kernels import choose_kernel
+from ...runtime.measure.busy import Busy, BusyClock, counts_waiting
+from ...runtime.stage.stage_links import StageLinks, rows_of_all
+from ...runtime.world.plane import Plane
+from ...runtime.world.world import World
 from ..host import UPDATE, Inspect, Mark, StepResult, TokensOf, no_mark
 from ..textbook import AdamState
-from . import checkpoint
 from .batch import PlannedBatches, is_stock
 from .forward import Forward
-from .model import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .model.weights import global_gradients, global_parameters, initialise
 from .plane import open_plane
 from .reduction import Reduction, gather_shards, gradient_norm
+from .saving import checkpoint
+from .saving.states import optimizer_states
 from .schedule import PlannedStage, refuse_plan
 from .setup import check_host, check_recipe, join_groups, leave_groups
-from .states import optimizer_states
 from .stock import run_stock
-from .weights import global_gradients, global_parameters, initialise
 
 
 class MegatronHost:

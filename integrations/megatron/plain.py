@@ -24,14 +24,14 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...core.layout import Layout
-from ...core.recipe import Recipe
-from ...core.workload import Sequence
-from ...runtime.pack import TokensOf
+from ...core.machine.layout import Layout
+from ...core.plan.step_plan import Sequence
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
 from ..host import Host
-from .model import build_model, transformer_config
-from .weights import global_parameters
+from .model.gpt import build_model, transformer_config
+from .model.weights import global_parameters
 
 STOCK_ATTENTION = 2048
 """Longest sequence [tokens] that goes through Megatron's own DotProductAttention."""

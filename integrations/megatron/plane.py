@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ...core.workload import Op, StepPlan
-from ...runtime.plane import Plane
+from ...core.plan.step_plan import Op, StepPlan
+from ...runtime.world.plane import Plane
 
 
 def open_plane(node_ranks: int = 0) -> Plane:

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from ...core.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
-from ...core.workload import StepPlan
-from ...runtime.busy import BusyClock
+from ...core.plan.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
+from ...core.plan.step_plan import StepPlan
+from ...runtime.measure.busy import BusyClock
 from .batch import is_stock
 
 
@@ -58,7 +58,7 @@ class Reduction:
 
     @property
     def branch(self) -> str:
-        """Which protocol this step takes, in the words of `core.branches`."""
+        """Which protocol this step takes, in the words of `core.plan.branches`."""
         return SUM_AFTER_PASSES if self.quiet or not self.overlap else SUM_IN_LAST_BACKWARD
 
     def count(self, loss_sum: torch.Tensor, num_targets: int) -> None:

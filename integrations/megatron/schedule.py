@@ -27,22 +27,22 @@ from megatron.core.utils import get_model_config, get_model_type
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...core.layout import Layout
-from ...core.order import orders_of_stage
-from ...core.workload import MicroBatch, Op, PassKind, Slice, StepPlan
-from ...runtime.busy import BusyClock
-from ...runtime.deferred import WeightGradients
-from ...runtime.offload import layers_of, offloading
-from ...runtime.pack import Pack, TokensOf, build_pack
-from ...runtime.plane import Plane
-from ...runtime.prefix import PrefixStore
-from ...runtime.stage_links import StageLinks, taken_before
-from ...runtime.tape import Tape
+from ...core.machine.layout import Layout
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import MicroBatch, Op, PassKind, Slice, StepPlan
+from ...runtime.attention.pack import Pack, TokensOf, build_pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.measure.busy import BusyClock
+from ...runtime.stage.deferred import WeightGradients
+from ...runtime.stage.offload import layers_of, offloading
+from ...runtime.stage.stage_links import StageLinks, taken_before
+from ...runtime.stage.tape import Tape
+from ...runtime.world.plane import Plane
 from ..host import Mark
-from .attention import seq_params
 from .batch import Batch
 from .forward import Forward, headless, reaching_recomputed, recomputing
-from .linears import leaving_weights
+from .model.attention import seq_params
+from .model.linears import leaving_weights
 from .plane import meet
 
 WORDS: dict[PassKind, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from ...core.errors import EvenloadError
-from ...core.layout import Layout
-from ...core.recipe import Recipe
+from ...core.machine.layout import Layout
+from ...core.recipe.recipe import Recipe
 
 SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from ...core.workload import Slice
+from ...core.plan.step_plan import Slice
 from ..host import Mark
 from .batch import LossFunc, PlannedBatches
 from .forward import Forward

@@ -20,16 +20,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.memory import room_bytes
-from ...core.partition import Ints, Load, balance, best_fit_decreasing
+from ...core.balance.partition import Ints, Load, balance, best_fit_decreasing
+from ...core.costs.memory import room_bytes
+from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
 from ...core.registry import Situation
-from ...core.workload import Limits, MicroBatch, Slice, StepPlan
-from .blocks import compute_seconds, fitted, in_blocks
-from .chains import chained
+from .candidates.slice_chains import chained
 from .config import MeshConfig
-from .prices import Prices, Way, prices_of
-from .steps import lengths_of, limits_for, step
-from .zones import common_way, whole
+from .cost_table import Prices, Way, prices_of
+from .emit.blocks import compute_seconds, fitted, in_blocks
+from .emit.micro_batches import common_way, whole
+from .emit.step import lengths_of, limits_for, step
 
 
 def cp_all(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.branches import CUT, OFFLOADED, REMAPPED, ROUTED, SEVERAL_GROUPS, sharing
+from ...core.plan.branches import CUT, OFFLOADED, REMAPPED, ROUTED, SEVERAL_GROUPS, sharing
 from ...core.registry import Situation
 from .config import MeshConfig
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...core.bounds import RankCountOrAll, TokenCount, Tries
+from ...core.input.bounds import RankCountOrAll, TokenCount, Tries
+from ...core.plan.step_plan import Limits
 from ...core.registry import PluginConfig
-from ...core.workload import Limits
 
 EngineName = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 ENGINES: tuple[EngineName, ...] = ("ring", "all_gather", "all_to_all", "hybrid")

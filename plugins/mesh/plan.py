@@ -22,24 +22,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...core.balance.partition import Ints
+from ...core.costs.memory import fixed_bytes, room_bytes
 from ...core.errors import EvenloadError, PlanError
-from ...core.memory import fixed_bytes, room_bytes
-from ...core.partition import Ints
-from ...core.parts import tokens_of_ranks
+from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.token_layout import tokens_of_ranks
+from ...core.planning.stock import UNCAPPED
 from ...core.registry import Situation
-from ...core.simulate import simulate
-from ...core.stock import UNCAPPED
-from ...core.workload import Limits, StepPlan
+from ...core.simulate.step import simulate
 from .baselines import BASELINES, cp_1
-from .blocks import compute_seconds, fitted, in_blocks
-from .bound import lower_bound_s
-from .chains import chained
+from .bounds import lower_bound_s
+from .candidates.host_offload import offloaded
+from .candidates.slice_chains import chained
+from .candidates.uncut import candidates
 from .config import MeshConfig
-from .offloads import offloaded
-from .prices import LEAST_TOKENS, Shares, prices_of
+from .cost_table import LEAST_TOKENS, Shares, prices_of
+from .emit.blocks import compute_seconds, fitted, in_blocks
+from .emit.step import lengths_of, limits_for, step
 from .settings import breaks
-from .steps import lengths_of, limits_for, step
-from .ways import candidates
 
 _FEW = 4
 """Sequences to a rank up to which all plans of others are judged too: few do not level, and luck decides."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ...core.order import in_slots
-from ...core.workload import Limits, MicroBatch, Op, Slice, StepPlan
+from ...core.plan.order import in_slots
+from ...core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan
 from .slicing import Packs
 
 

@@ -24,14 +24,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.bound import lower_bound_s
-from ...core.partition import Ints, best_fit_decreasing, karmarkar_karp
+from ...core.balance.bound import lower_bound_s
+from ...core.balance.partition import Ints, best_fit_decreasing, karmarkar_karp
+from ...core.plan.step_plan import Slice, StepPlan
 from ...core.registry import Situation
-from ...core.workload import Slice, StepPlan
 from .assemble import assemble
+from .candidates import chunked
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
-from .ways import chunked
 from .whole import whole_packs
 
 Packs = list[list[list[int]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.branches import CUT, PACKED, REGROUPED, REPLAYED
+from ...core.plan.branches import CUT, PACKED, REGROUPED, REPLAYED
 from ...core.registry import Situation
 from .config import PackingConfig
 

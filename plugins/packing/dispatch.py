@@ -6,9 +6,9 @@ the step's bound (the mean over ranks, or the costliest sequence). With m_r the 
 
     the least uneven    t sum_r m_r / total     with    sum_r min(m_r t, B)  >=  total
 
-found by a scan. Sequences are then filled in by `core.level`. Where forward and backward have groups of their own, each
-direction has its own t and slots, and sequences fill both capacities at once: a rank rich in attention has more to do
-in the backward.
+found by a scan. Sequences are then filled in by `core.balance.level`. Where forward and backward have groups of their
+own, each direction has its own t and slots, and sequences fill both capacities at once: a rank rich in attention has
+more to do in the backward.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.level import level, loads
-from ...core.partition import Floats, Ints
+from ...core.balance.level import level, loads
+from ...core.balance.partition import Floats, Ints
 from .polish import polish
 from .slicing import EVEN
 

@@ -1,14 +1,14 @@
 """Which slices of which sequences form each micro-batch of each rank.
 
-A small portfolio (`ways`) judged by one prediction (`core.predict`, `core.simulate`, `core.memory`). Equal
-micro-batches leave smaller bubbles and fit into less memory, but every further one is a further launch, and a cut
-sequence keeps its keys and values. So with ``slices: auto`` nothing is cut in a batch whose sequences all fit into a
-micro-batch, unless the step gets shorter by `WORTH_A_CUT`; otherwise, and with ``slices: even`` always, equal
-micro-batches are taken where the step is at most `EVENNESS_COSTS` longer than the best and they fit into memory. What
-is even is the cost of a micro-batch forward and backward together, as both run the same groups. With
-``train.recompute`` a backward replays its forward anyway, so its groups are free (asymmetric partitioning; SlimPack,
-arXiv 2509.26246): forward and backward are then each cut for their own cost. Without, groups of its own would cost the
-backward one more forward, a third of the step, and are not tried.
+A small portfolio (`ways`) judged by one prediction (`core.simulate.predict`, `core.simulate.step`,
+`core.costs.memory`). Equal micro-batches leave smaller bubbles and fit into less memory, but every further one is a
+further launch, and a cut sequence keeps its keys and values. So with ``slices: auto`` nothing is cut in a batch whose
+sequences all fit into a micro-batch, unless the step gets shorter by `WORTH_A_CUT`; otherwise, and with ``slices:
+even`` always, equal micro-batches are taken where the step is at most `EVENNESS_COSTS` longer than the best and they
+fit into memory. What is even is the cost of a micro-batch forward and backward together, as both run the same groups.
+With ``train.recompute`` a backward replays its forward anyway, so its groups are free (asymmetric partitioning;
+SlimPack, arXiv 2509.26246): forward and backward are then each cut for their own cost. Without, groups of its own would
+cost the backward one more forward, a third of the step, and are not tried.
 
 512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 two to three seconds
 (benchmarks/planner.py). The global batch is unchanged: only who computes which tokens, and beside which others. A
@@ -22,18 +22,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.bound import lower_bound_s
-from ...core.costs import Costs
+from ...core.balance.bound import lower_bound_s
+from ...core.balance.partition import Ints
+from ...core.costs.costs import Costs
+from ...core.costs.memory import peaks_of_stage, room_bytes
 from ...core.errors import EvenloadError
-from ...core.memory import peaks_of_stage, room_bytes
-from ...core.partition import Ints
-from ...core.predict import micro_batch_imbalance, pass_seconds, predict
+from ...core.plan.step_plan import Limits, StepPlan
 from ...core.registry import Situation
-from ...core.simulate import simulate
-from ...core.workload import Limits, StepPlan
+from ...core.simulate.predict import micro_batch_imbalance, pass_seconds, predict
+from ...core.simulate.step import simulate
+from .candidates import portfolio, whole
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
-from .ways import portfolio, whole
 
 EVENNESS_COSTS = 0.005
 """Share of the step that equal micro-batches may cost."""

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from ...core.balance.level import loads
+from ...core.balance.partition import Floats, Ints
 from ...core.errors import EvenloadError
-from ...core.level import loads
-from ...core.partition import Floats, Ints
 
 _RANKS = 4
 """Ranks in one program."""

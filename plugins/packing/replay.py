@@ -2,15 +2,15 @@
 
 ChunkFlow's rule (arXiv 2503.02356): of a chain of micro-batches that must all run forward before the first runs
 backward, the last K keep their activations, the others only prefix KV, and run forward again right before their
-backward. K is the largest that the memory model (`core.memory`) allows, for each rank by itself; where ranks must keep
-in step (ZeRO-3) it is the same for all.
+backward. K is the largest that the memory model (`core.costs.memory`) allows, for each rank by itself; where ranks must
+keep in step (ZeRO-3) it is the same for all.
 """
 
 from __future__ import annotations
 
+from ...core.costs.memory import peaks_of_stage
 from ...core.errors import EvenloadError
-from ...core.memory import peaks_of_stage
-from ...core.workload import StepPlan
+from ...core.plan.step_plan import StepPlan
 from .assemble import chains_of_rank
 from .config import GIB
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.workload import StepPlan
+from ...core.plan.step_plan import StepPlan
 from .config import PackingConfig
 
 

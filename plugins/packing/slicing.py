@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 
-from ...core.costs import PassCost
-from ...core.partition import Ints, into_bins
-from ...core.slicing import Line
-from ...core.workload import Slice
+from ...core.balance.partition import Ints, into_bins
+from ...core.balance.slicing import Line
+from ...core.costs.costs import PassCost
+from ...core.plan.step_plan import Slice
 
 Packs = list[list[Slice]]
 

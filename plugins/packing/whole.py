@@ -9,15 +9,15 @@ micro-batches. Objective, over assignments of sequences i to ranks r and to micr
     m_r      micro-batches of rank r, at least ceil(tokens_r / C)
     P        pipeline stages: 1F1B idles for P - 1 of the costliest micro-batch
 
-Phase 1 is longest-processing-time with moves and swaps (`core.partition`), phase 2 the same greedy under the token cap,
-with the number of micro-batches chosen by the objective. O(K log R + K m).
+Phase 1 is longest-processing-time with moves and swaps (`core.balance.partition`), phase 2 the same greedy under the
+token cap, with the number of micro-batches chosen by the objective. O(K log R + K m).
 """
 
 from __future__ import annotations
 
-from ...core.costs import Costs
-from ...core.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
-from ...core.workload import Limits
+from ...core.balance.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
+from ...core.costs.costs import Costs
+from ...core.plan.step_plan import Limits
 
 
 def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...core.costs import PassCost
+from ...core.balance.partition import Ints, best_fit_decreasing
+from ...core.balance.slicing import evenly
+from ...core.costs.costs import PassCost
+from ...core.costs.memory import peaks_of_stage, room_bytes
 from ...core.errors import EvenloadError
-from ...core.memory import peaks_of_stage, room_bytes
-from ...core.partition import Ints, best_fit_decreasing
+from ...core.plan.step_plan import Op, Slice, StepPlan
 from ...core.registry import Situation
-from ...core.slicing import evenly
-from ...core.workload import Op, Slice, StepPlan
 from .checkpointing import fitted
 from .chunks import Pack, assembled, dealt
 from .config import PipelineConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.branches import CUT, RECOMPUTED, WEIGHT_PASSES
+from ...core.plan.branches import CUT, RECOMPUTED, WEIGHT_PASSES
 from ...core.registry import Situation
 from .config import PipelineConfig
 

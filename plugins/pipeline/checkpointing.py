@@ -27,18 +27,18 @@ from functools import cached_property
 
 import numpy as np
 
+from ...core.balance.partition import Floats, Ints
+from ...core.costs.memory import fixed_bytes, room_bytes
 from ...core.errors import EvenloadError
-from ...core.events import play
-from ...core.memory import fixed_bytes, room_bytes
-from ...core.order import orders_of_stage
-from ...core.partition import Floats, Ints
-from ...core.passes import PassTimes
-from ...core.predict import own_costs
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import StepPlan
 from ...core.registry import Situation
-from ...core.workload import StepPlan
+from ...core.simulate.events import play
+from ...core.simulate.passes import PassTimes
+from ...core.simulate.predict import own_costs
 from .config import GIB, PipelineConfig
-from .program import alike, lowered, solved
-from .rows import Most, Probes, Rows, fullest, joined, levels_of
+from .memory_rows import Most, Probes, Rows, fullest, joined, levels_of
+from .recompute_milp import alike, lowered, solved
 
 _ROUNDS = 3
 """Times that the room is tightened should the exact walk disagree with the rows."""

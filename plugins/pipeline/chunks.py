@@ -24,13 +24,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from ...core.costs import PassCost
+from ...core.balance.level import level
+from ...core.balance.partition import Floats, Ints
+from ...core.balance.slicing import evenly
+from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
-from ...core.level import level
-from ...core.partition import Floats, Ints
+from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
 from ...core.registry import Situation
-from ...core.slicing import evenly
-from ...core.workload import Limits, MicroBatch, Slice, StepPlan
 from .config import PipelineConfig
 
 Pack = list[Slice]

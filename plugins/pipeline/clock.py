@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ...core.order import orders_of_stage
-from ...core.passes import PassTimes
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import Op, PassKind, StepPlan
 from ...core.registry import Situation
-from ...core.workload import Op, PassKind, StepPlan
+from ...core.simulate.passes import PassTimes
 
 Table = tuple[tuple[float, ...], ...]
 """``table[stage][number]`` [s]: of a pass, by the number of its micro-batch."""
@@ -79,7 +79,7 @@ def passes_s(plan: StepPlan, situation: Situation) -> float:
 
 
 def end_of(orders: Sequence[Sequence[Op]], clock: Clock) -> float:
-    """When the last stage has finished [s], by the rules of `core.events`.
+    """When the last stage has finished [s], by the rules of `core.simulate.events`.
 
     ``orders[stage]``: the passes of one plane rank, which shares none and does not deadlock.
     """

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from ...core.bounds import Amount, Count, CountOrNone, Effort, TokenCount
+from ...core.input.bounds import Amount, Count, CountOrNone, Effort, TokenCount
+from ...core.plan.step_plan import Limits
 from ...core.registry import PluginConfig
-from ...core.workload import Limits
 
 GIB = 1024**3
 

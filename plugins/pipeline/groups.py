@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.memory import room_bytes
-from ...core.partition import Floats
-from ...core.parts import tokens_of_ranks
-from ...core.predict import own_costs
+from ...core.balance.partition import Floats
+from ...core.costs.memory import room_bytes
+from ...core.plan.step_plan import StepPlan
+from ...core.plan.token_layout import tokens_of_ranks
 from ...core.registry import Situation
-from ...core.workload import StepPlan
+from ...core.simulate.predict import own_costs
 from .config import PipelineConfig
 
 _IMPOSSIBLE = 100.0

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from ...core.costs.memory import room_bytes
 from ...core.errors import EvenloadError
-from ...core.memory import room_bytes
-from ...core.passes import PassTimes
+from ...core.plan.step_plan import StepPlan
 from ...core.registry import Situation
-from ...core.simulate import simulate
-from ...core.workload import StepPlan
+from ...core.simulate.passes import PassTimes
+from ...core.simulate.step import simulate
 from .clock import passes_s
 from .config import PipelineConfig
 

@@ -6,9 +6,9 @@ backwards for every stage, and recomputed layers c_sk of every chunk k at every 
     max_s  sum_k (F_sk + B_sk + c_sk R_sk) + waits_s        is least        [seconds]
     s.t.   sum_{k in flight at s} M_sk - c_sk S_sk  <=  room_s  at any time  [bytes]
 
-A portfolio, judged by one simulator (`core.simulate`): the plan that came in, as it is and in an order of our own, and
-chunkings by number of chunks (`chunks`); each in elastic order (`elastic`), with weight gradients as passes of their
-own where the host can run them, and with recomputation where a stage would not hold it (`checkpointing`). Other
+A portfolio, judged by one simulator (`core.simulate.step`): the plan that came in, as it is and in an order of our own,
+and chunkings by number of chunks (`chunks`); each in elastic order (`elastic`), with weight gradients as passes of
+their own where the host can run them, and with recomputation where a stage would not hold it (`checkpointing`). Other
 people's pipelines (`baselines`) are among the candidates too, so nothing slower than them is returned where they fit.
 Recomputation only adds to a step, so what is slower without it than the best plan with it is left out.
 
@@ -27,13 +27,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from ...core.bound import lower_bound_s
+from ...core.balance.bound import lower_bound_s
+from ...core.costs.memory import room_bytes
 from ...core.errors import EvenloadError
-from ...core.memory import room_bytes
-from ...core.order import orders_of_stage
-from ...core.parts import tokens_of_ranks
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.token_layout import tokens_of_ranks
 from ...core.registry import Situation
-from ...core.workload import Limits, StepPlan
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted
 from .chunks import CHEAP, chunkings

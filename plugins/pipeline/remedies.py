@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
+from ...core.costs.memory import beside_of, room_bytes
 from ...core.errors import EvenloadError
-from ...core.layout import Layout
-from ...core.memory import beside_of, room_bytes
+from ...core.machine.layout import Layout
+from ...core.plan.step_plan import Limits, StepPlan
 from ...core.registry import Situation
-from ...core.workload import Limits, StepPlan
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
 from .config import GIB, PipelineConfig
 from .elastic import ordered
-from .rows import Probes, fullest
+from .memory_rows import Probes, fullest
 
 _TIMES = (2, 4, 8, 16)
 _CHUNKINGS = 6

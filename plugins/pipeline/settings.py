@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ...core.errors import EvenloadError
-from ...core.workload import Limits, StepPlan
+from ...core.plan.step_plan import Limits, StepPlan
 from .config import PipelineConfig
 
 

@@ -8,9 +8,10 @@ the plan gives them; stages run against each other in simulated time, and a stag
     runs the oldest W         while the next pass has not arrived, or to make room for it,
     runs all W that are left  after its last pass.
 
-Memory is what the plan holds in each pass (`core.memory`) plus ``deferred`` bytes from every split backward to its W.
-No stage may hold more than the fullest one does without W passes, so a pipeline that fits still fits (ZB-H1, section
-2.2, has the same bound). A backward that finds no room for what it would leave is not split. O(passes x stages x log).
+Memory is what the plan holds in each pass (`core.costs.memory`) plus ``deferred`` bytes from every split backward to
+its W. No stage may hold more than the fullest one does without W passes, so a pipeline that fits still fits (ZB-H1,
+section 2.2, has the same bound). A backward that finds no room for what it would leave is not split. O(passes x stages
+x log).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from ...core.memory import levels_of_stage
-from ...core.order import orders_of_stage
+from ...core.costs.memory import levels_of_stage
+from ...core.plan.order import orders_of_stage
+from ...core.plan.step_plan import Op, StepPlan
 from ...core.registry import Situation
-from ...core.workload import Op, StepPlan
 from .clock import Clock, clock_of, end_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.show import emit
+from evenload.commands._shared.show import emit
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "refit.py"
 

@@ -22,13 +22,13 @@ from evenload.patches import bridge_cpu
 
 bridge_cpu()
 
-from evenload.core.recipe import parse  # noqa: E402
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences  # noqa: E402
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences  # noqa: E402
+from evenload.core.recipe.recipe import parse  # noqa: E402
 from evenload.integrations.megatron import open_host  # noqa: E402
 from evenload.integrations.megatron.schedule import PlannedStage  # noqa: E402
-from evenload.runtime.plane import Plane  # noqa: E402
-from evenload.runtime.watchdog import Watchdog  # noqa: E402
-from evenload.runtime.world import init_world  # noqa: E402
+from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402
+from evenload.runtime.world.plane import Plane  # noqa: E402
+from evenload.runtime.world.world import init_world  # noqa: E402
 
 RANKS, VICTIM = 3, 1
 LENGTHS = (48, 30, 36, 12)

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evenload.commands import bench, tables
-from evenload.commands.job import Job
-from evenload.core.chain import PlanChain
-from evenload.core.layout import Layout
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import StepPlan
+from evenload.commands import bench
+from evenload.commands._shared import tables
+from evenload.commands._shared.job import Job
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import StepPlan
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.integrations.host import UPDATE
-from evenload.runtime.world import World
+from evenload.runtime.world.world import World
 from rich.console import Console
 
 DISTURBED = 3.0

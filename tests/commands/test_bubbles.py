@@ -7,13 +7,13 @@ from io import StringIO
 
 import numpy as np
 import pytest
-from evenload.commands import tables
-from evenload.commands.bubbles import Bubbles, Waits, bubbles_of
-from evenload.commands.recording import _shown
-from evenload.core.chain import PlanChain
-from evenload.core.recipe import parse
-from evenload.core.simulate import Span, simulate
-from evenload.core.workload import sequences
+from evenload.commands._shared import tables
+from evenload.commands._shared.bubbles import Bubbles, Waits, bubbles_of
+from evenload.commands._shared.recording import _shown
+from evenload.core.plan.step_plan import sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import Span, simulate
 from evenload.face import load_plugins
 from rich.console import Console
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands import checkpoints, manifest
+from evenload.commands.saving import checkpoints, manifest
 from evenload.core.errors import EvenloadError, RankError
 
 

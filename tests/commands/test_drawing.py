@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.commands.drawing import Drawing, num_waiting
-from evenload.core.chain import PlanChain
+from evenload.commands._shared.drawing import Drawing, num_waiting
 from evenload.core.errors import EvenloadError
-from evenload.core.planner import Draw, Planner
-from evenload.core.recipe import parse
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.planner import Draw, Planner
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.order import SampleOrder
 from evenload.face import load_plugins

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from evenload.commands.launch import _terminable
+from evenload.commands._shared.launch import _terminable
 
 
 def tell(number: int) -> None:

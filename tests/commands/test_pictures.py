@@ -24,8 +24,8 @@ from evenload.commands.pictures.outlook import names, planners, tracks_of
 from evenload.commands.pictures.report import page_of
 from evenload.commands.plan import Outlook, look_ahead
 from evenload.core.errors import EvenloadError
-from evenload.core.simulate import KINDS, Span
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.simulate.step import KINDS, Span
 from evenload.face import load_recipe
 
 RECIPE = """

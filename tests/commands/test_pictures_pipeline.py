@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.commands import pictures, tables
+from evenload.commands import pictures
+from evenload.commands._shared import tables
+from evenload.commands._shared.pipelines import describe
 from evenload.commands.pictures import plot
 from evenload.commands.pictures.facts import PARTS, facts_of, parts_of, pieces_of
 from evenload.commands.pictures.report import page_of
-from evenload.commands.pipelines import describe
 from evenload.commands.plan import Outlook, PlannedStep, Simulated, look_ahead, over_caps
-from evenload.core.memory import peaks_of_stage
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.costs.memory import peaks_of_stage
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.face import load_recipe
 from rich.console import Console
 

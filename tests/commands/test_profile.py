@@ -15,17 +15,17 @@ import pytest
 import torch
 from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
-from evenload.commands.profile_cases import Case, cases
-from evenload.core import cluster as clusters
-from evenload.core import costs as cost_models
-from evenload.core.costs import Costs, MemoryCost, PassCost
+from evenload.commands.profiling.cases import Case, cases
+from evenload.core.costs import costs as cost_models
+from evenload.core.costs.costs import Costs, MemoryCost, PassCost
+from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError
-from evenload.core.layout import Layout
+from evenload.core.machine import cluster as clusters
+from evenload.core.machine.layout import Layout
+from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import Situation
-from evenload.core.setting import RECIPES
-from evenload.core.simulate import simulate
-from evenload.core.traffic import Traffic
-from evenload.runtime.held import free_bytes, held_for_backward, live_bytes
+from evenload.core.simulate.step import simulate
+from evenload.runtime.measure.held import free_bytes, held_for_backward, live_bytes
 
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)
 BACKWARD = PassCost(launch_s=3e-3, token_s=6e-6, pair_s=1e-8)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.profile_memory import COUNTS, Readings, fit_memory_cost, line, two_alive
-from evenload.core.costs import MemoryCost
-from evenload.core.memory import beside_of, peak_activation_bytes
-from evenload.core.workload import Limits
+from evenload.commands.profiling.memory import COUNTS, Readings, fit_memory_cost, line, two_alive
+from evenload.core.costs.costs import MemoryCost
+from evenload.core.costs.memory import beside_of, peak_activation_bytes
+from evenload.core.plan.step_plan import Limits
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 LENGTH = 100

@@ -25,8 +25,8 @@ from evenload.commands.proof.compare import (
     compare_update,
 )
 from evenload.commands.verify import other_layout
-from evenload.core.recipe import parse
-from evenload.core.sections import Train
+from evenload.core.recipe.recipe import parse
+from evenload.core.recipe.sections import Train
 from evenload.face import load_plugins
 from evenload.integrations.textbook import AdamState, AdamW
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.commands.job import Job
-from evenload.commands.metrics import Taken
-from evenload.commands.refitting import Refitting, foresee
-from evenload.core import refit
-from evenload.core.chain import PlanChain
-from evenload.core.planner import Draw, Planner
-from evenload.core.recipe import parse
+from evenload.commands._shared.job import Job
+from evenload.commands._shared.metrics import Taken
+from evenload.commands._shared.refitting import Refitting, foresee
+from evenload.core.costs import refit
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.planner import Draw, Planner
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
 
 load_plugins()

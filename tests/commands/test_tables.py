@@ -6,8 +6,8 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from evenload.commands import show, tables
-from evenload.commands.show import grid, seconds
+from evenload.commands._shared import show, tables
+from evenload.commands._shared.show import grid, seconds
 from rich.console import Console, RenderableType
 
 NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.checkpoints import newest_whole
-from evenload.commands.manifest import read as load_manifest
+from evenload.commands.saving.checkpoints import newest_whole
+from evenload.commands.saving.manifest import read as load_manifest
 
 pytestmark = pytest.mark.slow
 

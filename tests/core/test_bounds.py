@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core import bounds
-from evenload.core.bounds import lengths_of_batch, number_of_word, refuse_endless, refuse_odd_numbers, whole_number
 from evenload.core.errors import EvenloadError
+from evenload.core.input import bounds
+from evenload.core.input.bounds import (
+    lengths_of_batch,
+    number_of_word,
+    refuse_endless,
+    refuse_odd_numbers,
+    whole_number,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

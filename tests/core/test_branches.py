@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from evenload.commands.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
-from evenload.core import branches
-from evenload.core.branches import branches_of
-from evenload.core.chain import PlanChain
-from evenload.core.recipe import parse
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan import branches
+from evenload.core.plan.branches import branches_of
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
 
 load_plugins()

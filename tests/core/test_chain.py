@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from evenload.core.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
+from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError, PlanError
-from evenload.core.memory import peaks_of_stage
-from evenload.core.parts import tokens_of_ranks
-from evenload.core.recipe import parse
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.plan.token_layout import tokens_of_ranks
+from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
+from evenload.core.planning.stock import stock_plan
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin
-from evenload.core.stock import stock_plan
-from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
 
 load_plugins()

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core import cluster, costs
-from evenload.core.costs import Costs, PassCost, Work, fit, from_totals, solve, work_of
+from evenload.core.costs import costs
+from evenload.core.costs.costs import Costs, PassCost, Work, fit, from_totals, solve, work_of
 from evenload.core.errors import EvenloadError
-from evenload.core.layout import Layout
-from evenload.core.setting import RECIPES
-from evenload.core.workload import MicroBatch, Slice
+from evenload.core.machine import cluster
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.core.planning.setting import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
 

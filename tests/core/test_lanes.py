@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.core.chain import PlanChain
-from evenload.core.lanes import narrow, widen
-from evenload.core.memory import peaks_of_stage, room_bytes
-from evenload.core.passes import PassTimes
-from evenload.core.predict import predict
-from evenload.core.recipe import load
-from evenload.core.setting import RECIPES
-from evenload.core.simulate import simulate
-from evenload.core.stock import stock_plan
-from evenload.core.workload import Op, sequences
+from evenload.core.costs.memory import peaks_of_stage, room_bytes
+from evenload.core.plan.step_plan import Op, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import RECIPES
+from evenload.core.planning.static_cp import narrow, widen
+from evenload.core.planning.stock import stock_plan
+from evenload.core.recipe.recipe import load
+from evenload.core.simulate.passes import PassTimes
+from evenload.core.simulate.predict import predict
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.errors import PlanError
-from evenload.core.memory import peak_activation_bytes
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 LIMITS = Limits(num_ranks=2, max_tokens=8, num_stages=2, layers_per_stage=4)
 

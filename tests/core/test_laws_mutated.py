@@ -1,8 +1,8 @@
 """Lawful plans, broken at random: the laws accept exactly what a machine like the runtime's carries out.
 
-The machine is written after what runs plans (`runtime.prefix`, `stage_links`, `deferred`, `tape`, `plane`) and has no
-code of the laws: ranks of stages that walk lists, queues between stages, a store of keys and values, graphs that wait,
-weight gradients that are left.
+The machine is written after what runs plans (`runtime.attention.prefix`, `stage_links`, `deferred`, `tape`, `plane`)
+and has no code of the laws: ranks of stages that walk lists, queues between stages, a store of keys and values, graphs
+that wait, weight gradients that are left.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from evenload.core.errors import PlanError
-from evenload.core.order import in_slots
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.order import in_slots
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pulp
 import pytest
-from evenload.core.level import level, loads
+from evenload.core.balance.level import level, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.core.costs import MemoryCost
-from evenload.core.layout import Layout
-from evenload.core.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
-from evenload.core.recipe import parse
-from evenload.core.setting import limits_of, situation_of
-from evenload.core.simulate import simulate
-from evenload.core.states import states_of
-from evenload.core.workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.costs.costs import MemoryCost
+from evenload.core.costs.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.planning.setting import limits_of, situation_of
+from evenload.core.planning.states import states_of
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 
 LAYERS = 2
 BESIDE = Beside(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from evenload.core.offload import layers_on_device, offload_share, ranks_needed
+from evenload.core.costs.offload import layers_on_device, offload_share, ranks_needed
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pulp
 import pytest
-from evenload.core.partition import (
-    Load,
-    balance,
-    best_fit_decreasing,
-    into_bins,
-    karmarkar_karp,
-    longest_first,
-)
+from evenload.core.balance.partition import Load, balance, best_fit_decreasing, into_bins, karmarkar_karp, longest_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

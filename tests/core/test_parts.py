@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.errors import PlanError
-from evenload.core.parts import Home, attended, dealt, home_of, layout_of, tokens_of_ranks
-from evenload.core.workload import Engine, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Engine, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.token_layout import Home, attended, dealt, home_of, layout_of, tokens_of_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 

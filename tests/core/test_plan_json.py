@@ -14,9 +14,9 @@ from typing import Any
 import evenload
 import pytest
 from evenload.core.errors import PlanError
+from evenload.core.plan.step_plan import Limits, MicroBatch, Sequence, Slice, StepPlan
 from evenload.core.plan_json import file_json, read_plans
-from evenload.core.setting import RECIPES
-from evenload.core.workload import Limits, MicroBatch, Sequence, Slice, StepPlan
+from evenload.core.planning.setting import RECIPES
 from hypothesis import given
 from hypothesis import strategies as st
 

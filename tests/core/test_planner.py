@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError, RankError
-from evenload.core.planner import Draw, Planner
-from evenload.core.recipe import parse
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.planner import Draw, Planner
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin, get
-from evenload.core.workload import StepPlan, sequences
 from evenload.face import load_plugins
 
 load_plugins()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.core.costs import Costs, PassCost
-from evenload.core.predict import predict
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.predict import predict
 
 ONE = Costs(
     source="one second forward, two backward, per token", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from evenload.core import reading
 from evenload.core.errors import SHOWN, EvenloadError
+from evenload.core.input import reading
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -9,9 +9,9 @@ import evenload
 import jsonschema
 import pytest
 import yaml
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.setting import RECIPES
+from evenload.core.planning.setting import RECIPES
+from evenload.core.recipe import recipe as recipes
 from evenload.face import load_plugins
 
 ROOT = Path(evenload.__file__).parent

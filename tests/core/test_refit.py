@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core import refit
-from evenload.core.costs import Costs, PassCost
-from evenload.core.predict import pass_seconds, predict
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.costs import refit
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.predict import pass_seconds, predict
 
 TRUTH = Costs(
     source="planted",

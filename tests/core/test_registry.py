@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import evenload
 import pytest
-from evenload.core import recipe as recipes
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import StepPlan
+from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import Plugin, PluginConfig, Situation
-from evenload.core.workload import StepPlan
 from evenload.face import load_plugins
 
 load_plugins()

@@ -12,13 +12,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from evenload.core.cluster import Cluster, Link
-from evenload.core.costs import PassCost
-from evenload.core.layout import Layout
-from evenload.core.parts import layout_of
-from evenload.core.sharing import Load, Times, alone_s, head_shares, times_of, together_s
-from evenload.core.traffic import Traffic, attention_s, exposed_of_ranks, exposed_s, moved_tokens
-from evenload.core.workload import Engine, MicroBatch, Slice
+from evenload.core.costs.attention_comm import Load, Times, alone_s, head_shares, times_of, together_s
+from evenload.core.costs.costs import PassCost
+from evenload.core.costs.traffic import Traffic, attention_s, exposed_of_ranks, exposed_s, moved_tokens
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import Engine, MicroBatch, Slice
+from evenload.core.plan.token_layout import layout_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,17 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from evenload.core.cluster import Cluster, Link
-from evenload.core.costs import Costs, PassCost
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError, PlanError
-from evenload.core.events import play
-from evenload.core.layout import Layout
-from evenload.core.order import orders_of_stage
-from evenload.core.predict import predict
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.order import orders_of_stage
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.core.registry import Situation
-from evenload.core.simulate import Simulation, simulate
-from evenload.core.traffic import Traffic
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.events import play
+from evenload.core.simulate.predict import predict
+from evenload.core.simulate.step import Simulation, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

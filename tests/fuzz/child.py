@@ -39,11 +39,12 @@ def prepare(plots: bool) -> None:
     import typer.main
     import typer.rich_utils
     from evenload import cli
-    from evenload.commands import launch, plan, preflight, run, show, sweep, tables  # noqa: F401
+    from evenload.commands import plan, run, sweep  # noqa: F401
+    from evenload.commands._shared import launch, preflight
     from evenload.commands.pictures import report, trace  # noqa: F401
-    from evenload.core.recipe import parse
+    from evenload.core.recipe.recipe import parse
     from evenload.face import load_plugins
-    from evenload.integrations.deepspeed import config  # noqa: F401
+    from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
 
     if plots:
         import matplotlib.font_manager  # noqa: F401
@@ -100,7 +101,7 @@ def act(case: dict[str, Any]) -> Any:
         import evenload
         import numpy as np
         from evenload.core.plan_json import read_plans
-        from evenload.integrations.deepspeed.config import parse_section, recipe_of
+        from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
 
         known = {"np": np, "evenload": evenload, "itertools": itertools, "read_plans": read_plans}
         return eval(case["call"], known | {"parse_section": parse_section, "recipe_of": recipe_of})

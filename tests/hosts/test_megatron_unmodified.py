@@ -132,7 +132,7 @@ def load_script():
 
 
 def recipe_of(max_tokens: int, slices: str = "even"):
-    from evenload.core import recipe
+    from evenload.core.recipe import recipe
     from evenload.face import load_plugins
 
     load_plugins()

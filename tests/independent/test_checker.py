@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import PlanError
-from evenload.core.recipe import parse
-from evenload.core.workload import Limits, StepPlan
+from evenload.core.plan.step_plan import Limits, StepPlan
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
 
 _spec = importlib.util.spec_from_file_location("independent_checker", Path(__file__).with_name("checker.py"))

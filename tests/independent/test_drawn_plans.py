@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import parse
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
 from hypothesis import event, given, settings
 from hypothesis import strategies as st

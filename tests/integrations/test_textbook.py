@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from evenload.core.sections import Train
+from evenload.core.recipe.sections import Train
 from evenload.integrations.exactness import Worst, largest_error, not_finite, relative_error
 from evenload.integrations.textbook import AdamW
 from torch.nn.utils import clip_grad_norm_

@@ -69,12 +69,12 @@ KILLERS: dict[str, Words] = {
     "frozen store": ("pytest", "tests/runtime/test_watchdog.py", "-k", "frozen_holder"),
 }
 
-_PREFIX, _ENGINE_HOST = "runtime/prefix.py", "integrations/deepspeed/engine_host.py"
+_PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine_host.py"
 _REDUCTION, _SCALED = (
     "integrations/megatron/reduction.py",
     "            self._ddp.scale_gradients(1.0 / self.totals[1])\n",
 )
-_STAGE = "integrations/deepspeed/pipeline_stage.py"
+_STAGE = "integrations/deepspeed/pipeline/stage.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -94,28 +94,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "positions of late slices are one off",
-        "runtime/pack.py",
+        "runtime/attention/pack.py",
         "positions_T[first:last] = np.arange(piece.start, piece.stop)",
         "positions_T[first:last] = np.arange(piece.start, piece.stop) + (piece.start > 0)",
         "slices",
     ),
     Mutant(
         "the label at the border of a slice is lost",
-        "runtime/pack.py",
+        "runtime/attention/pack.py",
         "targets = sample[piece.start + 1 : piece.stop + 1]",
         "targets = sample[piece.start + 1 : piece.stop + (len(slices) > 1)]",
         "slices",
     ),
     Mutant(
         "a dummy counts in the loss",
-        "runtime/pack.py",
+        "runtime/attention/pack.py",
         "    labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)",
         "    labels_T = np.full(segments[-1], IGNORE if slices else 0, dtype=np.int64)",
         "zero 3",
     ),
     Mutant(
         "attention's scale is two per cent off in bfloat16",
-        "runtime/attention.py",
+        "runtime/attention/attention.py",
         "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n    cut =",
         "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n"
         "    scale = scale * 1.02 if q_NHD.dtype == torch.bfloat16 else scale\n    cut =",
@@ -130,7 +130,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the backward's scale is off where a pack has one slice",
-        "runtime/attention.py",
+        "runtime/attention/attention.py",
         "dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, cut.scale), out, lse)",
         "wrong = cut.scale * (1.0 if len(cut.pieces) > 1 else 1.001)\n"
         "            dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, wrong), out, lse)",
@@ -138,49 +138,49 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a ring loses dK and dV after two hops",
-        "runtime/ring.py",
+        "runtime/attention/sharing/ring.py",
         "                if going is not None:\n                    grads += going()",
         "                if going is not None:\n                    grads += going() * (hop < 2)",
         "mesh",
     ),
     Mutant(
         "a ring's tile over the prefix is dropped",
-        "runtime/ring.py",
+        "runtime/attention/sharing/ring.py",
         "        found = [Tile(0, mine.first, theirs.before, False), Tile(mine.first, mine.own, theirs.all, False)]",
         "        found = [Tile(mine.first, mine.own, theirs.all, False)]",
         "quick shared",
     ),
     Mutant(
         "a share of gathered gradients is a per mille off",
-        "runtime/gather.py",
+        "runtime/attention/sharing/gather.py",
         "going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)",
         "going = self.exchange(rows, {g: shares[g] * (1 if g else 0.999) for g in self._others}, 0, 1)",
         "mesh",
     ),
     Mutant(
         "gradients of a shared key head overwrite each other",
-        "runtime/relayout.py",
+        "runtime/attention/sharing/relayout.py",
         "                    total[part.rows, _span(part, kind)] += next(values)",
         "                    total[part.rows, _span(part, kind)] = next(values)",
         "mesh one key head",
     ),
     Mutant(
         "gradients of query heads are not summed over their key head",
-        "runtime/heads.py",
+        "runtime/attention/sharing/heads.py",
         "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_add_(1, index, grad_MKD)",
         "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_copy_(1, index, grad_MKD)",
         "mesh three ranks",
     ),
     Mutant(
         "a replay's input is gathered from the start",
-        "runtime/tape.py",
+        "runtime/stage/tape.py",
         "rows[start - have.start : stop - have.start]",
         "rows[: stop - start]",
         "quick stages",
     ),
     Mutant(
         "the last of many weight gradients is skipped",
-        "runtime/deferred.py",
+        "runtime/stage/deferred.py",
         "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
         "            del left[len(left) - (len(left) > 3) :]\n"
         "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
@@ -188,14 +188,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a weight pass leaves a token out of a bias",
-        "runtime/deferred.py",
+        "runtime/stage/deferred.py",
         "db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None",
         "db = dy.reshape(-1, dy.shape[-1])[1:].sum(0) if ctx.needs_input_grad[1] else None",
         "weight passes, biases",
     ),
     Mutant(
         "a weight pass forgets the sum over tensor-parallel ranks",
-        "integrations/megatron/linears.py",
+        "integrations/megatron/model/linears.py",
         'sum_over=how["tp_group"] if how["allreduce_dgrad"] else None',
         "sum_over=None",
         "weight passes, tensor parallel",
@@ -224,7 +224,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the learning rate is not set",
-        "integrations/megatron/model.py",
+        "integrations/megatron/model/gpt.py",
         '        group["lr"] = lr * group.get("lr_mult", 1.0)',
         '        group["lr"] = group["lr"]',
         "quick overlap",
@@ -238,14 +238,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters share Adam's step after a resume",
-        "integrations/megatron/checkpoint.py",
+        "integrations/megatron/saving/checkpoint.py",
         '            states["step"] = step.clone()',
         '            states["step"] = steps[0]',
         "quick overlap",
     ),
     Mutant(
         "the order of the plan ahead is saved",
-        "commands/resuming.py",
+        "commands/saving/resuming.py",
         'state = {"order": planned.draw.state,',
         'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
         '    state = {"order": {**planned.draw.state, "consumed": ahead},',
@@ -253,7 +253,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rank 1 reads wrong tokens later in the run",
-        "commands/job.py",
+        "commands/_shared/job.py",
         "return lambda index: self.source.tokens(int(draw.samples[index]))",
         'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 4 * len(draw.samples)\n'
         "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
@@ -261,7 +261,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rank 1 reads wrong tokens after a resume",
-        "commands/job.py",
+        "commands/_shared/job.py",
         "return lambda index: self.source.tokens(int(draw.samples[index]))",
         'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 2 * len(draw.samples)\n'
         "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
@@ -320,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a recomputed layer sees positions of another pack",
-        "integrations/megatron/rope.py",
+        "integrations/megatron/model/rope.py",
         "        return torch.index_select(table, 0, pack.positions_T.to(table.device))",
         "        if not torch.is_grad_enabled():\n            self._had = pack.positions_T\n"
         '        had = getattr(self, "_had", pack.positions_T)\n'
@@ -337,28 +337,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "weights do not decay",
-        "integrations/megatron/model.py",
+        "integrations/megatron/model/gpt.py",
         '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
         '        group["weight_decay"] = 0.0',
         "quick overlap",
     ),
     Mutant(
         "norms decay",
-        "integrations/megatron/model.py",
+        "integrations/megatron/model/gpt.py",
         '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
         '        group["weight_decay"] = train.weight_decay',
         "quick overlap",
     ),
     Mutant(
         "one rank's other plan is no matter",
-        "core/planner.py",
+        "core/planning/planner.py",
         "    if odd:\n        raise RankError(",
         "    if len(odd) > 1:\n        raise RankError(",
         "planner",
     ),
     Mutant(
         "a plan over the caps is trained",
-        "core/chain.py",
+        "core/planning/chain.py",
         "        return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
         "        return plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
         "caps",
@@ -372,7 +372,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a parser's own errors come through",
-        "core/reading.py",
+        "core/input/reading.py",
         "        return _tree(loader.construct_document(root))\n    except Exception as error:",
         "        return _tree(loader.construct_document(root))\n    except yaml.YAMLError as error:",
         "reading",
@@ -386,7 +386,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nobody notices that the store is silent",
-        "runtime/watchdog.py",
+        "runtime/watchdog/watchdog.py",
         "            if silent * self._every > self._gone_s:",
         "            if silent * self._every > 1000 * self._gone_s:",
         "frozen store",

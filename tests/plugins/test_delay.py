@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from evenload.core.chain import PlanChain
-from evenload.core.recipe import parse
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
 from evenload.plugins.packing.delay import outliers
 from hypothesis import given

@@ -7,12 +7,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.parts import tokens_of_ranks
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.token_layout import tokens_of_ranks
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES

@@ -8,18 +8,18 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError, PlanError
-from evenload.core.parts import tokens_of_ranks
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.token_layout import tokens_of_ranks
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
-from evenload.plugins.mesh.bound import lower_bound_s
+from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.prices import prices_of
-from evenload.plugins.mesh.steps import in_step
+from evenload.plugins.mesh.cost_table import prices_of
+from evenload.plugins.mesh.emit.step import in_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
+from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError
-from evenload.core.memory import peaks_of_stage
-from evenload.core.parts import tokens_of_ranks
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.plan.token_layout import tokens_of_ranks
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
-from evenload.plugins.mesh.blocks import fitted, in_blocks
-from evenload.plugins.mesh.chains import chained
+from evenload.plugins.mesh.candidates.slice_chains import chained
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.prices import LEAST_TOKENS, prices_of
+from evenload.plugins.mesh.cost_table import LEAST_TOKENS, prices_of
+from evenload.plugins.mesh.emit.blocks import fitted, in_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pulp
 import pytest
-from evenload.plugins.mesh.bound import micro_batch_bound_s
-from evenload.plugins.mesh.groups import Group, Table, groups_of, places_of, seconds_of
+from evenload.plugins.mesh.bounds import micro_batch_bound_s
+from evenload.plugins.mesh.candidates.disjoint_groups import Group, Table, groups_of, places_of, seconds_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.predict import predict
-from evenload.core.recipe import parse
-from evenload.core.workload import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.predict import predict
 from evenload.face import load_plugins
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.settings import breaks

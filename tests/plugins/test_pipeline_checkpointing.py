@@ -11,22 +11,22 @@ from functools import cache
 
 import numpy as np
 import pytest
-from evenload.core.cluster import Cluster, Link
-from evenload.core.costs import Costs, PassCost
-from evenload.core.layout import Layout
-from evenload.core.memory import peaks_of_stage
-from evenload.core.order import in_slots, orders_of_stage
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.costs.memory import peaks_of_stage
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.order import in_slots, orders_of_stage
+from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.core.registry import Situation
-from evenload.core.simulate import simulate
-from evenload.core.workload import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
 from evenload.plugins.pipeline.config import GIB, PipelineConfig
 from evenload.plugins.pipeline.elastic import ordered
+from evenload.plugins.pipeline.memory_rows import Probes, Rows, levels_of
 from evenload.plugins.pipeline.plan import plan as plan_of_plugin
-from evenload.plugins.pipeline.program import GAP, lowered, solved
-from evenload.plugins.pipeline.rows import Probes, Rows, levels_of
+from evenload.plugins.pipeline.recompute_milp import GAP, lowered, solved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

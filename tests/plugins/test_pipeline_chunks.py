@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from evenload.core.cluster import load
-from evenload.core.costs import Costs, PassCost
+from evenload.core.balance.slicing import evenly
+from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
-from evenload.core.layout import Layout
+from evenload.core.machine.cluster import load
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import Situation
-from evenload.core.setting import RECIPES
-from evenload.core.slicing import evenly
-from evenload.core.workload import Limits, Slice, StepPlan, sequences
 from evenload.plugins.pipeline.baselines import on_one_mesh
 from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts, taper
 from evenload.plugins.pipeline.config import PipelineConfig

@@ -7,16 +7,16 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from evenload.core.cluster import Cluster, Link
-from evenload.core.costs import Costs, MemoryCost, PassCost
-from evenload.core.layout import Layout
-from evenload.core.memory import peaks_of_stage
-from evenload.core.order import in_slots, one_forward_one_backward, orders_of_stage
+from evenload.core.balance.slicing import evenly
+from evenload.core.costs.costs import Costs, MemoryCost, PassCost
+from evenload.core.costs.memory import peaks_of_stage
+from evenload.core.costs.traffic import Traffic
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_of_stage
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from evenload.core.registry import Situation
-from evenload.core.simulate import simulate
-from evenload.core.slicing import evenly
-from evenload.core.traffic import Traffic
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
 from evenload.plugins.pipeline.elastic import lines_of, ordered
 from evenload.plugins.pipeline.weights import placed

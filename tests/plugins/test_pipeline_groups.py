@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.core.cluster import Cluster, Link
-from evenload.core.costs import Costs, PassCost
-from evenload.core.layout import Layout
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.core.registry import Situation
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
 from hypothesis import given, settings

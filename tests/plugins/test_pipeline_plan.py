@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
+from evenload.core.costs.memory import peaks_of_stage, room_bytes
 from evenload.core.errors import EvenloadError
-from evenload.core.layout import Layout
-from evenload.core.memory import peaks_of_stage, room_bytes
-from evenload.core.passes import PassTimes
-from evenload.core.predict import predict
-from evenload.core.recipe import parse
-from evenload.core.simulate import simulate
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.passes import PassTimes
+from evenload.core.simulate.predict import predict
+from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import GIB, PipelineConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core.chain import PlanChain
-from evenload.core.recipe import parse
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.plugins.pipeline import remedies
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError
 from evenload.plugins.pipeline.config import GIB

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from evenload.core.balance.level import loads
 from evenload.core.errors import EvenloadError
-from evenload.core.level import loads
 from evenload.plugins.packing.polish import polish
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.core import cluster as clusters
-from evenload.core.costs import Costs, PassCost
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError
-from evenload.core.layout import Layout
-from evenload.core.memory import peaks_of_stage
-from evenload.core.predict import micro_batch_imbalance, predict
+from evenload.core.machine import cluster as clusters
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import Situation
-from evenload.core.setting import RECIPES
-from evenload.core.simulate import simulate
-from evenload.core.workload import Limits, Slice, StepPlan, sequences
+from evenload.core.simulate.predict import micro_batch_imbalance, predict
+from evenload.core.simulate.step import simulate
 from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.errors import RankError
-from evenload.core.parts import tokens_of_ranks
-from evenload.runtime import gather, relayout, ring, work
-from evenload.runtime.attention import packed_attention
-from evenload.runtime.pack import build_pack
-from evenload.runtime.plane import Plane
-from evenload.runtime.prefix import PrefixStore
+from evenload.core.plan.token_layout import tokens_of_ranks
+from evenload.runtime.attention.attention import packed_attention
+from evenload.runtime.attention.pack import build_pack
+from evenload.runtime.attention.prefix import PrefixStore
+from evenload.runtime.attention.sharing import gather, relayout, ring, work
+from evenload.runtime.world.plane import Plane
 from torch.utils.checkpoint import checkpoint
 
 _spec = importlib.util.spec_from_file_location("shared_plans", Path(__file__).with_name("shared_plans.py"))

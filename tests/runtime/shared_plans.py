@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from evenload.core.errors import PlanError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 
 def plan_of(lengths, rows, num_ranks, heads=0, node_ranks=0, order=None) -> StepPlan:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
-from evenload.runtime.agreement import agree, first_error, gather_bytes, name_ranks
-from evenload.runtime.groups import GroupPool
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks
+from evenload.runtime.world.groups import GroupPool
 
 
 def plan(border: int) -> StepPlan:

@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from evenload.core.workload import MicroBatch, Slice
-from evenload.runtime import kernels
-from evenload.runtime.attention import packed_attention, packed_causal_attention
-from evenload.runtime.kernels import KERNELS, Call, Kernel, choose_kernel
-from evenload.runtime.pack import build_pack
-from evenload.runtime.prefix import PrefixStore
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.runtime.attention import kernels
+from evenload.runtime.attention.attention import packed_attention, packed_causal_attention
+from evenload.runtime.attention.kernels import KERNELS, Call, Kernel, choose_kernel
+from evenload.runtime.attention.pack import build_pack
+from evenload.runtime.attention.prefix import PrefixStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from evenload.runtime import blocks
-from evenload.runtime.blocks import BLOCKS, Inputs, choose_block, merge
+from evenload.runtime.attention import blocks
+from evenload.runtime.attention.blocks import BLOCKS, Inputs, choose_block, merge
 from hypothesis import given
 from hypothesis import strategies as st
 

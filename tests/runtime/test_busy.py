@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from evenload.runtime.busy import Busy, BusyClock, cpu_clock
+from evenload.runtime.measure.busy import Busy, BusyClock, cpu_clock
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.runtime.copier import DirectCopier, HostMemory, StreamCopier, pieces
+from evenload.runtime.stage.copier import DirectCopier, HostMemory, StreamCopier, pieces
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.runtime import deferred
-from evenload.runtime.deferred import WeightGradients, leaving, replaced
+from evenload.runtime.stage import deferred
+from evenload.runtime.stage.deferred import WeightGradients, leaving, replaced
 from hypothesis import given, settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -4,9 +4,9 @@ import os
 import threading
 
 import pytest
-from evenload.runtime import ending, marks
-from evenload.runtime.ending import first_here, take_leave
-from evenload.runtime.store_client import StoreClient, StoreLostError, within
+from evenload.runtime.watchdog import ending, marks
+from evenload.runtime.watchdog.ending import first_here, take_leave
+from evenload.runtime.watchdog.store_client import StoreClient, StoreLostError, within
 from torch.distributed import HashStore
 
 NEVER_S = 1000.0

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from evenload.runtime.evidence import BYTES_PER_S, Meter, descendants
+from evenload.runtime.watchdog.evidence import BYTES_PER_S, Meter, descendants
 
 PATIENCE_S = 60.0
 SPIN = "while True: pass"

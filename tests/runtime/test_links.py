@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from evenload.core.cluster import Link
-from evenload.runtime import links
-from evenload.runtime.links import COLLECTIVES, SIZES, Timing, fit_link, measure_links
+from evenload.core.machine.cluster import Link
+from evenload.runtime.measure import links
+from evenload.runtime.measure.links import COLLECTIVES, SIZES, Timing, fit_link, measure_links
 
 PLANTED = Link(latency_s=3e-5, bytes_per_s=4e9)
 FORMULAS = {

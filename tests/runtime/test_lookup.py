@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from evenload.runtime.lookup import sum_in_float32
+from evenload.runtime.stage.lookup import sum_in_float32
 from torch import nn
 
 IDS = torch.zeros(4096, dtype=torch.long)

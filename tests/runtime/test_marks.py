@@ -4,9 +4,9 @@ import os
 import signal
 
 import pytest
-from evenload.runtime import marks
-from evenload.runtime.marks import MarkFile, read
-from evenload.runtime.watchdog import Watchdog
+from evenload.runtime.watchdog import marks
+from evenload.runtime.watchdog.marks import MarkFile, read
+from evenload.runtime.watchdog.watchdog import Watchdog
 from hypothesis import given
 from hypothesis import strategies as st
 

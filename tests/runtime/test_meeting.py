@@ -11,8 +11,8 @@ import threading
 
 import pytest
 from evenload.core.errors import RankError
-from evenload.runtime import meeting
-from evenload.runtime.meeting import meet
+from evenload.runtime.watchdog import meeting
+from evenload.runtime.watchdog.meeting import meet
 
 JOIN = """
 import os, signal, sys

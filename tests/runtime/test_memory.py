@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.runtime.memory import StorageTracker, peak_bytes
+from evenload.runtime.measure.memory import StorageTracker, peak_bytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

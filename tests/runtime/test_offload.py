@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.runtime import offload
-from evenload.runtime.copier import Copier, DirectCopier, HostMemory, StreamCopier, pieces
-from evenload.runtime.memory import Levels
-from evenload.runtime.offload import Moved, layers_of, offloading
+from evenload.runtime.measure.memory import Levels
+from evenload.runtime.stage import offload
+from evenload.runtime.stage.copier import Copier, DirectCopier, HostMemory, StreamCopier, pieces
+from evenload.runtime.stage.offload import Moved, layers_of, offloading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

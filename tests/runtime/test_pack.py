@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import MicroBatch, Slice, sequences
-from evenload.runtime.pack import IGNORE, PADDING, build_pack, count_targets, padded_borders, slice_losses
+from evenload.core.plan.step_plan import MicroBatch, Slice, sequences
+from evenload.runtime.attention.pack import IGNORE, PADDING, build_pack, count_targets, padded_borders, slice_losses
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,9 +1,9 @@
 """Whom a rank blames for what it reads, heartbeat by heartbeat, from a store in memory."""
 
-from evenload.runtime import marks
-from evenload.runtime.heartbeat import Beat, Mark
-from evenload.runtime.peers import ECHO_GONE, Peers
-from evenload.runtime.store_client import StoreClient
+from evenload.runtime.watchdog import marks
+from evenload.runtime.watchdog.heartbeat import Beat, Mark
+from evenload.runtime.watchdog.peers import ECHO_GONE, Peers
+from evenload.runtime.watchdog.store_client import StoreClient
 from torch.distributed import HashStore
 
 GONE_S, STUCK_S = 10.0, 20.0
@@ -59,7 +59,7 @@ def test_where_a_launcher_keeps_marks_the_very_place_is_named(tmp_path, monkeypa
 
 
 def test_one_that_never_came_is_asked_after_and_waited_for_longer(capsys, monkeypatch):
-    monkeypatch.setattr("evenload.runtime.peers._ASK_S", 4.0)
+    monkeypatch.setattr("evenload.runtime.watchdog.peers._ASK_S", 4.0)
     number, failure = looks(Job().seen_by(0, 2).neighbour, 100)
     assert number == STUCK_S + 1
     assert "rank 1 of 2 did not come\n  found: no heartbeat of it in 21 s" in failure.message

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.runtime import blocks
-from evenload.runtime.attention import packed_attention
-from evenload.runtime.pack import build_pack
-from evenload.runtime.prefix import PrefixStore
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.runtime.attention import blocks
+from evenload.runtime.attention.attention import packed_attention
+from evenload.runtime.attention.pack import build_pack
+from evenload.runtime.attention.prefix import PrefixStore
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import MicroBatch, Slice
-from evenload.runtime.pack import build_pack
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.runtime.attention.pack import build_pack
 
 _spec = importlib.util.spec_from_file_location("shared_jobs", Path(__file__).with_name("shared_jobs.py"))
 jobs = importlib.util.module_from_spec(_spec)

@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.parts import Home, attended
-from evenload.core.workload import MicroBatch, Slice
-from evenload.runtime import gather, ring
-from evenload.runtime.heads import heads_of
-from evenload.runtime.jobs import jobs_of
-from evenload.runtime.plane import Plane
-from evenload.runtime.routing import Message, legs_of
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.core.plan.token_layout import Home, attended
+from evenload.runtime.attention.sharing import gather, ring
+from evenload.runtime.attention.sharing.heads import heads_of
+from evenload.runtime.attention.sharing.jobs import jobs_of
+from evenload.runtime.attention.sharing.routing import Message, legs_of
+from evenload.runtime.world.plane import Plane
 from hypothesis import given
 from hypothesis import strategies as st
 

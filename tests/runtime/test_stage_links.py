@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evenload.core.workload import Op
-from evenload.runtime.stage_links import taken_before, warn_of_one_queue
+from evenload.core.plan.step_plan import Op
+from evenload.runtime.stage.stage_links import taken_before, warn_of_one_queue
 
 
 def test_what_a_neighbour_has_taken_before_each_of_its_passes():

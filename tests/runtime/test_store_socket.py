@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from evenload.runtime.store_socket import STORE_SOCKET, bound, inherited
+from evenload.runtime.watchdog.store_socket import STORE_SOCKET, bound, inherited
 from torch.distributed import TCPStore
 
 SOON = datetime.timedelta(seconds=20)

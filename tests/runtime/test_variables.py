@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.runtime import variables
-from evenload.runtime.variables import JobVariables, job_variables
+from evenload.runtime.world import variables
+from evenload.runtime.world.variables import JobVariables, job_variables
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
-from evenload.runtime.groups import GroupPool
-from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.groups import GroupPool
+from evenload.runtime.world.world import close_world, init_world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

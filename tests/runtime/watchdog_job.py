@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
-from evenload.runtime.agreement import agree
-from evenload.runtime.watchdog import Watchdog
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.agreement import agree
+from evenload.runtime.world.world import close_world, init_world
 
 
 def misbehave(how: str, rank: int) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import engine_host, open_host
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
-from evenload.runtime.world import init_world
+from evenload.runtime.world.world import init_world
 
 LENGTHS = (40, 9, 13, 22, 5, 17)
 TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]

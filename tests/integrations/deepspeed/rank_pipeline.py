@@ -15,18 +15,19 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.order import orders_of_stage
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.integrations.deepspeed import open_host, pipeline_stage
+from evenload.core.plan.order import orders_of_stage
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.model import build_model
-from evenload.integrations.deepspeed.pipeline_stage import PlannedStage
+from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
+from evenload.integrations.deepspeed.pipeline.stage import PlannedStage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
-from evenload.runtime.deferred import WeightGradients
-from evenload.runtime.prefix import PrefixStore
-from evenload.runtime.tape import Tape
-from evenload.runtime.world import init_world
+from evenload.runtime.attention.prefix import PrefixStore
+from evenload.runtime.stage.deferred import WeightGradients
+from evenload.runtime.stage.tape import Tape
+from evenload.runtime.world.world import init_world
 
 for _file in ("random_plans", "shared_plans"):  # they know no trainer
     _path = Path(__file__).parent.parent / "megatron" / f"{_file}.py"

@@ -12,8 +12,8 @@ import torch
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.plain import reference, relative_error
-from evenload.runtime.ring import Ring
-from evenload.runtime.world import init_world
+from evenload.runtime.attention.sharing.ring import Ring
+from evenload.runtime.world.world import init_world
 
 
 def _load(file: str) -> ModuleType:

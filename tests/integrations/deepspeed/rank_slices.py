@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import StepPlan
+from evenload.core.plan.step_plan import StepPlan
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.passes import Pass
 from evenload.integrations.deepspeed.plain import reference, relative_error
-from evenload.runtime.prefix import PrefixStore
-from evenload.runtime.world import init_world
+from evenload.runtime.attention.prefix import PrefixStore
+from evenload.runtime.world.world import init_world
 
 _spec = importlib.util.spec_from_file_location("slice_plans", Path(__file__).with_name("slice_plans.py"))
 plans = importlib.util.module_from_spec(_spec)

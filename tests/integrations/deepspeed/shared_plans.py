@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from evenload.core.errors import PlanError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 LENGTHS = (150, 83, 9, 13, 22, 5, 61, 1)
 HEADS = 4

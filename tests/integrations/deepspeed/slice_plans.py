@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 LENGTHS = (160, 75, 9, 13, 22, 5, 17, 1)
 """Sequence 0 becomes 16 slices on rank 0, sequence 1 five on rank 1; the others go with them."""

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import MicroBatch, Slice, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, sequences
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import attention
 from evenload.integrations.deepspeed.host import loss_sum
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
-from evenload.runtime.pack import build_pack
+from evenload.runtime.attention.pack import build_pack
 
 LENGTHS = (5, 19, 3, 8)
 TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]

@@ -7,13 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from evenload.core import recipe as recipes
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.integrations.deepspeed.config import for_engine, parse_section, recipe_of
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
+from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.model import build_model
-from evenload.integrations.deepspeed.pipeline_model import _borders, _take_apart
-from evenload.integrations.deepspeed.pipeline_schedule import PlannedSchedule, buffer_of
+from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
+from evenload.integrations.deepspeed.pipeline.schedule import PlannedSchedule, buffer_of
 
 ROUNDING = 2e-6
 
@@ -270,7 +270,7 @@ def test_foreign_plans_and_unequal_replays_are_refused(on_ranks):
 
 
 def test_a_stage_output_that_was_sent_holds_no_memory():
-    from evenload.integrations.deepspeed.pipeline_stage import _hollow_out
+    from evenload.integrations.deepspeed.pipeline.stage import _hollow_out
 
     weight = torch.ones(4, requires_grad=True)
     output = weight * 2

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evenload.core import recipe as recipes
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.host import call_of, loss_sum
 from evenload.integrations.deepspeed.jobs import passes_of_rank
 from evenload.integrations.deepspeed.model import build_model, recompute_layers
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
-from evenload.runtime.pack import build_pack, count_targets
-from evenload.runtime.prefix import PrefixStore
+from evenload.runtime.attention.pack import build_pack, count_targets
+from evenload.runtime.attention.prefix import PrefixStore
 
 ROUNDING = 2e-6
 HAND = ("chains none", "chains some", "chains all", "regrouped")

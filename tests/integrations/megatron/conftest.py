@@ -23,7 +23,7 @@ def call(job: str, arguments: dict[str, Any]) -> Any:
             spec = importlib.util.spec_from_file_location(f"megatron_{file}", Path(__file__).with_name(f"{file}.py"))
             sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[spec.name])
-    from evenload.runtime.world import init_world
+    from evenload.runtime.world.world import init_world
 
     home = next(module for file in JOBS if hasattr(module := sys.modules[f"megatron_{file}"], job))
     return getattr(home, job)(init_world(), **arguments)

@@ -12,8 +12,8 @@ from evenload.patches import bridge_cpu
 
 bridge_cpu()
 
-from evenload.runtime.watchdog import Watchdog  # noqa: E402
-from evenload.runtime.world import init_world  # noqa: E402
+from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402
+from evenload.runtime.world.world import init_world  # noqa: E402
 
 
 def main() -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import parse
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
 from evenload.integrations.megatron import batch as batch_module
-from evenload.integrations.megatron import checkpoint as checkpoint_module
 from evenload.integrations.megatron import reduction as reduction_module
-from evenload.integrations.megatron.model import torch_optimizers
+from evenload.integrations.megatron.model.gpt import torch_optimizers
+from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
-from evenload.integrations.megatron.weights import global_gradients, global_parameters
-from evenload.runtime.busy import BusyClock
+from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
+from evenload.runtime.measure.busy import BusyClock
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func

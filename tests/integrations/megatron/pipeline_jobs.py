@@ -13,18 +13,20 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
-from evenload.core.order import orders_of_stage
-from evenload.core.setting import limits_of, situation_of
-from evenload.core.workload import Limits, StepPlan, sequences
-from evenload.integrations.megatron import linears, model, open_host, schedule
-from evenload.integrations.megatron.attention import PackedCoreAttention
+from evenload.core.plan.order import orders_of_stage
+from evenload.core.plan.step_plan import Limits, StepPlan, sequences
+from evenload.core.planning.setting import limits_of, situation_of
+from evenload.integrations.megatron import open_host, schedule
+from evenload.integrations.megatron.model import gpt as model
+from evenload.integrations.megatron.model import linears
+from evenload.integrations.megatron.model.attention import PackedCoreAttention
+from evenload.integrations.megatron.model.weights import global_gradients
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.weights import global_gradients
-from evenload.runtime import deferred
-from evenload.runtime.busy import BusyClock
-from evenload.runtime.deferred import WeightGradients
-from evenload.runtime.stage_links import StageLinks
+from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.stage import deferred
+from evenload.runtime.stage.deferred import WeightGradients
+from evenload.runtime.stage.stage_links import StageLinks
 from megatron_jobs import CPU, hosted, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
 

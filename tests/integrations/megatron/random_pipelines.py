@@ -11,7 +11,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 SHARES = {"none": 0.0, "some": 0.5, "all": 1.0}
 Edges = dict[int, set[int]]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 
 
 def random_plan(

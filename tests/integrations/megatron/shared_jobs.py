@@ -10,15 +10,15 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, sequences
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
+from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.weights import global_gradients, global_parameters
-from evenload.runtime import pack as pack_module
-from evenload.runtime import prefix
-from evenload.runtime.busy import BusyClock
-from evenload.runtime.plane import Pending
+from evenload.runtime.attention import pack as pack_module
+from evenload.runtime.attention import prefix
+from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.world.plane import Pending
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_jobs import hosted, tokens

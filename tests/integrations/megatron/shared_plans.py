@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
 from megatron_random_plans import regrouped, with_order
 
 HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)

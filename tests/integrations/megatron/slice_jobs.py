@@ -10,17 +10,17 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.order import one_forward_one_backward, orders_of_stage
-from evenload.core.workload import Limits, MicroBatch, Slice, StepPlan, sequences
-from evenload.integrations.megatron.attention import PackedCoreAttention
+from evenload.core.plan.order import one_forward_one_backward, orders_of_stage
+from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
 from evenload.integrations.megatron.forward import Forward
+from evenload.integrations.megatron.model.attention import PackedCoreAttention
+from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
-from evenload.integrations.megatron.weights import global_gradients, global_parameters
-from evenload.runtime import prefix
-from evenload.runtime.busy import BusyClock
-from evenload.runtime.stage_links import StageLinks
-from evenload.runtime.tape import Tape
+from evenload.runtime.attention import prefix
+from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.stage.stage_links import StageLinks
+from evenload.runtime.stage.tape import Tape
 from megatron_jobs import LENGTHS, hosted, plan, tokens
 from megatron_random_plans import random_plan
 

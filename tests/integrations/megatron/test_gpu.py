@@ -32,7 +32,7 @@ WIDE = {"model__hidden_size": 256, "model__num_attention_heads": 4, "data__max_l
 def card() -> Iterator[tuple[Any, Any]]:
     """The jobs of the CPU tests, and a world of one on the card."""
     pytest.importorskip("megatron.core")
-    from evenload.runtime.world import close_world, init_world
+    from evenload.runtime.world.world import close_world, init_world
 
     name = "megatron_jobs"
     if name not in sys.modules:

@@ -9,8 +9,8 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from evenload.core.order import one_forward_one_backward
-from evenload.core.workload import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.order import one_forward_one_backward
+from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.workload import MicroBatch, Slice
-from evenload.integrations.megatron.samples import FIELDS, OneBatch, exchange, lay_out, split
-from evenload.runtime.pack import IGNORE
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.integrations.megatron.unmodified.samples import FIELDS, OneBatch, exchange, lay_out, split
+from evenload.runtime.attention.pack import IGNORE
 
 
 def batch(masks: list[str], dtype=torch.float32) -> dict[str, torch.Tensor]:

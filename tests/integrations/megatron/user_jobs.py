@@ -19,14 +19,15 @@ from unittest.mock import patch
 import evenload
 import numpy as np
 import torch
-from evenload.core.chain import PlanChain
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import parse
-from evenload.core.workload import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
-from evenload.integrations.megatron import unmodified, unmodified_order
 from evenload.integrations.megatron.setup import leave_groups
-from evenload.integrations.megatron.unmodified_step import UserStep
+from evenload.integrations.megatron.unmodified import loop as unmodified
+from evenload.integrations.megatron.unmodified import order
+from evenload.integrations.megatron.unmodified.forward_step import UserStep
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -447,13 +448,13 @@ def _plan_of_the_latest() -> Any:
 
 
 def _uncounted_tokens() -> Any:
-    init = unmodified_order._Forward.__init__
+    init = order._Forward.__init__
 
     def more(self: Any, *rest: Any) -> None:
         init(self, *rest)
         self.num_tokens += 1
 
-    return patch.object(unmodified_order._Forward, "__init__", more)
+    return patch.object(order._Forward, "__init__", more)
 
 
 _FAULTS = {

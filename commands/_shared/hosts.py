@@ -1,0 +1,71 @@
+"""Which trainers there are, and whether this machine has the versions evenload was tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from ...core.errors import EvenloadError
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One distribution a trainer needs, and the versions its integration was tested with."""
+
+    distribution: str
+    supports: SpecifierSet
+
+    def found(self) -> str | None:
+        """The installed version; None if there is none."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
+
+    def satisfied(self) -> bool:
+        found = self.found()
+        return found is not None and self.supports.contains(found, prereleases=True)
+
+
+TRAINERS: dict[str, tuple[Requirement, ...]] = {
+    "megatron": (
+        Requirement("torch", SpecifierSet(">=2.6")),
+        Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17")),
+    ),
+    "deepspeed": (
+        Requirement("torch", SpecifierSet(">=2.6")),
+        Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")),
+        Requirement("transformers", SpecifierSet(">=5,<6")),
+    ),
+}
+
+
+def require(trainer: str) -> None:
+    """Raise EvenloadError unless everything the trainer needs is installed in a supported version."""
+    for need in TRAINERS[trainer]:
+        found = need.found()
+        if found is None:
+            raise EvenloadError(
+                f"trainer '{trainer}' needs {need.distribution}",
+                "it is not installed",
+                f"pip install 'evenload[{trainer}]' (supported: {need.distribution}{need.supports})",
+            )
+        if not need.satisfied():
+            raise EvenloadError(
+                f"this version of {need.distribution} is not supported",
+                f"{need.distribution} {found}; supported: {need.supports}",
+                f"pip install '{need.distribution}{need.supports}'",
+            )
+
+
+def integration(trainer: str) -> Any:
+    """The integration's package, imported now: ``open_host`` and ``reference`` are its public names."""
+    return import_module(f"...integrations.{trainer}", __package__)
+
+
+Opener = Callable[..., Any]

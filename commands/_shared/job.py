@@ -1,0 +1,176 @@
+"""One rank of a job: join the world, bridge the CPU, watch over the work, open the trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from ...core.planning.chain import PlanChain
+from ...core.planning.planner import Draw, Planner
+from ...core.recipe.recipe import Recipe
+from ...data.order import SampleOrder
+from ...data.sources import Source
+from ...integrations.host import Host, TokensOf
+from ...patches import bridge_cpu
+from ...runtime.files import quiet_when_full
+from ...runtime.watchdog.watchdog import Watchdog, working
+from ...runtime.world.agreement import gather_bytes
+from ...runtime.world.world import World, close_world, init_world
+from .drawing import Drawing
+from .hosts import integration
+from .launch import RESULT
+from .preflight import preflight
+
+logger = logging.getLogger("evenload")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the verbs train, verify, bench and profile work with, on each rank."""
+
+    recipe: Recipe
+    world: World
+    host: Host
+    chain: PlanChain
+    source: Source
+    watchdog: Watchdog
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that reports."""
+        return self.world.rank == 0
+
+    def gather(self, *values: float) -> npt.NDArray[np.float64]:
+        """Every rank's values, float64 [world, len(values)]. Collective."""
+        rows = gather_bytes(struct.pack(f"{len(values)}d", *values))
+        return np.array([struct.unpack(f"{len(values)}d", row) for row in rows])
+
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """(pipeline stage, plane rank) of every rank, int64 [world, 2]. Collective where it is first asked for."""
+        return self.gather(self.host.pipeline_stage, self.host.plane_rank).astype(np.int64)
+
+    def of_plane(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums over the tensor- and pipeline-parallel peers of each plane rank. [world, ...] -> [plane, ...]."""
+        out = np.zeros((self.host.layout.plane_size, *per_rank.shape[1:]))
+        np.add.at(out, self._places[:, 1], per_rank)
+        return out
+
+    def of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Means over tensor-parallel peers. [world, ...] -> [stages, plane, ...]."""
+        layout = self.host.layout
+        out = np.zeros((layout.pp, layout.plane_size, *per_rank.shape[1:]))
+        np.add.at(out, tuple(self._places.T), per_rank)
+        return out / layout.tp
+
+    def most_of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The largest value of each pipeline stage. [world] -> [stages]."""
+        out = np.zeros(self.host.layout.pp)
+        np.maximum.at(out, self._places[:, 0], per_rank)
+        return out
+
+    def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
+        """The global batches from the first step on, or from where a checkpoint's state was taken."""
+        lengths, size = self.source.lengths, self.recipe.train.global_batch_size
+        if state is not None:
+            return Drawing.resume(state, lengths, size, self.chain)
+        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain)
+
+    def planner(self, drawing: Drawing, chain: PlanChain | None = None, first: PlanChain | None = None) -> Planner:
+        """A planner over the batches of a drawing; ``first`` plans the first of them."""
+        config = self.recipe.planner
+        return Planner(
+            chain or self.chain,
+            drawing,
+            budget_s=config.budget_ms / 1e3,
+            background=config.background,
+            exchange=gather_bytes,
+            first=first,
+        )
+
+    def say_unused(self, verb: str) -> None:
+        """Warn, on the rank that reports, of settings that train alone heeds."""
+        log = self.recipe.log
+        for name in ("trace", "jsonl", "tensorboard"):
+            if getattr(log, name) is not None:
+                logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
+
+    def tokens_of(self, draw: Draw) -> TokensOf:
+        """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
+        return lambda index: self.source.tokens(int(draw.samples[index]))
+
+
+def open_host(recipe: Recipe, world: World) -> Host:
+    """The trainer, its model built and sharded. Collective."""
+    with working("building the model"):
+        host: Host = integration(recipe.trainer).open_host(recipe, world)
+    return host
+
+
+@contextmanager
+def open_job(recipe: Recipe) -> Iterator[Job]:
+    """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
+    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
+        yield job
+
+
+@contextmanager
+def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
+    """Join the world, with the watchdog over all that follows. Collective."""
+    # Trainers warn at import about options nobody chose here; what concerns a run is said by the integrations.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    bridge = bridge_cpu() if recipe.trainer == "megatron" else None
+    safety = recipe.safety
+    world = init_world(safety.collective_timeout_s, gone_s=safety.gone_s)
+    logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+    with quiet_when_full(), Watchdog(gone_s=safety.gone_s, stuck_s=safety.stuck_s) as watchdog:
+        yield world, watchdog
+        dist.barrier()  # until here all are watched; what follows waits for nobody that might be gone
+    close_world(world)
+    if bridge is not None:
+        bridge.undo()
+
+
+@contextmanager
+def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Job]:
+    """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
+    with watchdog.working("opening the data"):
+        ready = preflight(recipe, world.size)
+    host = open_host(ready.recipe, world)
+    logger.info("%s", json.dumps(host.describe()))
+    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
+    watchdog.at("end", waits=True)
+    host.close()
+
+
+def run_rank(recipe: Recipe, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any] | None:
+    """Do a verb's work on this rank; see `hand_over`."""
+    with open_job(recipe) as job:
+        result = work(job)
+        leads = job.leads
+    return hand_over(result, leads)
+
+
+def hand_over(result: dict[str, Any], leads: bool) -> dict[str, Any] | None:
+    """Rank 0 hands the result of a verb to the launcher, or returns it under torchrun."""
+    if not leads:
+        return None
+    if path := os.environ.get(RESULT):
+        Path(path).write_text(json.dumps(result))
+        return None
+    return result

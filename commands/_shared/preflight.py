@@ -1,0 +1,99 @@
+"""Everything that can be found wrong before any rank starts or anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...core.errors import EvenloadError
+from ...core.input.bounds import refuse_endless
+from ...core.machine.layout import Layout
+from ...core.plan.step_plan import sequences
+from ...core.planning.chain import PlanChain
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.rules import refuse_idle_ranks
+from ...data.sources import Source, open_source
+from ..pictures.files import refuse_path
+from .hosts import require
+
+_VOCABULARY_MULTIPLE = 128
+"""The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A recipe that can run: its layout, its data, its chain of planners."""
+
+    recipe: Recipe
+    """With the vocabulary size filled in."""
+    layout: Layout
+    source: Source
+    chain: PlanChain
+
+
+def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
+    """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
+    require(recipe.trainer)
+    if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
+        refuse_path(recipe.log.trace, "--trace", (".json", ".json.gz"))
+    layout = recipe.layout(world_size)
+    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    if layout.cp > 1:
+        raise EvenloadError(
+            "static context parallelism can be planned, not run",
+            f"parallel.cp {layout.cp}",
+            "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks",
+        )
+    if layout.ep > 1:
+        raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
+    source = source_of(recipe)
+    if len(source.lengths) < recipe.train.global_batch_size:
+        raise EvenloadError(
+            "the data holds fewer samples than one global batch",
+            f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}",
+            "lower train.global_batch_size, or data.max_length so that long samples are split",
+        )
+    recipe = with_vocabulary(recipe, source)
+    chain = PlanChain.of_recipe(recipe, layout)
+    # The longest samples of all: if these can be planned, no later batch has one that cannot.
+    longest = np.sort(source.lengths)[-layout.plane_size :]
+    refuse_endless(longest, chain.largest_slice)
+    chain.plan(sequences(longest))
+    return Preflight(recipe, layout, source, chain)
+
+
+def source_of(recipe: Recipe) -> Source:
+    """The recipe's data. Raises EvenloadError."""
+    data = recipe.data
+    return open_source(
+        data.source,
+        max_length=data.max_length,
+        long_samples=data.long_samples,
+        tokenizer=data.tokenizer,
+        text_key=data.text_key,
+        min_length=data.min_length,
+    )
+
+
+def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
+    """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
+    given = recipe.model.vocab_size
+    if given is None:
+        multiple = math.lcm(_VOCABULARY_MULTIPLE, recipe.parallel.tp)
+        return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
+    if given < source.vocab_size:
+        raise EvenloadError(
+            "the model's vocabulary is smaller than the data's",
+            f"model.vocab_size {given}, token ids up to {source.vocab_size - 1}",
+            "raise model.vocab_size or leave it null",
+        )
+    if given % recipe.parallel.tp:
+        raise EvenloadError(
+            "parallel.tp does not divide model.vocab_size",
+            f"tp {recipe.parallel.tp}, vocabulary {given}",
+            "leave model.vocab_size null: it is then rounded up",
+        )
+    return recipe

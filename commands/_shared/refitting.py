@@ -1,0 +1,139 @@
+"""``planner.refit``: the costs of a run's planner follow its measured steps (`core.costs.refit`).
+
+Rank 0 fits; its numbers go to all ranks, which must plan alike to the last bit. One plan is always being made ahead, so
+new costs shape the plan after next. A checkpoint holds the costs of the plan ahead, the newest, and the window: a run
+that is resumed goes on as if it had not been interrupted. Without them, or with a prior or a layout of its own, it
+starts from the recipe's costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.costs import refit
+from ...core.costs.refit import Floats
+from ...core.planning.chain import PlanChain
+from ...core.planning.planner import Planned, Planner
+from ...core.simulate.predict import predict
+from ...core.simulate.step import simulate
+from .job import Job, logger
+from .metrics import Taken
+
+
+class Foreseen(NamedTuple):
+    """What the cost model says of a plan."""
+
+    step_s: float
+    compute_s: float
+    """Passes alone."""
+    busiest_s: float
+    work: Floats | None
+    """Columns for the fit, where there is one."""
+
+
+def foresee(planned: Planned, *, refits: bool) -> Foreseen:
+    """Predict a plan with the costs that it was made with."""
+    situation, plan = planned.chain.situation, planned.plan
+    step_s = simulate(plan, situation, record=False).step_s
+    if not refits:
+        return Foreseen(step_s, 0.0, 0.0, None)
+    compute = predict(plan, situation.costs)
+    work = refit.rows_of(plan, situation.costs.recompute)
+    return Foreseen(step_s, compute.step_s, max(compute.busy_s), work)
+
+
+class Refitting:
+    """The costs of one run; does nothing unless the recipe asks for it.
+
+    Args:
+        chain: of the run, with the recipe's costs.
+        state: of a checkpoint, from `state`.
+    """
+
+    def __init__(self, job: Job, chain: PlanChain, state: Mapping[str, Any] | None) -> None:
+        self._job, self._prior = job, chain.situation.costs
+        self._window = refit.Window(self._prior)
+        self.chain = self.first = chain
+        self.on = _has_effect(job)
+        if self.on and state is not None:
+            self._restore(state)
+
+    def after(self, planner: Planner, step: int, planned: Planned, taken: Taken, foreseen: Foreseen | None) -> None:
+        """Learn from a step, unless it is the first of all, which warms up; ``foreseen`` on rank 0. Collective."""
+        if not self.on or step == 0:
+            return
+        newest = np.zeros(7)
+        if foreseen is not None:
+            self._add(planned, taken, foreseen)
+            newest = self._window.coefficients()
+        self.chain = _with(self.chain, agreed(self._job, newest))
+        planner.use(self.chain)
+
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """What a checkpoint needs; whole on rank 0."""
+        if not self.on:
+            return {}
+        costs = {"prior": self._prior, "ahead": planner.chain_of_next.situation.costs, "newest": self.costs}
+        named = {name: refit.coefficients(c).tolist() for name, c in costs.items()}
+        return {"refit": {**named, "layout": self._layout, "window": self._window.state()}}
+
+    @property
+    def costs(self) -> Any:
+        """The newest."""
+        return self.chain.situation.costs
+
+    def report(self) -> dict[str, list[float]] | None:
+        """Coefficients of a stage at the beginning and now (`refit.coefficients`); None where nothing is fitted."""
+        costs = {"prior": self._prior, "newest": self.costs}
+        return {name: refit.coefficients(c).tolist() for name, c in costs.items()} if self.on else None
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self._job.host.layout.tp, self._job.host.layout.pp]
+
+    def _add(self, planned: Planned, taken: Taken, foreseen: Foreseen) -> None:
+        assert foreseen.work is not None
+        situation = planned.chain.situation
+        forward_s = taken.forward_s.mean(axis=0)
+        backward_s = (taken.busy_s - taken.forward_s).mean(axis=0)
+        rest_s = refit.rest_of_step(
+            taken.step_s - taken.wait_s,
+            foreseen.step_s,
+            foreseen.compute_s,
+            (float((forward_s + backward_s).max()), foreseen.busiest_s),
+            situation.costs.update_s,
+            1 if situation.traffic.sharding == "none" else situation.layout.plane_size,
+        )
+        self._window.add(foreseen.work, forward_s, backward_s, rest_s)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if state["prior"] != refit.coefficients(self._prior).tolist() or state["layout"] != self._layout:
+            logger.info("planner.refit starts anew: costs or layout differ from those of the checkpoint")
+            return
+        self._window.restore(state["window"])
+        self.first, self.chain = (_with(self.chain, np.array(state[name])) for name in ("ahead", "newest"))
+
+
+def agreed(job: Job, mine: Floats) -> Floats:
+    """Rank 0's numbers, on every rank. Collective."""
+    return np.array(job.gather(*mine.tolist())[0])
+
+
+def _with(chain: PlanChain, values: Floats) -> PlanChain:
+    costs = refit.with_coefficients(chain.situation.costs, values)
+    return replace(chain, situation=replace(chain.situation, costs=costs))
+
+
+def _has_effect(job: Job) -> bool:
+    if not job.recipe.planner.refit:
+        return False
+    if job.host.busy_waits:
+        logger.warning(
+            "planner.refit has no effect: ranks exchange tensors inside their passes here, and the time of a pass, by "
+            "the wall clock or on CUDA, holds the waiting for other ranks"
+        )
+    return not job.host.busy_waits

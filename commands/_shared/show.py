@@ -1,0 +1,147 @@
+"""What a person sees: progress on stderr while ranks work, one table at the end on stdout, or one JSON object."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from ...core.errors import shorten
+from ...core.input.json_text import to_json
+
+_QUIET_EVERY_S = 15.0
+"""Without a terminal, a line this often takes the bar's place."""
+
+_MOST_TEXT = 1 << 17
+"""Characters of a cell or a caption: the reasons why combinations of a sweep are impossible."""
+
+_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+Tick = Callable[[str], None]
+
+
+class Progress:
+    """One bar per task on a terminal, a line now and then elsewhere, nothing on ranks that do not report."""
+
+    def __init__(self, bar: RichProgress | None, console: Console | None) -> None:
+        self._bar, self._console = bar, console
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Tick]:
+        """Yields ``tick(text)``, to be called once per step."""
+        bar, console = self._bar, self._console
+        if console is None:
+            yield lambda text: None
+            return
+        if bar is not None:
+            task = bar.add_task(name, total=total, text="")
+            yield lambda text: bar.update(task, advance=1, text=shorten(text))
+            return
+        said, done = time.monotonic(), 0
+
+        def tick(text: str) -> None:
+            nonlocal said, done
+            done += 1
+            if time.monotonic() - said > _QUIET_EVERY_S or done == total:
+                said = time.monotonic()
+                console.print(plain(f"{name}: {done}/{total}  {text}"), highlight=False)
+
+        yield tick
+
+
+@contextmanager
+def progress(leads: bool) -> Iterator[Progress]:
+    """Progress for this rank."""
+    if not leads:
+        yield Progress(None, None)
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Progress(None, console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with RichProgress(*columns, console=console) as bar:
+        yield Progress(bar, console)
+
+
+@contextmanager
+def stdout_aside() -> Iterator[None]:
+    """Whatever is printed inside goes to stderr, by trainers' loggers and children too: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], RenderableType]) -> None:
+    """Print the result: one JSON object and nothing else, or the table."""
+    if as_json:
+        print(to_json(data))
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)
+        console.print(table(data))
+
+
+def grid(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", bold: int | None = None
+) -> Table:
+    """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so."""
+    table = Table(
+        title=plain(title, "table.title"),
+        caption=plain(caption, "table.caption") if caption else None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for place, name in enumerate(head):
+        # Keys without spaces are folded, as an ellipsis would hide their ends.
+        table.add_column(plain(name), justify="left" if place == 0 else "right", overflow="fold")
+    for place, row in enumerate(rows):
+        table.add_row(*(_cell(value) for value in row), style="bold" if place == bold else None)
+    return table
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text as it stands: what looks like markup in a user's names is no markup, what steers a terminal is escaped."""
+    return Text(shorten(text, _MOST_TEXT), style)
+
+
+def _cell(value: Any) -> Text:
+    if value is None:
+        return plain("-")
+    if isinstance(value, float):
+        return plain(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+    return plain(str(value))
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def seconds(value: float) -> str:
+    """Seconds with a unit that fits."""
+    if value >= 1:
+        return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"

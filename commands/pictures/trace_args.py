@@ -1,0 +1,69 @@
+"""What the events of a trace tell when they are asked: the ``args`` of a pass, the bubbles of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.input.json_text import to_json
+from ...core.plan.step_plan import StepPlan
+from ...core.simulate.step import Span
+from .._shared.bubbles import bubbles_of
+from .._shared.pipelines import recomputed
+
+_MOST_TOLD = 64
+"""Ranks of all stages whose bubbles a step's event lists."""
+
+_MOST_CHUNKS = 8
+"""Chunks that the event of a pass lists."""
+
+
+class TellPass:
+    """The ``args`` of the events of a micro-batch at a stage as JSON, each made once; empty for what is of none."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._lengths = {s.index: s.length for s in plan.sequences}
+        self._known: dict[tuple[str, int, int], str] = {}
+
+    def __call__(self, kind: str, span: Span) -> str:
+        if span.micro_batch < 0:
+            return ""
+        key = kind, span.micro_batch, span.stage if self._plan.recompute else 0
+        found = self._known.get(key)
+        if found is None:
+            args = self._args(kind, span.micro_batch, span.stage)
+            found = self._known[key] = f',"args":{to_json(args, compact=True)}'
+        return found
+
+    def _args(self, kind: str, number: int, stage: int) -> dict[str, Any]:
+        micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
+        args: dict[str, Any] = {
+            "micro-batch": number,
+            "tokens": micro_batch.num_tokens,
+            "slices": len(micro_batch.slices),
+            "longest slice": max((s.length for s in micro_batch.slices), default=0),
+        }
+        if len(micro_batch.ranks) > 1:
+            args["on ranks"] = len(micro_batch.ranks)
+        if micro_batch.num_slots > micro_batch.num_tokens:
+            args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_slots, 4)
+        chunks = [s for s in micro_batch.slices if s.length < self._lengths[s.sequence]]
+        if chunks:
+            told = [f"{s.start} to {s.stop} of sequence {s.sequence}" for s in chunks[:_MOST_CHUNKS]]
+            args["chunks"] = "; ".join(told + ["..."] * (len(chunks) > _MOST_CHUNKS))
+        if self._plan.recompute:
+            args["layers recomputed"] = recomputed(self._plan, stage, number)
+        return args
+
+
+def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:
+    """Of the step, then of its ranks, where they are not too many to read."""
+    found = bubbles_of([spans])
+    told = {"bubble": round(found.frac, 4)}
+    if len(found.waits) <= _MOST_TOLD:
+        staged = plan.limits.num_stages > 1
+        for stage, rank in sorted(found.waits):
+            name = f"stage {stage}, rank {rank}" if staged else f"rank {rank}"
+            told[f"bubble of {name}"] = round(found.of(stage, rank), 4)
+    return told

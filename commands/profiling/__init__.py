@@ -1,0 +1,1 @@
+"""The cases that `evenload profile` runs, and what memory it measures in them."""

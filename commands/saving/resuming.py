@@ -1,0 +1,70 @@
+"""What a run keeps so that it can go on, and how it goes on: what `train` does and `verify` proves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import EvenloadError
+from ...core.planning.planner import Planned
+from .._shared.drawing import Drawing
+from .._shared.job import Job, logger
+from . import checkpoints
+
+
+def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, Any] | None = None) -> Path:
+    """Write a checkpoint after a step. Collective.
+
+    Args:
+        planned: of that step; the batch that is planned ahead was not trained on, and is drawn again.
+        more: further state of the run.
+
+    Raises:
+        RankError: it could not be written; the last good one is untouched.
+    """
+    data = job.source.report()["fingerprint"]
+    state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
+    with job.watchdog.working("saving the checkpoint", step):
+        return checkpoints.save(root, step + 1, state, job.host.save, job.recipe.checkpoint.keep)
+
+
+def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
+    """Load the last good checkpoint of a folder (the recipe's), if there is one; its state. Collective.
+
+    Raises:
+        EvenloadError: it was made with other data or another model, or every checkpoint there is damaged.
+    """
+    root, config = root or job.recipe.checkpoint.dir, job.recipe.checkpoint
+    if root is None:
+        return None
+    with job.watchdog.working("verifying the checkpoint"):
+        newest = checkpoints.newest_whole(root, verify=config.verify)
+    if newest is None:
+        return None
+    folder, state = newest[0], newest[1].state
+    data = job.source.report()["fingerprint"]
+    if state.get("data") != data:
+        raise EvenloadError(
+            "the checkpoint was made with other data",
+            f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}",
+            "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
+        )
+    if not isinstance(state.get("order"), dict):
+        raise EvenloadError(
+            "the checkpoint does not say which samples were trained on",
+            f"{folder.name} has no order",
+            "choose another checkpoint.dir, or set checkpoint.resume=false",
+        )
+    with job.watchdog.working("loading the checkpoint"):
+        job.host.load(folder / "trainer")
+    logger.info("resumed from %s at step %d", folder, state["step"])
+    return state
+
+
+def drawing_after(job: Job, state: Mapping[str, Any]) -> Drawing:
+    """Goes on with the batches of a checkpoint's state."""
+    drawing = job.drawing(state["order"])
+    if drawing.num_ranks not in (None, job.chain.limits.num_ranks):
+        logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
+    return drawing

@@ -1,0 +1,1 @@
+"""Dividing work evenly: sequences into parts of equal cost, bins under caps, and lower bounds."""

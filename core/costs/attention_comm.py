@@ -1,0 +1,234 @@
+"""Seconds that ranks which share attention spend on communication, engine by engine.
+
+A home of d ranks is g = d / u groups of u ranks that share heads (`core.plan.token_layout`). Of all layers of a stage,
+with T tokens of the home's slices, R tokens whose keys and values they read (T and the prefixes), P (query, key) pairs:
+
+    inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction; nothing
+                    hides it. A key head that query heads of several ranks read travels to each of them. Where u does
+                    not divide the heads, all wait for the rank that has the most.
+    ring            K and V of R / d tokens a rank hop on while the block at hand is computed, P / (d g) pairs:
+                        forward     g - 1 times  max(0, hop - block)
+                        backward    K and V as above; their gradients follow one block later, g hops, the last of
+                                    which, home, nothing hides (Liu et al., arXiv 2310.01889, section 3)
+    all-gather      K and V of R tokens to all; backward: again, and their gradients summed back. No attention of the
+                    home itself hides it
+
+All ranks hop at once, so a hop takes as long as the slowest of its links: ranks in the order of their nodes cross only
+at the nodes' borders. Routed, what k ranks of a node send across goes over the NICs of all x members there
+(Zeppelin, arXiv 2509.21841):
+
+    hop = k n / (x b_inter) + 2 n (x - 1) / (x b_intra)         n bytes a rank, b bytes/s; plain: n / b_inter
+
+Slices of other homes on the same rank compute while a hop travels, those of one rank alone while the first hop or the
+gathering does; what a rank's homes send follows one another, as it does on one communicator.
+
+Engine "" is the trainer's own static context parallelism, by `Traffic.engine`: latencies of all-to-all and all-gather
+once a pass, gradients in a ring as wide as K and V.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..machine.cluster import Cluster
+from ..plan.step_plan import Engine, MicroBatch
+from .costs import PassCost
+
+if TYPE_CHECKING:
+    from .traffic import Traffic
+
+Floats = npt.NDArray[np.float64]
+Ranks = Sequence[int]
+
+
+class Load(NamedTuple):
+    """Attention of one home's slices together; each a float, or float64 [S] for S homes of the same ranks."""
+
+    tokens: Any
+    rows: Any
+    """Tokens whose keys and values are read: ``tokens`` and all prefixes."""
+    pairs: Any
+
+
+class Times(NamedTuple):
+    """Communication of a home in one pass, floats or float64 [S]."""
+
+    open_s: Any
+    """Nothing hides it."""
+    first_s: Any = 0.0
+    """Only what a rank computes for itself alone hides it."""
+    hop_s: Any = 0.0
+    """K and V to the next group."""
+    grad_s: Any = 0.0
+    """Their gradients to the next group; 0 in a forward."""
+    block_s: Any = 0.0
+    """Attention of a rank between two hops."""
+    groups: int = 1
+
+
+def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
+    """What every home of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
+    ranks, pad = micro_batch.ranks, micro_batch.pad_to
+    found: dict[tuple[int, ...], list[float]] = {}
+    homes = micro_batch.homes or (ranks,) * len(micro_batch.slices)
+    for (_, start, stop), home in zip(micro_batch.slices, homes, strict=True):
+        n = pad or stop - start
+        sums = found.get(home)
+        if sums is None:
+            sums = found[home] = [0, 0, 0.0]
+        sums[0] += n
+        sums[1] += start + n
+        sums[2] += n * (start + 0.5 * n)
+    return {home: Load(*sums) for home, sums in found.items()}
+
+
+def alone_s(times: Times) -> Any:
+    """Seconds that nothing hides on a rank that has no other home."""
+    open_s, first, hop, grad, block, groups = times
+    open_s = open_s + first
+    if groups == 1:
+        return open_s
+    between = np.maximum(0.0, hop + grad - block)
+    ends = np.maximum(0.0, hop - block) + np.maximum(0.0, grad - block)
+    return open_s + ends + (groups - 2) * between + grad
+
+
+def together_s(homes: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
+    """Seconds that nothing hides on each of R ranks, which take turns in several homes: float64 [R].
+
+    Args:
+        homes: numbers of the ranks, 0 .. R - 1, in each home and its times, floats.
+        local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
+    """
+    rows = [(list(ranks), times) for ranks, times in homes]
+    if not rows:
+        return np.zeros_like(local_s)
+    where = np.concatenate([ranks for ranks, _ in rows])
+    sizes = [len(ranks) for ranks, _ in rows]
+    columns = np.array([times for _, times in rows], dtype=np.float64)[:, :, None]
+    open_s, first, hop, grad, block, groups = columns.transpose(1, 0, 2)
+    # What is under way while block k is computed changes at these k only; a home's gradients go home at its k = g.
+    numbers = {1, *(times.groups for _, times in rows)} - {1}
+    edges = np.array(sorted({0, 1, *(g + more for g in numbers for more in (-1, 0, 1))}))
+    k, widths = edges[:-1], np.diff(edges)
+    net = (
+        first * (k == 0)
+        + hop * (k < groups - 1)
+        + grad * ((k >= 1) & (k <= groups)) * (groups > 1)
+        - block * (k < groups)
+    )
+    exposed = np.zeros((len(local_s), len(k) + 1))
+    np.add.at(exposed, where, np.repeat(np.concatenate([net, open_s], axis=1), sizes, axis=0))
+    exposed[:, 0] -= local_s
+    total: Floats = np.maximum(exposed[:, :-1], 0.0) @ widths + exposed[:, -1]
+    return total
+
+
+def times_of(
+    traffic: Traffic,
+    cluster: Cluster,
+    peers: Ranks,
+    load: Load,
+    engine: Engine,
+    inner: int,
+    cost: PassCost,
+    passes: int,
+    routed: bool = False,
+) -> Times:
+    """Communication of a home whose ranks, in the order of their places, are ``peers`` of the world.
+
+    Infinite where more ranks share heads than there are. ``inner`` counts for the engine hybrid alone.
+    """
+    degree = len(peers)
+    if not engine:
+        return Times(_static_s(traffic, cluster, peers, load, cost, passes))
+    share = {"all_to_all": degree, "hybrid": inner}.get(engine, 1)
+    groups = degree // share
+    copies, open_s = 1.0, 0.0 * load.tokens
+    if share > 1:
+        copies, busiest = head_shares(traffic, share)
+        if copies == float("inf"):
+            return Times(open_s + copies)
+        sent = load.tokens / degree * (2 * traffic.query_bytes_per_token + copies * traffic.kv_bytes_per_token)
+        exchanges = max(
+            (peers[at : at + share] for at in range(0, degree, share)),
+            key=lambda group: cluster.link_among(group).all_to_all_s(1.0, share),
+        )
+        open_s = cluster.all_to_all_s(sent, exchanges, 2 * traffic.layers)
+        open_s = open_s + (busiest - 1.0) * cost.pair_s * load.pairs / degree
+    block_s = cost.pair_s * load.pairs / degree / groups
+    if groups == 1:
+        return Times(open_s, block_s=block_s)
+    sent = load.rows / degree * copies * traffic.kv_bytes_per_token
+    grads = sent * traffic.kv_grad_frac if passes > 1 else 0.0
+    if engine == "all_gather":
+        link = cluster.link_among(peers)
+        back_s = link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s
+        return Times(back_s, link.all_gather_s(sent, degree, traffic.layers))
+    hops = _hops(cluster, peers, share, routed)
+    grad_s = hops.seconds(grads, traffic.layers) if passes > 1 else 0.0
+    return Times(open_s, 0.0, hops.seconds(sent, traffic.layers), grad_s, block_s, groups)
+
+
+def head_shares(traffic: Traffic, ranks: int) -> tuple[float, float]:
+    """Copies of each key head that so many ranks need, and heads of the busiest of them over the mean.
+
+    (1, 1) where the number of heads is not known.
+    """
+    per_key = 2 * traffic.query_bytes_per_token / traffic.kv_bytes_per_token if traffic.kv_bytes_per_token else 1.0
+    return _head_shares(traffic.heads, max(1, round(per_key)), ranks)
+
+
+@cache
+def _head_shares(heads: int, per_key: int, ranks: int) -> tuple[float, float]:
+    if not heads:
+        return 1.0, 1.0
+    if ranks > heads:
+        return float("inf"), float("inf")
+    bounds = [i * heads // ranks for i in range(ranks + 1)]
+    shares = list(pairwise(bounds))
+    needed = sum((end - 1) // per_key + 1 - first // per_key for first, end in shares)
+    return needed * per_key / heads, max(end - first for first, end in shares) * ranks / heads
+
+
+class _Hops(NamedTuple):
+    """The slowest of the links that are used at once, and what a byte of a rank costs on it."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: Any, layers: int) -> Any:
+        return layers * self.latency_s + num_bytes * self.s_per_byte
+
+
+def _hops(cluster: Cluster, peers: Ranks, step: int, routed: bool) -> _Hops:
+    """From every peer to the one ``step`` places on."""
+    intra, inter = cluster.intra, cluster.inter
+    nodes = [rank // cluster.ranks_per_node for rank in peers]
+    if min(nodes) == max(nodes):
+        return _Hops(intra.latency_s, 1 / intra.bytes_per_s)
+    members = min(Counter(nodes).values())
+    if not routed or members == 1:
+        return _Hops(inter.latency_s, 1 / inter.bytes_per_s)
+    senders = Counter(here for here, there in zip(nodes, nodes[step:] + nodes[:step], strict=True) if here != there)
+    across = max(senders.values()) / members / inter.bytes_per_s
+    return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s)
+
+
+def _static_s(traffic: Traffic, cluster: Cluster, peers: Ranks, load: Load, cost: PassCost, passes: int) -> Any:
+    degree = len(peers)
+    if traffic.engine == "all_to_all":
+        sent = load.tokens / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)
+        return cluster.all_to_all_s(sent, peers)
+    link, each = cluster.link_among(peers), load.rows / degree * traffic.kv_bytes_per_token
+    if traffic.engine == "all_gather":
+        return passes * link.all_gather_s(each, degree)
+    hops_s = passes * (degree - 1) * (traffic.layers * link.latency_s + each / link.bytes_per_s)
+    return np.maximum(0.0, hops_s - cost.pair_s * load.pairs / degree * (degree - 1) / degree)

@@ -1,0 +1,380 @@
+"""What work costs: seconds forward and backward, bytes held, seconds on a link.
+
+A pass over ``n`` tokens of one sequence that follow ``p`` earlier tokens of it costs
+
+    seconds(n, p) = launch_s / slices + token_s * n + pair_s * n * (p + n / 2)
+
+``token_s`` is the linear part (projections, MLP, norms, head) [s/token], ``pair_s`` the causal attention [s per
+(query, key) pair], ``launch_s`` the constant of one micro-batch [s]. Forward and backward have coefficients of their
+own; where only totals are published, backward counts 2x the forward's linear part and 2.5x its attention
+(FlashAttention's backward multiplies five matrices where the forward multiplies two; Dao, arXiv 2307.08691, section 3).
+All sums over the passes of a rank are linear in the coefficients, so whole steps of any plan can be fitted (`fit`).
+
+Coefficients describe the whole model on one device; `of_stage` gives one pipeline stage of one tensor-parallel rank.
+They come from ``evenload profile``, from a preset that names its source, or from `analytic`. What the model leaves out:
+kernel tile effects on short sequences and cache effects. Contention between the ranks of a host is in what a profile of
+that many ranks measures, in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+
+from ..errors import EvenloadError, nearest, shorten, shown
+from ..input import reading
+from ..input.bounds import AmountOrNone, LayerCount, refuse_odd_numbers
+from ..input.validation import described
+from ..machine.cluster import Cluster, Link
+from ..machine.layout import Layout
+from ..machine.shape import Shape
+from ..plan.step_plan import MicroBatch
+from ..plan.token_layout import tokens_of_ranks
+
+Lengths = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+BACKWARD_LINEAR = 2.0
+BACKWARD_ATTENTION = 2.5
+
+
+class Work(NamedTuple):
+    """What a rank computes in one direction of a step: the factors of the three coefficients."""
+
+    launches: float
+    tokens: float
+    """Padding included."""
+    pairs: float
+    """(query, key) pairs of causal attention."""
+
+
+def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
+    """The work of each rank of these micro-batches, summed. A dummy is one token."""
+    launches, tokens, pairs = 0, 0.0, 0.0
+    for slices, ranks, pad, *_ in micro_batches:
+        rows = [(pad or s.stop - s.start, s.start) for s in slices] or [(1, 0)]
+        launches += 1
+        tokens += sum(n for n, _ in rows) / len(ranks)
+        pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
+    return Work(launches, tokens, pairs)
+
+
+def is_even(micro_batch: MicroBatch) -> bool:
+    """Whether all its ranks have the same work and traffic: its slices have no homes of their own."""
+    return not (micro_batch.homes or micro_batch.remap)
+
+
+def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
+    """The work of each rank of one micro-batch, whose slices may have homes of their own."""
+    if not micro_batch.homes:
+        return dict.fromkeys(micro_batch.ranks, work_of([micro_batch]))
+    pairs = dict.fromkeys(micro_batch.ranks, 0.0)
+    for s, home in zip(micro_batch.slices, micro_batch.homes, strict=True):
+        share = (s.stop - s.start) * (s.start + 0.5 * (s.stop - s.start)) / len(home)
+        for rank in home:
+            pairs[rank] += share
+    return {rank: Work(1, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PassCost(_Frozen):
+    """Coefficients of one direction, forward or backward."""
+
+    launch_s: NonNegativeFloat = 0.0
+    token_s: NonNegativeFloat
+    pair_s: NonNegativeFloat = 0.0
+
+    def seconds(self, length: Any, prefix: Any = 0) -> Any:
+        """Seconds for ``length`` tokens after ``prefix`` tokens (arrays broadcast), launch left out."""
+        return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
+
+    def tokens_within(self, prefix: int, budget_s: float) -> float:
+        """How many tokens after ``prefix`` cost ``budget_s``."""
+        if budget_s <= 0:
+            return 0.0
+        # The root that subtracts nothing, since after a long prefix ``linear`` is nearly the square root; per budget.
+        linear, square = (self.token_s + self.pair_s * prefix) / budget_s, self.pair_s / budget_s
+        slope = linear + math.sqrt(linear * linear + 2 * square)
+        return 2 / slope if slope else math.inf
+
+    def of(self, work: Work) -> float:
+        """Seconds of all of it."""
+        return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
+
+    def of_each(self, works: Seconds) -> Seconds:
+        """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
+        seconds: Seconds = works @ np.array([self.launch_s, self.token_s, self.pair_s])
+        return seconds
+
+    def plus(self, other: PassCost) -> PassCost:
+        """What both cost, one after the other."""
+        mine, more = self.model_dump(), other.model_dump()
+        return PassCost(**{name: mine[name] + more[name] for name in mine})
+
+    def scaled(self, compute: float, launch: float) -> PassCost:
+        return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
+
+
+class MemoryCost(_Frozen):
+    """Bytes on one device that holds the whole model; `core.costs.memory` says when each is held."""
+
+    fixed_bytes: NonNegativeFloat = 0.0
+    """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
+    sharded_bytes: NonNegativeFloat = 0.0
+    """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
+    gathered_bytes: NonNegativeFloat = 0.0
+    """Whole weights beside a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
+    gradient_bytes: NonNegativeFloat = 0.0
+    """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
+    update_bytes: NonNegativeFloat = 0.0
+    """Beyond ``fixed_bytes``, when no activation is left: gradient sum and update, with gradients and buckets."""
+    pass_bytes: NonNegativeFloat = 0.0
+    """Any pass while it runs, whatever its tokens: the gradient of one weight before it is added to its buffer."""
+    activation_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, kept from forward to backward."""
+    cut_saves_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together: what a token of a cut sequence keeps less, as its K and V are stored already."""
+    head_bytes_per_token: NonNegativeFloat = 0.0
+    """Kept from forward to backward beside the layers: the last one's output, norm, logits, loss, rotary angles."""
+    head_working_bytes_per_token: NonNegativeFloat = 0.0
+    """What output layer and loss take while they run, beyond what they keep: copies of the logits, their gradient."""
+    working_bytes_per_token: NonNegativeFloat = 0.0
+    """What the backward of one layer takes while it runs, beyond what its forward kept."""
+    kv_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, K and V kept for later slices."""
+    replay_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
+    fit_error: float | None = None
+    """Mean absolute relative error of predicted peaks over the plans that were measured."""
+
+    def of_stage(self, layout: Layout) -> MemoryCost:
+        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole.
+
+        Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
+        """
+        whole = {"head_bytes_per_token", "head_working_bytes_per_token", "working_bytes_per_token", "pass_bytes"}
+        values = self.model_dump(exclude={"fit_error"})
+        each = {name: value / (layout.tp * (1 if name in whole else layout.pp)) for name, value in values.items()}
+        return MemoryCost(**each, fit_error=self.fit_error)
+
+
+class Costs(_Frozen):
+    """The cost model of one model on one device."""
+
+    source: str
+    """Where the numbers come from: paper and table, or machine, versions and command."""
+    forward: PassCost
+    backward: PassCost
+    memory: MemoryCost = MemoryCost()
+    num_layers: LayerCount = 1
+    recompute: bool = False
+    """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
+    update_s: NonNegativeFloat = 0.0
+    """Of a step, beyond its passes and collectives: clipping, the optimizer, the trainer's bookkeeping, all weights on
+    one rank. Ranks that share the optimizer (and tensor and pipeline peers) share these seconds."""
+    intra: Link | None = None
+    """Link inside a node as measured beside these costs; it replaces the cluster's."""
+    inter: Link | None = None
+    """Link between nodes, likewise."""
+    fit_error: float | None = None
+    """Mean absolute relative error of the fit, where the numbers were fitted here."""
+
+    def sequence_s(self, lengths: Any) -> Seconds:
+        """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
+        n = np.asarray(lengths, dtype=np.float64)
+        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n), dtype=np.float64)
+
+    @property
+    def launch_s(self) -> float:
+        """Constant seconds of one micro-batch, forward and backward together."""
+        return self.forward.launch_s + self.backward.launch_s
+
+    def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
+        """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
+        if is_even(micro_batch):
+            work = work_of([micro_batch])
+            return self.forward.of(work), self.backward.of(work)
+        forward, backward = self.rank_s(micro_batch)
+        return float(forward.max()), float(backward.max())
+
+    def rank_s(self, micro_batch: MicroBatch) -> tuple[Seconds, Seconds]:
+        """(forward, backward) seconds of each rank of a micro-batch, in their order, compute only: float64 [ranks]."""
+        works = np.array(list(rank_works(micro_batch).values()))
+        return self.forward.of_each(works), self.backward.of_each(works)
+
+    def layers_s(self, micro_batch: MicroBatch, head_frac: float = 0.0) -> float:
+        """Forward seconds of a micro-batch without launch and without the output layer, on its busiest rank.
+
+        ``head_frac``: share of the linear work that is the output layer's.
+        """
+        works = [work_of([micro_batch])] if is_even(micro_batch) else rank_works(micro_batch).values()
+        return max(self.layers_of(work, head_frac) for work in works)
+
+    def layers_of(self, work: Work, head_frac: float) -> float:
+        return self.forward.token_s * (1.0 - head_frac) * work.tokens + self.forward.pair_s * work.pairs
+
+    def weights_s(self, tokens: Any, head_frac: float = 0.0) -> Any:
+        """Seconds of the weight gradients of ``tokens`` in all layers: a product of matrices for each of the forward's.
+
+        Linear work of a backward is two such products and what is no product; of that nothing is counted here.
+        """
+        return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
+
+    def recomputed(self, kept_bytes_per_token: float) -> Costs:
+        """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
+        again = self.forward.plus(self.backward)
+        whole = self.memory.activation_bytes_per_token
+        memory = self.memory.model_copy(
+            update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
+        )
+        return self.model_copy(update={"backward": again, "memory": memory, "recompute": True})
+
+    def kept(self) -> Costs:
+        """What `recomputed` started from."""
+        names = PassCost.model_fields
+        less = {name: max(0.0, getattr(self.backward, name) - getattr(self.forward, name)) for name in names}
+        memory = self.memory.model_copy(
+            update={"activation_bytes_per_token": self.memory.replay_bytes_per_token, "replay_bytes_per_token": 0.0}
+        )
+        return self.model_copy(update={"backward": PassCost(**less), "memory": memory, "recompute": False})
+
+    def of_stage(self, layout: Layout) -> Costs:
+        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
+        compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
+        return self.model_copy(
+            update={
+                "forward": self.forward.scaled(compute, launch),
+                "backward": self.backward.scaled(compute, launch),
+                "memory": self.memory.of_stage(layout),
+                "update_s": self.update_s * compute,
+            }
+        )
+
+
+def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float = 0.0, **rest: Any) -> Costs:
+    """Costs from published totals (forward + backward): ``square_s * n^2 + token_s * n + launch_s`` [s]."""
+    attention = 2 * square_s / (1 + BACKWARD_ATTENTION)
+    linear, launch = token_s / (1 + BACKWARD_LINEAR), launch_s / (1 + BACKWARD_LINEAR)
+    return Costs(
+        source=source,
+        forward=PassCost(launch_s=launch, token_s=linear, pair_s=attention),
+        backward=PassCost(
+            launch_s=BACKWARD_LINEAR * launch, token_s=BACKWARD_LINEAR * linear, pair_s=BACKWARD_ATTENTION * attention
+        ),
+        **rest,
+    )
+
+
+def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
+    """Costs counted from the model's shape: two FLOPs a weight and token, four a hidden unit and (query, key) pair.
+
+    The rate is the cluster's ``flops_per_s``. Only the ratio of linear to attention work matters for balance; absolute
+    seconds are as good as that rate.
+    """
+    layers = shape.num_layers
+    token_s = 2 * shape.weights / cluster.flops_per_s
+    pair_s = 4 * layers * shape.query_size / cluster.flops_per_s
+    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix.
+    activation_bytes = 17 * bytes_per_value * shape.hidden_size * layers
+    return Costs(
+        source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
+        forward=PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s),
+        backward=PassCost(
+            launch_s=2 * cluster.launch_s,
+            token_s=BACKWARD_LINEAR * token_s,
+            pair_s=BACKWARD_ATTENTION * pair_s,
+        ),
+        memory=MemoryCost(
+            fixed_bytes=16.0 * shape.parameters,
+            activation_bytes_per_token=activation_bytes,
+            cut_saves_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
+            # One float32 copy of the logits is kept for the loss, another is taken for their gradient (as measured).
+            head_bytes_per_token=4 * shape.vocab_size + 2 * bytes_per_value * shape.hidden_size,
+            head_working_bytes_per_token=4 * shape.vocab_size,
+            kv_bytes_per_token=2 * bytes_per_value * shape.kv_size * layers,
+        ),
+        num_layers=layers,
+    )
+
+
+def fit(work: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
+    """Least-squares coefficients of one direction, none negative, and the fit's mean absolute relative error.
+
+    ``work`` float [N, 3]: `Work` of a rank in each sample; ``seconds`` float [N]. Rows are weighted by 1/seconds, so
+    that short samples count as much as long ones.
+    """
+    target = np.asarray(seconds, dtype=np.float64)
+    coefficients, error = solve(work, target, target)
+    return PassCost(**dict(zip(("launch_s", "token_s", "pair_s"), coefficients.tolist(), strict=True))), error
+
+
+def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Seconds, float]:
+    """Non-negative x of least sum of ((columns x - target) / unit)^2, and the mean of |columns x - target| / unit.
+
+    ``columns`` float [N, k], k small: every subset of the columns is tried, which is exact.
+    """
+    rows = np.asarray(columns, dtype=np.float64) / (per := np.asarray(unit, dtype=np.float64))[:, None]
+    wanted = np.asarray(target, dtype=np.float64) / per
+    size = np.linalg.norm(rows, axis=0)
+    scaled = rows / np.where(size > 0, size, 1.0)
+    best, best_left = np.zeros(rows.shape[1]), float(wanted @ wanted)
+    for count in range(1, rows.shape[1] + 1):
+        for chosen in map(list, combinations(range(rows.shape[1]), count)):
+            part, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            left = float(np.square(scaled[:, chosen] @ part - wanted).sum())
+            if (part >= 0).all() and left < best_left:
+                best, best_left = np.zeros(rows.shape[1]), left
+                best[chosen] = part / np.where(size > 0, size, 1.0)[chosen]
+    return best, float(np.abs(rows @ best - wanted).mean())
+
+
+def load(name: str, folder: Path) -> Costs:
+    """Read costs from a YAML file, or a preset of that name in ``folder``. Raises EvenloadError.
+
+    The file holds the fields of `Costs`, or ``totals`` with the arguments of `from_totals`.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not reading.is_file(path):
+        presets = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise EvenloadError(
+            "there is no such cost model", shown(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
+        )
+    file, do = shorten(str(path)), "write one with `evenload profile`"
+    fault = f"{file} is not a cost model"
+    data = reading.read_yaml(path, f"the cost model {file}", do)
+    costs = described(_without_totals(data, fault, do), Costs, fault, do)
+    refuse_odd_numbers(data, file)
+    for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
+        if not (cost.token_s or cost.pair_s):
+            raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)
+    return costs
+
+
+class _Totals(_Frozen):
+    """The arguments of `from_totals`."""
+
+    token_s: AmountOrNone
+    square_s: AmountOrNone
+    launch_s: AmountOrNone = 0.0
+
+
+def _without_totals(data: Any, fault: str, do: str) -> Any:
+    """The fields of `Costs` that a file with ``totals`` stands for; other data as it is. Raises EvenloadError."""
+    if not isinstance(data, dict) or "totals" not in data:
+        return data
+    both = sorted({"forward", "backward"} & data.keys())
+    if both:
+        raise EvenloadError(fault, f"what a pass costs twice, in totals and in {both[0]}", "leave one of them out")
+    passes = from_totals("", **described(data["totals"], _Totals, fault, do).model_dump())
+    rest = {key: value for key, value in data.items() if key != "totals"}
+    return {**rest, "forward": passes.forward.model_dump(), "backward": passes.backward.model_dump()}

@@ -1,0 +1,56 @@
+"""What pydantic says of a user's values, in parts that our messages are made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import EvenloadError, shorten, shown
+
+Described = TypeVar("Described", bound=BaseModel)
+
+
+class Fault(NamedTuple):
+    """The first fault of a report."""
+
+    path: tuple[str, ...]
+    """Keys from the top level to the value."""
+    value: str
+    """What was found there, as `errors.shown` has it."""
+    says: str
+    """What is wrong with it."""
+    known: tuple[str, ...] | None
+    """The keys that exist where there is one too many; None where the key is right and the value is not."""
+    more: int
+    """Number of further faults."""
+
+    @property
+    def key(self) -> str:
+        """The path as one types it: ``plugins.packing.max_tokens``."""
+        return shorten(".".join(self.path)) or "the whole"
+
+
+def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
+    """The first fault of a value that is no ``schema``."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    path = tuple(str(part) for part in fault["loc"])
+    known = _fields(schema, path[:-1]) if fault["type"] == "extra_forbidden" else None
+    return Fault(path, shown(fault["input"]), shorten(fault["msg"]), known, error.error_count() - 1)
+
+
+def described(data: Any, schema: type[Described], fault: str, do: str) -> Described:
+    """What a file holds as a ``schema``. Raises EvenloadError with ``fault``, the first wrong value, and ``do``."""
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = first_fault(error, schema)
+        raise EvenloadError(fault, shorten(f"{first.key}: {first.value}: {first.says}"), do) from error
+
+
+def _fields(schema: Any, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the fields at a path through models; none where it leads through anything else."""
+    for part in path:
+        field = getattr(schema, "model_fields", {}).get(part)
+        schema = field.annotation if field is not None else None
+    return tuple(getattr(schema, "model_fields", ()))

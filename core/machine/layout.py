@@ -1,0 +1,46 @@
+"""How a world of processes is laid out: tensor, pipeline, context, expert and data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import EvenloadError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. The *plane* is data x context parallel: the ranks a plan may place work on."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def plane_size(self) -> int:
+        return self.dp * self.cp
+
+    @classmethod
+    def of_world(cls, world_size: int, *, tp: int, pp: int, cp: int, ep: int, dp: int | None = None) -> Layout:
+        """The layout of ``world_size`` processes; ``dp`` takes what the others leave. Raises EvenloadError."""
+        inner = tp * pp * cp
+        if world_size % inner or (dp is not None and dp * inner != world_size):
+            wanted = f"tp {tp} x pp {pp} x cp {cp}" + ("" if dp is None else f" x dp {dp}")
+            raise EvenloadError(
+                "the number of processes does not fit parallel.*",
+                f"{world_size} processes for {wanted}",
+                f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or change parallel.*",
+            )
+        layout = cls(tp, pp, cp, ep, world_size // inner)
+        if layout.plane_size % ep:
+            raise EvenloadError(
+                "parallel.ep does not divide the data-parallel ranks",
+                f"ep {ep}, dp x cp {layout.plane_size}",
+                "choose an ep that divides dp x cp",
+            )
+        return layout

@@ -1,0 +1,75 @@
+"""Which branches of the runtime a step takes, by name: what a proof on some batch has proved, and what it has not.
+
+A plan shows most of them (`branches_of`); what a trainer decides beyond the plan it adds itself
+(`StepResult.branches`). A plugin says which its settings open (`Plugin.branches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .step_plan import MicroBatch, StepPlan
+
+PACKED = "several sequences in a micro-batch"
+CUT = "cut sequences"
+REPLAYED = "replayed forwards"
+REGROUPED = "regrouped backward"
+RECOMPUTED = "recomputed layers"
+WEIGHT_PASSES = "weight gradients as passes"
+OFFLOADED = "activations in host memory"
+SEVERAL_GROUPS = "sequences on different ranks of a micro-batch"
+REMAPPED = "remapped tokens"
+ROUTED = "routed transfers"
+IDLE_RANKS = "idle ranks"
+RANKS_WITHOUT_PASS = "ranks without any pass"
+UNEQUAL_COUNTS = "unequal numbers of micro-batches"
+DUMMIES = "dummies"
+PADDED = "padding"
+OWN_ORDER = "an order of the plan's own"
+
+SUM_AFTER_PASSES = "gradient sum after the passes"
+SUM_IN_LAST_BACKWARD = "gradient sum during the last backward"
+
+
+def sharing(engine: str) -> str:
+    """The branch of micro-batches whose ranks share attention in this way."""
+    return f"attention shared by {engine or 'static context parallelism'}"
+
+
+def branches_of(plan: StepPlan) -> dict[str, int]:
+    """How often a plan takes each branch: micro-batches, sequences, ranks, layers, whichever is counted there."""
+    counts = {name: count(plan) for name, count in _COUNTS.items()}
+    for m in (*plan.micro_batches, *plan.backward):
+        if len(m.ranks) > 1:
+            name = sharing(m.engine)
+            counts[name] = counts.get(name, 0) + 1
+    return {name: count for name, count in counts.items() if count}
+
+
+def _micro_batches(holds: Callable[[MicroBatch], object]) -> Callable[[StepPlan], int]:
+    return lambda plan: sum(bool(holds(m)) for m in (*plan.micro_batches, *plan.backward))
+
+
+def _idle_ranks(plan: StepPlan) -> int:
+    return plan.limits.num_ranks - len({rank for m in plan.micro_batches if m.slices for rank in m.ranks})
+
+
+_COUNTS: dict[str, Callable[[StepPlan], int]] = {
+    PACKED: _micro_batches(lambda m: len({s.sequence for s in m.slices}) > 1),
+    CUT: lambda plan: len(plan.cut),
+    REPLAYED: lambda plan: len(plan.replayed),
+    REGROUPED: lambda plan: len(plan.backward),
+    RECOMPUTED: lambda plan: sum(map(sum, plan.recompute)),
+    WEIGHT_PASSES: lambda plan: sum(map(len, plan.split)),
+    OFFLOADED: lambda plan: sum(share > 0 for share in plan.offload),
+    SEVERAL_GROUPS: _micro_batches(lambda m: len(set(m.homes)) > 1),
+    REMAPPED: _micro_batches(lambda m: m.remap),
+    ROUTED: _micro_batches(lambda m: m.routed),
+    IDLE_RANKS: _idle_ranks,
+    RANKS_WITHOUT_PASS: lambda plan: sum(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks)),
+    UNEQUAL_COUNTS: lambda plan: len({len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}) - 1,
+    DUMMIES: _micro_batches(lambda m: not m.slices),
+    PADDED: lambda plan: plan.num_slots - plan.num_tokens,
+    OWN_ORDER: lambda plan: len(plan.order),
+}
+"""PADDED counts tokens, dummies' included."""

@@ -1,0 +1,50 @@
+"""In which order the ranks of a stage run their passes: the plan's own order, or the host's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+from .step_plan import Op, PassKind, StepPlan
+
+KINDS: tuple[PassKind, ...] = ("F", "B", "W")
+
+
+def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
+    """The passes of every plane rank at a stage: ``result[rank]``, not to be written to."""
+    if stage not in plan.orders_known:
+        plan.orders_known[stage] = _orders_of_stage(plan, stage)
+    return plan.orders_known[stage]
+
+
+def _orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
+    if not plan.order:
+        ahead = plan.limits.num_stages - 1 - stage
+        return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]
+    lists: list[list[Op]] = [[] for _ in range(plan.limits.num_ranks)]
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
+    for op in plan.order[stage]:
+        for rank in ranks[op.kind][op.micro_batch]:
+            lists[rank].append(op)
+    return lists
+
+
+def one_forward_one_backward(micro_batches: Row[int], ahead: int) -> list[Op]:
+    """1F1B (Narayanan et al., arXiv 1806.03377): ``ahead`` forwards first, backwards in the order of the forwards."""
+    return in_slots(micro_batches, micro_batches, range(1, len(micro_batches) + 1), ahead)
+
+
+def in_slots(forward: Row[int], backward: Row[int], need: Row[int], ahead: int) -> list[Op]:
+    """Backwards in their order, each preceded by the forwards it needs, ``ahead`` slots early.
+
+    Slot j holds the forwards that backward j needs and no earlier one did; ``need[j]`` counts the forwards that must
+    precede it and never falls. A stage that is ``ahead`` stages before the last runs that many slots of forwards ahead,
+    so that all stages see one order of forwards and one of backwards, and none waits in a circle. 1F1B: need[j] = j+1.
+    """
+    out: list[Op] = []
+    done = 0
+    for place, index in enumerate(backward):
+        wanted = need[min(place + ahead, len(need) - 1)]
+        out += [Op("F", i) for i in forward[done:wanted]]
+        done = max(done, wanted)
+        out.append(Op("B", index))
+    return out + [Op("F", i) for i in forward[done:]]

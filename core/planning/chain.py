@@ -1,0 +1,222 @@
+"""The chain of planners: every enabled plugin in order, each handing its plan to the next; none enabled is stock.
+
+Caps on tokens and memory are promises. Of those of several plugins the least holds, and the chain holds every plan that
+may run to it, whatever the plan's own limits say. When a link of the chain fails, `simpler` offers what takes over: the
+plugins' simpler planners and at the end the stock plan, each only where it keeps the caps and the settings.
+
+Baselines are for comparison. They may exceed the caps, and then say so in their limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from ..errors import EvenloadError, nearest
+from ..machine.layout import Layout
+from ..plan.step_plan import Limits, Sequence, StepPlan
+from ..recipe.recipe import Recipe
+from ..registry import Plugin, PluginConfig, Situation
+from ..simulate.step import simulate
+from .setting import limits_of, situation_of
+from .static_cp import narrow, widen
+from .stock import UNCAPPED, stock_plan
+
+logger = logging.getLogger("evenload")
+
+STOCK = "stock"
+ALIASES = {"padded": STOCK}
+WARNINGS = LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
+"""What notes begin with that tell of a plugin which refused the batch while another one could plan it, and of unlike
+caps. Training warns of each reason once."""
+
+
+def warn_once(plan: StepPlan, warned: set[str]) -> None:
+    """Warn of what a plan leaves out, but of reasons in ``warned``, to which they are added."""
+    for note in (note for note in plan.notes if note.startswith(WARNINGS)):
+        reason = note.partition(" (")[0]
+        if reason not in warned:
+            warned.add(reason)
+            logger.warning("%s", note)
+
+
+@dataclass(frozen=True)
+class PlanChain:
+    """Everything but the batch. Pure: the same batch gives the same plan on every rank."""
+
+    links: tuple[tuple[Plugin, PluginConfig], ...]
+    situation: Situation
+    limits: Limits
+    micro_batch_size: int = 1
+    instead: str = ""
+    """A baseline that plans instead of the plugins, for comparison."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
+        """The chain a recipe asks for. Raises EvenloadError."""
+        situation = situation_of(recipe, layout)
+        links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled())
+        return cls(links, situation, limits_of(recipe, situation), recipe.train.micro_batch_size)
+
+    @classmethod
+    def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
+        """The chain for a training loop that is not ours: one batch at a time, each sequence on one rank.
+
+        Args:
+            warn: say which settings of the recipe have no effect there.
+            whole: sequences stay whole; else the loop runs slices in the order of a plan.
+
+        Raises EvenloadError.
+        """
+        chain = cls.of_recipe(recipe, layout)
+        wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
+        for plugin, config in chain.links:
+            idle = {
+                key: getattr(config, key)
+                for key, off in plugin.needs_host.items()
+                if getattr(config, key) not in off and (whole or key not in plugin.needs_order)
+            }
+            if idle and warn:
+                logger.warning(
+                    "plugins.%s.%s has no effect in a training loop of your own: %s; `evenload train` honours it",
+                    plugin.name,
+                    ", ".join(f"{key}={value}" for key, value in idle.items()),
+                    wholly if whole else "samples stay on one rank, and none waits",
+                )
+        return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
+
+    def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """What the trainer would do by itself."""
+        if self._cp > 1:
+            return widen(self._of_lanes().stock(batch), self.limits, self._cp)
+        return stock_plan(batch, self.limits, self.micro_batch_size)
+
+    def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
+        if self.instead:
+            return self.baseline(self.instead, batch)
+        plan = self._best_of_lanes(batch) if self._cp > 1 else self._chained(batch)
+        notes = self._unequal_caps()
+        return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
+
+    def _chained(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """What the plugins plan one after the other."""
+        placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
+        limits = replace(self.limits, max_tokens=self.caps.max_tokens)
+        plan = StepPlan(batch, (), limits) if 0 in placing else self.stock(batch)
+        notes: list[str] = []
+        for place, (plugin, config) in enumerate(self.links):
+            try:
+                plan = plugin.plan(plan, self.situation, config)
+            except EvenloadError as error:
+                if place not in placing or place == placing[-1]:
+                    raise
+                # What one planner cannot place (a sequence over its cap), a later one may.
+                notes.append(f"{LEFT_OUT}{plugin.name}: {error.what} ({error.found})")
+                plan = replace(plan, limits=config.capped(plan.limits))
+        return plan.revised(notes=(*plan.notes, *notes)) if notes else plan
+
+    def simpler(self, batch: tuple[Sequence, ...]) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
+        """(name, planner) of what takes over when `plan` fails or is late, from better to safer.
+
+        A planner raises EvenloadError where its plan would break a cap or a setting of the recipe.
+        """
+        names = [plugin.simpler for plugin, _ in self.links if plugin.simpler]
+        for name in (*names, STOCK):
+            yield name, lambda name=name: self._instead_of_plugins(name, batch)  # type: ignore[misc]
+
+    def baseline(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
+        """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
+
+        It is checked under limits of its own, which may exceed the caps of the recipe.
+        """
+        if self._cp > 1:
+            return widen(self._of_lanes().baseline(name, batch), self.limits, self._cp).check()
+        if ALIASES.get(name, name) == STOCK:
+            return self.stock(batch).check()
+        plugin, config = self._owner(name)
+        plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.situation, config)
+        return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf)).check()
+
+    def breaks(self, name: str, plan: StepPlan) -> str:
+        """Which setting of its plugin a baseline's plan does not keep; empty where it keeps all."""
+        if ALIASES.get(name, name) == STOCK:
+            return ""
+        plugin, config = self._owner(name)
+        return plugin.breaks(plan, config) if plugin.breaks else ""
+
+    @property
+    def caps(self) -> Limits:
+        """The host's limits under the caps of all enabled plugins: what the recipe promises of every plan that runs."""
+        return reduce(lambda limits, link: link[1].capped(limits), self.links, self.limits)
+
+    def _under_caps(self, plan: StepPlan) -> StepPlan:
+        """The plan, checked under the caps of the recipe, whatever its planner allowed itself. Raises PlanError."""
+        own, caps = plan.limits, self.caps
+        tokens = min(own.max_tokens, caps.max_tokens)
+        held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
+        return plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes)).check()
+
+    def _instead_of_plugins(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
+        """The plan of a baseline that may run. Raises EvenloadError."""
+        plan = self.baseline(name, batch)
+        if broken := self.breaks(name, plan):
+            raise EvenloadError(f"the plan '{name}' does not keep the settings of the recipe", broken, "see the recipe")
+        return self._under_caps(plan)
+
+    def _unequal_caps(self) -> list[str]:
+        """A note where plugins have unlike caps on tokens."""
+        caps = {plugin.name: config.capped(self.limits).max_tokens for plugin, config in self.links}
+        own = {name: tokens for name, tokens in caps.items() if tokens < self.limits.max_tokens}
+        if len(set(own.values())) < 2:
+            return []
+        return [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())]
+
+    def _owner(self, name: str) -> tuple[Plugin, PluginConfig]:
+        """The first enabled plugin that offers a baseline. Raises EvenloadError where none does."""
+        self.refuse_unknown_baseline(name)
+        return next(link for link in self.links if name in link[0].baselines)
+
+    def refuse_unknown_baseline(self, name: str) -> None:
+        """Raise EvenloadError unless `baseline` knows the name."""
+        if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
+            raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
+
+    def _best_of_lanes(self, batch: tuple[Sequence, ...]) -> StepPlan:
+        """Lanes are planned by compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
+
+        On a lane every slice moves the keys and values of its whole prefix, which compute may not hide.
+        """
+        lanes = self._of_lanes()
+        uncut = replace(lanes, links=tuple((plugin, config.uncut()) for plugin, config in lanes.links))
+        plans = [self._under_caps(widen(lanes._chained(batch), self.limits, self._cp))]
+        if plans[0].cut:
+            with suppress(EvenloadError):  # a sequence that must be cut
+                plans.append(self._under_caps(widen(uncut._chained(batch), self.limits, self._cp)))
+        return min(plans, key=lambda plan: simulate(plan, self.situation, record=False).step_s)
+
+    @property
+    def _cp(self) -> int:
+        return self.situation.layout.cp
+
+    def _of_lanes(self) -> PlanChain:
+        """The chain of a plane whose ranks are the lanes of static context parallelism."""
+        limits, situation = narrow(self.limits, self.situation)
+        links = tuple((plugin, config.on_lane(self._cp)) for plugin, config in self.links)
+        return replace(self, links=links, limits=limits, situation=situation)
+
+    @property
+    def largest_slice(self) -> int:
+        """Tokens of a sequence that the caps of all plugins allow in a micro-batch, on all ranks that may share it."""
+        caps = [getattr(config, "max_tokens", None) for _, config in self.links]
+        sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self._cp
+        return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
+
+    @property
+    def baseline_names(self) -> tuple[str, ...]:
+        """All baselines, the stock plan first."""
+        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in self.links for name in plugin.baselines)]))

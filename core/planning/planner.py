@@ -1,0 +1,208 @@
+"""The planner: one step ahead in a background thread, under a time budget, agreed on by all ranks.
+
+Each step every rank tells the others whether its plan is ready, and its digest (17 bytes). If all are ready and equal,
+the plan runs. If one is late, failed or broke a law, all ranks take the next simpler planner together, with a warning;
+so a slow host never makes ranks diverge. If digests differ although all were ready, every rank raises the same error.
+
+No simpler plan runs that breaks a cap or a setting of the recipe. Where none is left, a late plan is waited for, and a
+planner that failed ends the job with one message.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import EvenloadError, RankError
+from ..plan.step_plan import StepPlan, sequences
+from .chain import PlanChain, warn_once
+
+logger = logging.getLogger("evenload")
+
+READY, LATE, FAILED = 0, 1, 2
+
+
+class Draw(NamedTuple):
+    """A global batch, by its samples' numbers and lengths, and the data's state after it."""
+
+    samples: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    state: dict[str, Any]
+    """The data order and what waits for a later step: what a checkpoint keeps."""
+    delay_steps: float = 0.0
+    """Steps by which its tokens were held back, in the mean."""
+
+
+class Exchange(Protocol):
+    """Sends the same number of bytes to every rank and returns what each one sent, by rank. Collective."""
+
+    def __call__(self, payload: bytes) -> list[bytes]: ...
+
+
+def alone(payload: bytes) -> list[bytes]:
+    """The exchange of a single process."""
+    return [payload]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that all ranks agreed on."""
+
+    plan: StepPlan
+    chain: PlanChain
+    """What it was planned with; its situation is what the plan is to be judged by."""
+    draw: Draw
+    plan_s: float
+    """Seconds the planning took, wherever it ran."""
+    waited_s: float
+    """Seconds the step waited for it, agreement included: what planning really cost."""
+
+
+class _Begun(NamedTuple):
+    """A batch that is being planned."""
+
+    draw: Draw
+    chain: PlanChain
+    future: Future[tuple[StepPlan, float]]
+
+
+class Planner:
+    """Hands out one agreed plan per step.
+
+    Args:
+        chain: plans; `use` puts another in its place.
+        draw: gives the next global batch; its order is the caller's.
+        first: plans the first batch instead, where a resumed run had begun it with other costs than its newest.
+    """
+
+    def __init__(
+        self,
+        chain: PlanChain,
+        draw: Callable[[], Draw],
+        *,
+        budget_s: float = 2.0,
+        background: bool = True,
+        exchange: Exchange = alone,
+        first: PlanChain | None = None,
+    ) -> None:
+        self._chain, self._draw, self._exchange = chain, draw, exchange
+        self._budget_s, self._background = budget_s, background
+        self._first = first or chain
+        self._ahead: _Begun | None = None
+        self._warned: set[str] = set()
+        self.step = 0
+
+    def next(self) -> Planned:
+        """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
+        start = time.perf_counter()
+        draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
+        status, plan, plan_s, why = self._wait(future, self._budget_s)
+        told = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
+        if plan is None or any(message[0] != READY for message in told):
+            plan = self._fall_back(draw, chain, told, why, future)
+        else:
+            _refuse_divergence([message[1:] for message in told], self.step)
+        warn_once(plan, self._warned)
+        waited_s = time.perf_counter() - start
+        self.step += 1
+        self._ahead = self._begin(self._chain) if self._background else None
+        return Planned(plan, chain, draw, plan_s, waited_s)
+
+    def use(self, chain: PlanChain) -> None:
+        """Plan with another chain from the next plan on that is begun; one that is made ahead stays as it is.
+
+        All ranks must do so after the same step, with chains that plan alike.
+        """
+        self._chain = chain
+
+    @property
+    def chain_of_next(self) -> PlanChain:
+        """What the next plan is made with, or will be."""
+        return self._ahead.chain if self._ahead else self._chain
+
+    def _begin(self, chain: PlanChain) -> _Begun:
+        """Draw the next batch and start to plan it: in a thread of its own, since a late one cannot be stopped."""
+        draw, future = self._draw(), Future[tuple[StepPlan, float]]()
+
+        def work() -> None:
+            start = time.perf_counter()
+            try:
+                future.set_result((chain.plan(sequences(draw.lengths)), time.perf_counter() - start))
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._background:
+            threading.Thread(target=work, name=f"evenload-plan-{self.step}", daemon=True).start()
+        else:
+            work()
+        return _Begun(draw, chain, future)
+
+    def _wait(
+        self, future: Future[tuple[StepPlan, float]], budget_s: float | None
+    ) -> tuple[int, StepPlan | None, float, str]:
+        """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
+        try:
+            plan, plan_s = future.result(timeout=budget_s)
+        except TimeoutError:
+            return LATE, None, self._budget_s, f"no plan within {1e3 * self._budget_s:.0f} ms (planner.budget_ms)"
+        except Exception as error:
+            return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
+        return READY, plan, plan_s, ""
+
+    def _fall_back(
+        self,
+        draw: Draw,
+        chain: PlanChain,
+        told: list[bytes],
+        why: str,
+        future: Future[tuple[StepPlan, float]],
+    ) -> StepPlan:
+        """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
+        ranks = {kind: [r for r, message in enumerate(told) if message[0] == kind] for kind in (LATE, FAILED)}
+        cause = "; ".join(
+            f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
+        )
+        batch = sequences(draw.lengths)
+        for name, make in chain.simpler(batch):
+            try:
+                plan = make()
+            except Exception as error:
+                logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
+                continue
+            logger.warning(
+                "step %d: planning %s (%s); the simpler plan '%s' runs", self.step, cause, why or "other ranks", name
+            )
+            _refuse_divergence(self._exchange(bytes([READY]) + plan.digest), self.step)
+            return replace(plan, notes=(*plan.notes, f"fallback: {cause}"))
+        if not ranks[FAILED]:
+            logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
+            status, late, _, why = self._wait(future, budget_s=None)
+            told = self._exchange(bytes([status]) + (late.digest if late else bytes(16)))
+            if late is not None and all(message[0] == READY for message in told):
+                _refuse_divergence([message[1:] for message in told], self.step)
+                return replace(late, notes=(*late.notes, f"waited for: {cause}"))
+        raise EvenloadError(
+            "no planner could plan this step under the caps and settings of the recipe",
+            f"step {self.step}: {cause}; {why or 'other ranks'}",
+            "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
+        )
+
+
+def _refuse_divergence(digests: list[bytes], step: int) -> None:
+    """Raise the same RankError on every rank if the digests differ, naming those that disagree with the majority."""
+    common = max(sorted(set(digests)), key=digests.count)
+    odd = [rank for rank, digest in enumerate(digests) if digest != common]
+    if odd:
+        raise RankError(
+            f"step {step}: ranks planned different steps",
+            f"ranks {odd} differ from the other {len(digests) - len(odd)}",
+            "check that all ranks run the same recipe, data, and versions of evenload, numpy, PuLP and HiGHS",
+        )

@@ -1,0 +1,101 @@
+"""From a recipe to what planners need: the cluster, the costs of one stage, and the limits every plan is held to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..costs import costs as cost_models
+from ..costs.memory import beside_of
+from ..costs.traffic import Sharding, Traffic
+from ..machine import cluster as clusters
+from ..machine.layout import Layout
+from ..machine.shape import heads_of, shape_of
+from ..plan.step_plan import Limits
+from ..recipe.recipe import Recipe
+from ..registry import Situation
+from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
+from .stock import UNCAPPED
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+
+
+def situation_of(recipe: Recipe, layout: Layout) -> Situation:
+    """Cluster, costs and traffic of one stage of one tensor-parallel rank. Raises EvenloadError for unknown names."""
+    cluster = clusters.load(recipe.cluster, RECIPES / "clusters")
+    costs = costs_of(recipe, cluster)
+    measured = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
+    if recipe.train.recompute:
+        shape = shape_of(recipe.model)
+        costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
+    traffic = traffic_of(recipe, layout)
+    shape = shape_of(recipe.model)
+    head_frac = shape.hidden_size * shape.vocab_size / shape.weights
+    return Situation(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic, head_frac)
+
+
+def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
+    """The recipe's cost model for the whole model on one device."""
+    if recipe.costs != "auto":
+        return cost_models.load(recipe.costs, RECIPES / "costs")
+    shape, states = shape_of(recipe.model), states_of(recipe)
+    costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
+    held = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
+    memory = {name: float(each * shape.parameters) for name, each in held.items()}
+    memory["gathered_bytes"] = float(states.gathered * min(shape.parameters, LIVE_WEIGHTS))
+    return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
+
+
+def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
+    """What one stage of one tensor-parallel rank moves under the recipe's trainer."""
+    shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
+    layers = max(1, shape.num_layers // layout.pp)
+    weights = shape.parameters / (layout.tp * layout.pp)
+    attention = layers * value_bytes / layout.tp
+    megatron = recipe.trainer == "megatron"
+    zero = recipe.deepspeed.zero_stage
+    sharded: Sharding = "optimizer" if (recipe.megatron.distributed_optimizer if megatron else zero > 0) else "none"
+    # Megatron sums gradients in float32 where weights are half precision; DeepSpeed in the precision of the weights.
+    return Traffic(
+        layers=layers,
+        state_bytes_per_token=shape.hidden_size * value_bytes,
+        query_bytes_per_token=shape.query_size * attention,
+        kv_bytes_per_token=2 * shape.kv_size * attention,
+        kv_grad_frac=_kv_grad_frac(recipe),
+        heads=heads_of(recipe.model) // layout.tp,
+        gradient_bytes=weights * (max(4, value_bytes) if megatron else value_bytes),
+        weight_bytes=weights * value_bytes,
+        sharding="parameters" if not megatron and zero == 3 else sharded,
+        overlap_gradients=megatron and recipe.megatron.overlap_grad_reduce,
+        waits_for_sends=megatron,
+    )
+
+
+def limits_of(recipe: Recipe, situation: Situation) -> Limits:
+    """What the trainer and the machine allow. The token cap is a plugin's to set."""
+    layout, memory = situation.layout, situation.costs.memory
+    shape = shape_of(recipe.model)
+    layers = max(1, shape.num_layers // layout.pp)
+    value_bytes = VALUE_BYTES[recipe.train.dtype]
+    kv_grad = memory.kv_bytes_per_token * _kv_grad_frac(recipe)
+    return Limits(
+        num_ranks=layout.plane_size,
+        max_tokens=UNCAPPED,
+        num_stages=layout.pp,
+        layers_per_stage=layers,
+        equal_counts=recipe.trainer == "deepspeed" and recipe.deepspeed.zero_stage == 3,
+        activation_bytes_per_token=memory.activation_bytes_per_token / layers,
+        kv_bytes_per_token=memory.kv_bytes_per_token / layers,
+        replay_bytes_per_token=memory.replay_bytes_per_token / layers,
+        kv_grad_bytes_per_token=kv_grad / layers,
+        input_bytes_per_token=shape.hidden_size * value_bytes,
+        beside=beside_of(memory, layers),
+        heads=heads_of(recipe.model) // layout.tp,
+        node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
+        splits_backward=recipe.trainer == "megatron" or layout.pp > 1,
+        deferred_bytes_per_token=shape.linear_values(layout.tp) * value_bytes,
+    )
+
+
+def _kv_grad_frac(recipe: Recipe) -> float:
+    """dK and dV are summed in float32 where K and V are half precision (runtime.prefix)."""
+    return max(1.0, 4 / VALUE_BYTES[recipe.train.dtype])

@@ -1,0 +1,112 @@
+"""Static context parallelism: every micro-batch on a lane of ``parallel.cp`` neighbouring ranks of the plane.
+
+This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
+planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
+share. Which traffic the sharing costs is `traffic`'s to say; an all-to-all, which nothing hides and which grows with
+the tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+from ..costs.costs import Costs, PassCost
+from ..costs.traffic import world_ranks
+from ..machine.layout import Layout
+from ..plan.order import KINDS
+from ..plan.step_plan import Limits, MicroBatch, Op, StepPlan
+from ..registry import Situation
+
+
+def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
+    """Limits and situation of a plane whose ranks are the lanes."""
+    layout = situation.layout
+    share = 1.0 / layout.cp
+    per_token = {
+        name: getattr(limits, name) * share for name in Limits.__dataclass_fields__ if name.endswith("_per_token")
+    }
+    beside = limits.beside._replace(
+        **{name: value * share for name, value in limits.beside._asdict().items() if name.endswith("_per_token")}
+    )
+    lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
+    ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
+    # Each rank of a lane hands over its own share, on the link of its own place.
+    traffic = replace(situation.traffic, state_bytes_per_token=situation.traffic.state_bytes_per_token * share)
+    nodes = situation.cluster.model_copy(
+        update={"ranks_per_node": max(1, situation.cluster.ranks_per_node // layout.cp)}
+    )
+    return lanes, replace(situation, costs=_shared(situation), layout=ranks, cluster=nodes, traffic=traffic)
+
+
+def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
+    """The plan of lanes as one of ranks, under their own limits; the token cap is what the plan's becomes on a rank."""
+    own = replace(
+        limits,
+        max_tokens=-(-plan.limits.max_tokens // cp),
+        max_activation_bytes=plan.limits.max_activation_bytes,
+    )
+    places = {kind: _places(plan.passes(kind), cp) for kind in KINDS}
+    order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
+    return replace(
+        plan,
+        micro_batches=_spread(plan.micro_batches, cp),
+        backward=_spread(plan.backward, cp),
+        replayed=tuple(i for j in plan.replayed for i in places["B"][j]),
+        order=order,
+        recompute=tuple(tuple(n for i, n in enumerate(row) for _ in places["F"][i]) for row in plan.recompute),
+        offload=tuple(share for i, share in enumerate(plan.offload) for _ in places["F"][i]),
+        limits=own,
+    )
+
+
+def _spread(micro_batches: tuple[MicroBatch, ...], cp: int) -> tuple[MicroBatch, ...]:
+    return tuple(one for m in micro_batches for one in _on_lane(m, cp))
+
+
+def _on_lane(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
+    """On the ranks of the lane: padded until each rank has a token; a dummy becomes one for each rank."""
+    ranks = tuple(rank * cp + i for rank in micro_batch.ranks for i in range(cp))
+    if not micro_batch.slices:
+        return tuple(micro_batch._replace(ranks=(rank,)) for rank in ranks)
+    pad_to, count = micro_batch.pad_to, len(micro_batch.slices)
+    if micro_batch.num_slots < cp:
+        pad_to = max(-(-cp // count), *(s.length for s in micro_batch.slices))
+    return (micro_batch._replace(ranks=ranks, pad_to=pad_to),)
+
+
+def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
+    """Where each micro-batch's pieces are in `_spread`'s answer."""
+    ends = list(accumulate(1 if m.slices else cp for m in micro_batches))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _shared(situation: Situation) -> Costs:
+    costs, layout = situation.costs, situation.layout
+    memory, cp = costs.memory, layout.cp
+    names = [name for name in type(memory).model_fields if name.endswith("_per_token")]
+    held = {name: getattr(memory, name) / cp for name in names}
+    # What ranks of a lane divide between them is not there cp times.
+    held["sharded_bytes"] = memory.sharded_bytes / cp
+    held["fixed_bytes"] = memory.fixed_bytes - memory.sharded_bytes + held["sharded_bytes"]
+    if layout.dp == 1:
+        held["fixed_bytes"] += memory.gathered_bytes
+    moves = _all_to_all(situation)
+    return costs.model_copy(
+        update={
+            "forward": costs.forward.scaled(1.0 / cp, 1.0).plus(moves),
+            "backward": costs.backward.scaled(1.0 / cp, 1.0).plus(moves),
+            "memory": memory.model_copy(update=held),
+        }
+    )
+
+
+def _all_to_all(situation: Situation) -> PassCost:
+    """What the ranks of a lane exchange in a pass of either direction, where they share heads."""
+    traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
+    if traffic.engine != "all_to_all":
+        return PassCost(token_s=0.0)
+    peers = world_ranks(layout, 0, tuple(range(layout.cp)))
+    token_bytes = (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token) / layout.cp
+    launch_s = cluster.all_to_all_s(0.0, peers)
+    return PassCost(launch_s=launch_s, token_s=cluster.all_to_all_s(token_bytes, peers) - launch_s)

@@ -1,0 +1,100 @@
+"""Combinations that no trainer can run, found before any rank starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import registry
+from ..errors import EvenloadError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+
+def refuse_impossible(recipe: Recipe) -> None:
+    """Raise EvenloadError with the first rule that the recipe breaks, plugin clashes first."""
+    model, p, train = recipe.model, recipe.parallel, recipe.train
+    registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
+    sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
+    rules: list[tuple[bool, str, str, str]] = [
+        (
+            p.cp > 1 and bool(sharing),
+            f"parallel.cp and plugins.{sharing[0] if sharing else ''} both say how many ranks share a sequence",
+            f"parallel.cp {p.cp}",
+            "set parallel.cp=1 and give its ranks to parallel.dp, or disable the plugin",
+        ),
+        (
+            model.hidden_size % model.num_attention_heads != 0,
+            "model.num_attention_heads does not divide model.hidden_size",
+            f"{model.num_attention_heads} heads, hidden size {model.hidden_size}",
+            "choose a number of heads that divides the hidden size",
+        ),
+        (
+            model.num_attention_heads % model.kv_heads != 0,
+            "model.num_query_groups does not divide model.num_attention_heads",
+            f"{model.kv_heads} groups, {model.num_attention_heads} heads",
+            "choose a number of groups that divides the number of heads",
+        ),
+        (
+            model.num_attention_heads % p.tp != 0 or model.kv_heads % p.tp != 0,
+            "parallel.tp does not divide the attention heads",
+            f"tp {p.tp}, {model.num_attention_heads} heads in {model.kv_heads} query groups",
+            "choose a tp that divides both",
+        ),
+        (
+            model.ffn_size % p.tp != 0,
+            "parallel.tp does not divide model.ffn_hidden_size",
+            f"tp {p.tp}, ffn_hidden_size {model.ffn_size}",
+            "choose a tp that divides it",
+        ),
+        (
+            model.num_layers % p.pp != 0,
+            "parallel.pp does not divide model.num_layers",
+            f"pp {p.pp}, {model.num_layers} layers",
+            "choose a pp that divides the number of layers",
+        ),
+        (
+            recipe.trainer == "deepspeed" and p.tp > 1,
+            "trainer deepspeed runs without tensor parallelism here",
+            f"parallel.tp {p.tp}",
+            "set parallel.tp=1, or use trainer: megatron",
+        ),
+        (
+            recipe.trainer == "deepspeed" and p.pp > 1 and recipe.deepspeed.zero_stage > 1,
+            "DeepSpeed's pipelines run under ZeRO 0 and 1",
+            f"deepspeed.zero_stage {recipe.deepspeed.zero_stage}, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1 (gradients and weights of a stage then stay whole), or parallel.pp=1",
+        ),
+        (
+            recipe.trainer == "deepspeed" and p.pp > 1 and recipe.deepspeed.zero_stage == 0 and train.dtype == "bf16",
+            "DeepSpeed's pipelines cannot load what they save in bfloat16 under ZeRO 0",
+            f"train.dtype bf16, deepspeed.zero_stage 0, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1, or train.dtype=fp32",
+        ),
+        (
+            recipe.trainer == "deepspeed" and train.dtype == "fp64",
+            "DeepSpeed's engine cannot train in float64",
+            "train.dtype fp64",
+            "use fp32, or trainer: megatron for float64 proofs",
+        ),
+        (
+            recipe.data.min_length > recipe.data.max_length,
+            "data.min_length is larger than data.max_length",
+            f"{recipe.data.min_length} > {recipe.data.max_length}",
+            "lower data.min_length",
+        ),
+    ]
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(what, found, do)
+    refuse_idle_ranks(train.global_batch_size, p.dp or 1)
+
+
+def refuse_idle_ranks(samples: int, dp: int) -> None:
+    """Raise EvenloadError for a global batch of fewer ``samples`` than data-parallel ranks, given or of the world."""
+    if samples < dp:
+        raise EvenloadError(
+            "train.global_batch_size is smaller than the number of data-parallel ranks",
+            f"{samples} samples, {dp} ranks",
+            "raise it, or lower parallel.dp or --nproc",
+        )

@@ -1,0 +1,1 @@
+"""A plan in simulated time: when every pass of every rank and stage starts and ends."""

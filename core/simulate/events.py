@@ -1,0 +1,131 @@
+"""Plays the orders of all stages and ranks against each other: when every pass starts and ends.
+
+A rank of a stage runs one pass at a time, in its order. A pass on several ranks starts when all are free. Forward
+waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
+tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. Where the
+trainer synchronises ranks in every pass, the k-th forwards (backwards) of all ranks start together and take as long as
+the slowest. O(passes x stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ..errors import PlanError
+from ..plan.order import KINDS, orders_of_stage
+from ..plan.step_plan import Op, PassKind, StepPlan
+
+_KINDS: tuple[PassKind, ...] = ("F", "B")
+_AHEAD = {"F": 1, "B": -1, "W": 0}
+"""To which stage the result of a pass goes, from its own."""
+
+
+class Event(NamedTuple):
+    """One pass at one stage."""
+
+    stage: int
+    op: Op
+    ranks: tuple[int, ...]
+    start_s: float
+    end_s: float
+    free_s: float
+    """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
+
+
+Seconds = Callable[[int, Op], float]
+"""Of a pass at a stage."""
+
+
+def nothing(stage: int, op: Op) -> float:
+    """A hand-over that takes no time."""
+    return 0.0
+
+
+def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, waits: bool = False) -> Iterator[Event]:
+    """Every pass of a plan. Raises PlanError when none that is left can ever start.
+
+    Args:
+        hand_over: seconds from the end of a pass to the arrival of its result at the next stage.
+        waits: a rank goes on only when what it sends has arrived.
+    """
+    if plan.limits.equal_counts:
+        yield from _rounds(plan, seconds)
+        return
+    num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
+    orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
+    at = [[0] * num_ranks for _ in orders]
+    free = [[0.0] * num_ranks for _ in orders]
+    arrives: list[dict[PassKind, list[float | None]]] = [{k: [None] * len(ranks[k]) for k in _KINDS} for _ in orders]
+    link_free = [{kind: [0.0] * num_ranks for kind in _KINDS} for _ in orders]
+    ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
+    left = sum(len(row) for rows in orders for row in rows)
+    while ready:
+        stage, rank = ready.pop()
+        row, place = orders[stage][rank], at[stage][rank]
+        if place == len(row):
+            continue
+        op = row[place]
+        ahead = _AHEAD[op.kind]
+        members = ranks[op.kind][op.micro_batch] if ahead else (rank,)
+        source, target = stage - ahead, stage + ahead
+        start = free[stage][rank]
+        if ahead and 0 <= source < num_stages:
+            arrived = arrives[stage][op.kind][op.micro_batch]
+            if arrived is None:
+                continue
+            start = max(start, arrived)
+        if len(members) > 1:
+            rows = orders[stage]
+            if any(at[stage][r] == len(rows[r]) or rows[r][at[stage][r]] != op for r in members):
+                continue
+            start = max(start, *(free[stage][r] for r in members))
+        end = start + seconds(stage, op)
+        goes_on = end
+        if ahead and 0 <= target < num_stages:
+            links = link_free[stage][op.kind]
+            arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), op)
+            arrives[target][op.kind][op.micro_batch] = arrival
+            for r in members:
+                links[r] = arrival
+            ready += [(target, r) for r in members]
+            goes_on = arrival if waits else end
+        for r in members:
+            free[stage][r] = goes_on
+            at[stage][r] += 1
+            ready.append((stage, r))
+        left -= len(members)
+        yield Event(stage, op, members, start, end, goes_on)
+    if left:
+        raise PlanError("the order deadlocks", "; ".join(_stuck(orders, at)[:8]), "let ranks and stages meet in order")
+
+
+def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
+    return [
+        f"rank {rank} of stage {stage} waits at {row[at[stage][rank]].kind}{row[at[stage][rank]].micro_batch}"
+        for stage, rows in enumerate(orders)
+        for rank, row in enumerate(rows)
+        if at[stage][rank] < len(row)
+    ]
+
+
+def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
+    """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
+    orders = orders_of_stage(plan, 0)
+    counts = {rank: len(row) for rank, row in enumerate(orders)}
+    if len(set(counts.values())) > 1:
+        few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        found = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
+        raise PlanError("ranks that run in step have unlike numbers of passes", found, "add dummies")
+    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in _KINDS}
+    done = dict.fromkeys(_KINDS, 0)
+    now = 0.0
+    for kind, _ in orders[0]:
+        passes = [row[done[kind]] for row in of_kind[kind]]
+        done[kind] += 1
+        each = [seconds(0, op) for op in passes]
+        after = now + max(each)
+        for rank, (op, taken) in enumerate(zip(passes, each, strict=True)):
+            yield Event(0, op, (rank,), now, now + taken, after)
+        now = after

@@ -1,0 +1,271 @@
+"""What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
+
+Costs are those of a mean stage; the last one has the output layer, which the others have not. Ranks of a micro-batch
+have equal work unless its slices have homes of their own or its tokens are moved: then each has its own seconds, and
+the pass takes as long as the slowest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..costs.costs import Costs, PassCost, is_even, rank_works
+from ..costs.memory import offloaded_bytes
+from ..costs.offload import KEPT_LAYERS
+from ..costs.traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
+from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
+from ..plan.token_layout import tokens_of_ranks
+from ..registry import Situation
+from .predict import KINDS, busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
+
+Floats = npt.NDArray[np.float64]
+Part = Literal["R", "F", "B", "W", "C"]
+_Seconds = dict[PassKind, list[float]]
+
+
+class _Unlike(NamedTuple):
+    """Seconds of the ranks of a micro-batch, float64 [ranks] in their order."""
+
+    again: Floats
+    """Of the forward inside a backward."""
+    compute: Floats
+    """All of it."""
+    exposed: Floats
+    places: dict[int, int]
+    """Of its ranks, in these arrays."""
+
+
+class PassTimes:
+    """Seconds of every pass of a plan at every stage."""
+
+    def __init__(self, plan: StepPlan, situation: Situation) -> None:
+        self._plan, self._at = plan, situation
+        self._of_ranks = _of_ranks(plan, situation)
+        self.compute = _compute(plan, situation, self._of_ranks)
+        """By stage, direction and micro-batch, on its busiest ranks."""
+        self._costs = own_costs(plan, situation.costs)
+        self._whole_again = _forward_again(plan, self._costs)
+        self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
+        self._weights_s = _weights_seconds(plan, self._costs, situation.head_frac)
+        layout, traffic = situation.layout, situation.traffic
+        experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
+        self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
+        self._gathers = {k: gathering_s(traffic, situation.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
+        self.talks = self._moves or self._gathers["F"] > 0
+        """Whether passes hold communication at all."""
+        self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._alike = _stages_alike(plan, situation)
+        self._known: dict[tuple[int, Op, float], float] = {}
+        self._unlike: dict[tuple[int, Op], _Unlike] = {}
+
+    def seconds(self, stage: int, op: Op) -> float:
+        """Compute and exposed communication of a pass, on the rank for which they are most."""
+        if op in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            return float((found.compute + found.exposed).max()) - self._later_s(stage, op)
+        compute_s = self._computing_s(stage, op)
+        return compute_s + self._even_s(stage, op) if self.talks and op.kind != "W" else compute_s
+
+    def _computing_s(self, stage: int, op: Op) -> float:
+        """Compute of a pass whose ranks have equal work; a W takes from its backward what it does later."""
+        if op.kind == "W":
+            return self._weights_s[op.micro_batch]
+        return self.compute[stage][op.kind][op.micro_batch] - self._later_s(stage, op)
+
+    def _later_s(self, stage: int, op: Op) -> float:
+        """What a backward leaves to a pass of its own."""
+        split = op.kind == "B" and self._plan.split and op.micro_batch in self._plan.split[stage]
+        return self._weights_s[op.micro_batch] if split else 0.0
+
+    def _again_s(self, stage: int, op: Op) -> float:
+        """Forward that runs again inside a pass whose ranks have equal work."""
+        if op.kind != "B":
+            return 0.0
+        share = self._layers_again[stage].get(op.micro_batch, 0.0)
+        layers_s = self._layers_s(op.micro_batch) if share else 0.0
+        return self._whole_again.get(op.micro_batch, 0.0) + share * layers_s
+
+    def _layers_s(self, number: int) -> float:
+        return self._costs.layers_s(self._plan.passes("B")[number], self._at.head_frac)
+
+    def exposed_s(self, stage: int, op: Op, rank: int) -> float:
+        """Communication inside a pass that nothing hides on a rank."""
+        if op in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            return float(found.exposed[found.places[rank]])
+        return self._even_s(stage, op) if op.kind != "W" else 0.0
+
+    def parts(self, stage: int, op: Op, rank: int) -> list[tuple[Part, float]]:
+        """What a pass consists of on a rank, in order; nothing that takes no time."""
+        if op in self._of_ranks:
+            found = self._unlike_of(stage, op)
+            place = found.places[rank]
+            again, compute_s = float(found.again[place]), float(found.compute[place]) - self._later_s(stage, op)
+        else:
+            again, compute_s = self._again_s(stage, op), self._computing_s(stage, op)
+        exposed = self.exposed_s(stage, op, rank)
+        parts: list[tuple[Part, float]] = [("R", again), (op.kind, compute_s - again), ("C", exposed)]
+        return [part for part in parts if part[1] > 0]
+
+    def hand_over(self, stage: int, op: Op) -> float:
+        """Between ``stage`` and the next, in either direction."""
+        micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
+        state_bytes = self._at.traffic.state_bytes_per_token
+        if is_even(micro_batch):
+            slots = self._plan.slots[op.kind][op.micro_batch] / len(micro_batch.ranks)
+            return max(links[rank].send_s(slots * state_bytes) for rank in micro_batch.ranks)
+        return max(links[rank].send_s(n * state_bytes) for rank, n in tokens_of_ranks(micro_batch).items())
+
+    def busy_s(self) -> Floats:
+        """Compute of every rank [stages, ranks]."""
+        rows = []
+        for stage, seconds in enumerate(self.compute):
+            of_ranks = {key: stages[stage] for key, stages in self._of_ranks.items()}
+            rows.append(busy_seconds(self._plan, (seconds["F"], seconds["B"]), of_ranks))
+        return np.array(rows)
+
+    def _even_s(self, stage: int, op: Op) -> float:
+        if not self._moves:
+            return self._gathers[op.kind]
+        again = self._layers_again[stage].get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
+        key = self._alike[stage], op, again
+        if key not in self._known:
+            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
+            total = self._gathers[op.kind]
+            for cost, passes, share in self._directions(stage, op):
+                total += share * exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            if self._plan.offload:
+                total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
+            self._known[key] = total
+        return self._known[key]
+
+    def _unlike_of(self, stage: int, op: Op) -> _Unlike:
+        if (stage, op) not in self._unlike:
+            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
+            compute_s = self._of_ranks[op][stage]
+            exposed = np.full_like(compute_s, self._gathers[op.kind])
+            for cost, passes, share in self._directions(stage, op):
+                each = exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+                exposed += share * np.asarray(each)
+            if self._plan.offload:
+                exposed += self._offload_s(stage, op, compute_s)
+            again = np.zeros_like(compute_s)
+            if op.kind == "B" and op.micro_batch in self._whole_again:
+                again += self._costs.rank_s(micro_batch)[0]
+            if op.kind == "B" and op.micro_batch in self._layers_again[stage]:
+                again += self._layers_again[stage][op.micro_batch] * _layers_of_ranks(micro_batch, at, self._costs)
+            places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
+            self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
+        return self._unlike[stage, op]
+
+    def _directions(self, stage: int, op: Op) -> list[tuple[PassCost, int, float]]:
+        """The costs of a pass, 1 where values move, 2 where their gradients move as well, and in which share of layers.
+
+        A backward that runs a forward again moves values a second time.
+        """
+        costs = self._costs
+        if op.kind == "F":
+            return [(costs.forward, 1, 1.0)]
+        share = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
+        return [(costs.backward, 2, 1.0)] + ([(costs.forward, 1, share)] if share else [])
+
+    def _offload_s(self, stage: int, op: Op, compute_s: Any) -> Any:
+        """What leaves for the host in a forward, or comes back in a backward, beyond the compute of as many layers."""
+        plan, layers = self._plan, self._plan.limits.layers_per_stage
+        number = op.micro_batch if op.kind == "F" else plan.forward_of[op.micro_batch]
+        if number not in plan.kept or not plan.offload[number]:
+            return 0.0
+        micro_batch = plan.micro_batches[number]
+        tokens = _tokens(micro_batch) if not is_even(micro_batch) else micro_batch.num_slots / len(micro_batch.ranks)
+        hiding = max(0, layers - KEPT_LAYERS) / layers
+        return offload_s(self._at.cluster, offloaded_bytes(plan, stage, number, tokens), compute_s * hiding)
+
+
+def _tokens(micro_batch: MicroBatch) -> Floats:
+    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
+
+
+def _stages_alike(plan: StepPlan, situation: Situation) -> list[int]:
+    """For each stage one whose passes hold the same communication, if they recompute as much.
+
+    First and last stage have their own. Between them nodes lie alike where every stage begins with a node.
+    """
+    layout, last = situation.layout, plan.limits.num_stages - 1
+    differ = layout.plane_size * layout.tp % situation.cluster.ranks_per_node or plan.offload
+    return [stage if differ or stage in (0, last) else 1 for stage in range(last + 1)]
+
+
+def _head_of_stages(situation: Situation, stages: int) -> list[float]:
+    """Linear work of every stage beyond that of a mean one, over that."""
+    head = situation.head_frac if stages > 1 else 0.0
+    return [-head] * (stages - 1) + [head * (stages - 1)]
+
+
+def _of_ranks(plan: StepPlan, situation: Situation) -> dict[Op, list[Floats]]:
+    """`rank_seconds` at every stage."""
+    costs = own_costs(plan, situation.costs)
+    found: dict[Op, list[Floats]] = {}
+    stages = plan.limits.num_stages
+    again = [layers_again(plan, stage) for stage in range(stages)]
+    for op, mean in rank_seconds(plan, costs).items():
+        kind, number = op
+        micro_batch = plan.passes(kind)[number]
+        linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(micro_batch)
+        rows = [mean + share * linear_s if share else mean for share in _head_of_stages(situation, stages)]
+        for stage in range(stages) if kind == "B" else ():
+            if number in again[stage]:
+                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, situation, costs)
+        found[op] = rows
+    return found
+
+
+def _layers_of_ranks(micro_batch: MicroBatch, situation: Situation, costs: Costs) -> Floats:
+    """Forward seconds of the layers on each rank of a micro-batch."""
+    return np.array([costs.layers_of(work, situation.head_frac) for work in rank_works(micro_batch).values()])
+
+
+def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
+    costs = own_costs(plan, situation.costs)
+    mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
+    linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+
+    def stage_of(more: float) -> _Seconds:
+        if not more:
+            return {kind: list(row) for kind, row in mean.items()}
+        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in KINDS}
+        return {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in rows.items()}
+
+    shares = _head_of_stages(situation, plan.limits.num_stages)
+    made = {more: stage_of(more) for more in set(shares)}
+    if not of_ranks and not plan.recompute:
+        return [made[more] for more in shares]
+    found = [{kind: list(row) for kind, row in made[more].items()} for more in shares]
+    layers_s: dict[int, float] = {}
+    for stage, seconds in enumerate(found):
+        for j, share in layers_again(plan, stage).items():
+            if j not in layers_s:
+                layers_s[j] = costs.layers_s(plan.passes("B")[j], situation.head_frac)
+            seconds["B"][j] += share * layers_s[j]
+    for (kind, number), rows in of_ranks.items():
+        for seconds, row in zip(found, rows, strict=True):
+            seconds[kind][number] = float(row.max())
+    return found
+
+
+def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:
+    """Of the weight gradients of every backward on its busiest rank; empty where none is a pass of its own."""
+    if not any(plan.split):
+        return []
+    most = [
+        max(tokens_of_ranks(m).values()) if not is_even(m) else m.num_slots / len(m.ranks) for m in plan.passes("B")
+    ]
+    return [float(costs.weights_s(tokens, head_frac)) for tokens in most]
+
+
+def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
+    """Seconds of the forward inside each backward that runs all of it: replays, and all where the recipe recomputes."""
+    wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
+    return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}

@@ -1,0 +1,127 @@
+"""How long a plan computes, predicted: what planners compare. `simulate` adds what moves between ranks.
+
+A pass of every micro-batch on its ranks, stage by stage, by the rules of `events`, with nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import repeat
+
+from ..costs.costs import Costs, Seconds, is_even
+from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
+from .events import play
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one step."""
+
+    step_s: float
+    """When the last rank has finished."""
+    busy_s: tuple[float, ...]
+    """Busy seconds of each plane rank on one stage."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest rank over mean rank; 1.0 is even."""
+        mean = sum(self.busy_s) / len(self.busy_s)
+        return max(self.busy_s) / mean if mean else 1.0
+
+    @property
+    def bubble_frac(self) -> float:
+        """Idle share of all ranks and stages, from the step's start to its end."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
+
+
+KINDS: tuple[PassKind, ...] = ("F", "B")
+Passes = tuple[list[float], list[float]]
+"""Seconds of each micro-batch of the forward and of the backward."""
+OfRanks = Mapping[Op, Seconds]
+"""Seconds of each rank of a micro-batch, in their order, by its pass."""
+
+
+def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
+    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`.
+
+    Stages are alike here: where they recompute different layers, each is taken to recompute the mean of them.
+    """
+    forward, backward = passes or pass_seconds(plan, costs)
+    stages = plan.limits.num_stages
+    for stage in range(stages) if plan.recompute else ():
+        for j, share in layers_again(plan, stage).items():
+            backward[j] += share / stages * costs.layers_s(plan.micro_batches[j])
+    busy = busy_seconds(plan, (forward, backward), rank_seconds(plan, costs))
+    limits = plan.limits
+    if limits.num_stages == 1 and not limits.equal_counts and all(len(m.ranks) == 1 for m in plan.micro_batches):
+        return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
+    # A backward and its weight gradients are one pass here, whenever the latter run.
+    seconds = {"F": forward, "B": backward, "W": [0.0] * len(backward)}
+    events = play(plan, lambda stage, op: seconds[op.kind][op.micro_batch])
+    step_s = max(event.free_s for event in events)
+    return Prediction(step_s, tuple(busy))
+
+
+def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
+    """Seconds of each micro-batch of the forward and of the backward on its busiest ranks, replays included.
+
+    What a plan recomputes by stage (`StepPlan.recompute`) is left out: `layers_again` says what that is.
+    """
+    costs = own_costs(plan, costs)
+    both = [costs.micro_batch_s(m) for m in plan.micro_batches]
+    back = [costs.micro_batch_s(m) for m in plan.backward] if plan.backward else both
+    backward = [seconds for _, seconds in back]
+    for j in () if costs.recompute else plan.replayed:
+        backward[j] += back[j][0]
+    return [seconds for seconds, _ in both], backward
+
+
+def own_costs(plan: StepPlan, costs: Costs) -> Costs:
+    """Costs without the recipe's recomputation where a plan says itself what is recomputed."""
+    return costs.kept() if plan.recompute and costs.recompute else costs
+
+
+def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
+    """The backwards that recompute layers at a stage because the plan says so, and the share of its layers."""
+    layers = plan.limits.layers_per_stage
+    return {j: count / layers for j, count in enumerate(plan.recompute[stage]) if count} if plan.recompute else {}
+
+
+def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
+    """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
+    found: dict[Op, Seconds] = {}
+    costs = own_costs(plan, costs)
+    again = () if costs.recompute else frozenset(plan.replayed)
+    for kind in KINDS if plan.shared else ():
+        for number, m in enumerate(plan.passes(kind)):
+            if not is_even(m):
+                forward, backward = costs.rank_s(m)
+                found[Op(kind, number)] = forward if kind == "F" else backward + forward * (number in again)
+    return found
+
+
+def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[float]:
+    """What every rank of the plane computes; ``of_ranks`` where its micro-batch leaves it less than the busiest."""
+    busy = [0.0] * plan.limits.num_ranks
+    for kind, seconds in zip(KINDS, passes, strict=True):
+        for number, (m, each) in enumerate(zip(plan.passes(kind), seconds, strict=True)):
+            own = of_ranks.get(Op(kind, number)) if of_ranks else None
+            for rank, rank_s in zip(m.ranks, repeat(each) if own is None else own.tolist(), strict=False):
+                busy[rank] += rank_s
+    return busy
+
+
+def micro_batch_imbalance(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:
+    """Costliest micro-batch over mean, forward and backward (replays included, dummies and launches left out)."""
+    forward, backward = passes or pass_seconds(plan, costs)
+    return (
+        _over_mean(forward, plan.passes("F"), costs.forward.launch_s),
+        _over_mean(backward, plan.passes("B"), costs.backward.launch_s),
+    )
+
+
+def _over_mean(seconds: list[float], micro_batches: tuple[MicroBatch, ...], launch_s: float) -> float:
+    busy = [s - launch_s for s, m in zip(seconds, micro_batches, strict=True) if m.slices]
+    total = sum(busy)
+    return max(busy) * len(busy) / total if total else 1.0

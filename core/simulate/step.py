@@ -1,0 +1,155 @@
+"""Runs a plan in simulated time: every pass of every rank at every stage, what moves between them, what they hold.
+
+When passes start and end is `events`, what they take `passes`, what moves and what hides it `traffic`, what is held
+`memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward
+where the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and
+between the ranks of a host, and the data loader.
+
+O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchmarks/simulator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..costs.memory import fixed_bytes, peaks_of_stage
+from ..costs.traffic import gradient_sum_s
+from ..plan.step_plan import StepPlan
+from ..registry import Situation
+from .events import Event, play
+from .passes import PassTimes
+
+Floats = npt.NDArray[np.float64]
+Kind = Literal["F", "R", "B", "W", "C", "G", "U"]
+KINDS: dict[Kind, str] = {
+    "F": "forward",
+    "R": "forward again",
+    "B": "backward",
+    "W": "weight gradients",
+    "C": "exposed communication",
+    "G": "gradient sum",
+    "U": "update",
+}
+
+
+class Span(NamedTuple):
+    """What one rank of one stage does from ``start_s`` to ``end_s`` of the step."""
+
+    stage: int
+    rank: int
+    """Of the plane."""
+    kind: Kind
+    micro_batch: int
+    """Its number in its direction (`StepPlan.passes`); -1 for what belongs to none."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Predicted seconds and bytes of one step; arrays are [stages, plane ranks]."""
+
+    step_s: float
+    busy_s: Floats
+    """Compute."""
+    exposed_s: Floats
+    """Communication that no compute hides, gradient sum included."""
+    update_s: float
+    """Of the step, on every rank."""
+    peak_bytes: Floats
+    """The most that a rank holds: weights and optimizer, activations, prefix KV, what a pass needs while it runs."""
+    activation_bytes: Floats
+    """The most of it that is there in passes alone."""
+    spans: tuple[Span, ...]
+    """By start within each rank; empty where not asked for."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest rank of the plane over the mean one, stages summed; 1.0 is even."""
+        ranks = self.busy_s.sum(axis=0)
+        return float(ranks.max() / ranks.mean()) if ranks.any() else 1.0
+
+    @property
+    def exposed_frac(self) -> float:
+        """Share of all ranks' time in communication that nothing hides."""
+        return float(self.exposed_s.mean() / self.step_s) if self.step_s else 0.0
+
+    @property
+    def bubble_frac(self) -> float:
+        """Share of all ranks' time in which they wait for other ranks or stages."""
+        working_s = float(self.busy_s.mean() + self.exposed_s.mean()) + self.update_s
+        return max(0.0, 1.0 - working_s / self.step_s) if self.step_s else 0.0
+
+
+def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Simulation:
+    """Run a lawful plan in simulated time; ``record`` keeps the spans."""
+    work = PassTimes(plan, situation)
+    shape = (plan.limits.num_stages, plan.limits.num_ranks)
+    exposed, free, last_backward = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
+    spans: list[Span] = []
+    waits = situation.traffic.waits_for_sends and plan.in_host_schedule
+    for event in play(plan, work.seconds, work.hand_over, waits=waits):
+        stage, op, ranks, start_s, end_s, free_s = event
+        for rank in ranks:
+            free[stage][rank] = free_s
+            if work.talks or waits:
+                exposed[stage, rank] += work.exposed_s(stage, op, rank) + (free_s - end_s if waits else 0.0)
+            if record:
+                spans += _spans_of(event, rank, work.parts(stage, op, rank))
+        if op.kind == "B":
+            last_backward[stage] = max(last_backward[stage], start_s)
+    step_s = _end_of_step(plan, situation, np.array(free), exposed, last_backward, spans if record else None)
+    peaks = np.array([[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])])
+    memory = situation.costs.memory
+    held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
+    spans.sort(key=lambda span: span[:2] + span[4:])
+    return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, peaks, tuple(spans))
+
+
+def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> list[Span]:
+    spans, now = [], event.start_s
+    for kind, seconds in parts:
+        spans.append(Span(event.stage, rank, kind, event.op.micro_batch, now, now + seconds))
+        now += seconds
+    return spans
+
+
+def _end_of_step(
+    plan: StepPlan,
+    situation: Situation,
+    free: Floats,
+    exposed: Floats,
+    last_backward: list[float],
+    spans: list[Span] | None,
+) -> float:
+    """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``.
+
+    ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run.
+    """
+    traffic, layout = situation.traffic, situation.layout
+    ends: list[tuple[float, float]] = []
+    # Megatron's host overlaps in Megatron's schedule alone, and where every rank has a backward.
+    busy = all(plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
+    overlaps = traffic.overlap_gradients and plan.in_host_schedule and busy
+    for stage, ready in enumerate(free.max(axis=1).tolist()):
+        sum_s = gradient_sum_s(traffic, situation.cluster, layout, stage)
+        if overlaps:
+            sum_s = max(0.0, sum_s - (ready - last_backward[stage]))
+        exposed[stage] += sum_s
+        ends.append((ready, ready + sum_s))
+    update_s, begin = _update_s(situation), max(end for _, end in ends)
+    for stage, (ready, end) in enumerate(ends):
+        for rank in range(plan.limits.num_ranks) if spans is not None else ():
+            found = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
+            spans += [span for span in found if span.end_s > span.start_s]  # type: ignore[operator]
+    return begin + update_s
+
+
+def _update_s(situation: Situation) -> float:
+    sharded = situation.traffic.sharding != "none"
+    return situation.costs.update_s / (situation.layout.plane_size if sharded else 1)

@@ -1,0 +1,121 @@
+"""`Host` on DeepSpeed's pipelines: one planned step through a `PipelineEngine` with ZeRO 0 or 1.
+
+    loss of a micro-batch = sum of its token losses / T,   T = target tokens of the global batch
+
+computed at the last stage; gradients are summed over the ranks of a stage, once, at the end of the step. Ranks may run
+different numbers of micro-batches, in whatever order the plan gives each stage. The ranks of a stage are neighbours:
+world rank = stage * dp + plane rank.
+
+Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: see docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+from ....core.errors import EvenloadError
+from ....core.plan.branches import SUM_AFTER_PASSES
+from ....core.plan.step_plan import Slice, StepPlan
+from ....core.recipe.recipe import Recipe
+from ....runtime.attention.pack import TokensOf
+from ....runtime.measure.busy import BusyClock, counts_waiting
+from ....runtime.stage.stage_links import StageLinks, rows_of_all
+from ....runtime.world.plane import Plane
+from ....runtime.world.world import World
+from ...host import Mark
+from ..engine import full_weights, make_engine
+from ..engine_host import EngineHost
+from .model import StageModule, build_stage
+from .stage import PlannedStage
+
+
+class PipelineHost(EngineHost):
+    """Runs plans on DeepSpeed's pipelines; ``parallel.pp`` of its recipe is above 1."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        module = build_stage(recipe, self.layout, world.rank, world.device)
+        self._grid_before = groups.mpu
+        self.engine = make_engine(module, recipe, self.layout.dp)
+        self.module: StageModule = self.engine.module
+        self.stage = int(self.engine.zero_optimization_stage())
+        self.pipeline_stage = int(self.engine.stage_id)
+        grid = self.engine.grid
+        self.plane_rank = int(grid.data_parallel_id)
+        self._stages = grid.get_pipe_parallel_group()
+        self._links = StageLinks(rows_of_all(grid.pp_group))
+        self._rows = rows_of_all(grid.dp_group)
+        shares = any(plugin.shares for plugin in recipe.enabled())
+        self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.of_all_stages(full_weights(self.engine, self.module.global_parameters()))
+
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Host.of_all_stages`."""
+        stages: list[Mapping[str, torch.Tensor]] = [{} for _ in range(self.layout.pp)]
+        dist.all_gather_object(stages, tensors, group=self._stages)
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """See `Host.describe`."""
+        return {**super().describe(), "parameters": self.module.num_weights}
+
+    def close(self) -> None:
+        """See `Host.close`."""
+        self._links.close()
+        super().close()
+        # DeepSpeed would lay out the next engine of this process as this one.
+        groups.mpu = self._grid_before
+
+    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return self.module.global_parameters()
+
+    def _update(self) -> None:
+        self.engine._exec_optimizer_step()
+
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
+        self._refuse(plan)
+        stage = PlannedStage(
+            self.engine,
+            plan,
+            self.plane_rank,
+            links=self._links,
+            plane=self._plane_of(plan),
+            tokens_of=tokens_of,
+            weight=1 / num_targets,
+            recomputes=self.recipe.train.recompute,
+            clock=clock,
+            mark=mark,
+        )
+        stage.run()
+        return stage.loss_sum, tuple(stage.executed), (SUM_AFTER_PASSES,)
+
+    def _norm(self, gradients: Any) -> float:
+        square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
+        dist.all_reduce(square, group=self._stages)
+        return float(square.sqrt())
+
+    def _plane_of(self, plan: StepPlan) -> Plane | None:
+        """What the ranks of a stage share micro-batches over; made, by all ranks, for the first plan that needs it."""
+        if plan.shared and self._plane is None:
+            self._plane = Plane.make(self._rows, node_ranks=plan.limits.node_ranks)
+        return self._plane
+
+    def _refuse(self, plan: StepPlan) -> None:
+        limits, stages = plan.limits, len(plan.order or plan.recompute) or plan.limits.num_stages
+        found = ""
+        if (limits.num_ranks, stages) != (self.layout.dp, self.layout.pp):
+            found = f"a plan for {limits.num_ranks} ranks in {stages} stages, {self.layout.dp} in {self.layout.pp} here"
+        elif any(len(m.ranks) > 1 and not m.engine for m in (*plan.micro_batches, *plan.backward)):
+            found = "a micro-batch on several ranks that names no engine (static context parallelism)"
+        if found:
+            do = "plan for the layout of this job, and share sequences by plugins.mesh"
+            raise EvenloadError("trainer deepspeed cannot run this plan", found, do)

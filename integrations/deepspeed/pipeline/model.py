@@ -1,0 +1,180 @@
+"""A stage of a Hugging Face model as DeepSpeed's `PipelineModule`: its decoder layers, the ends at the ends.
+
+    layer 0            embedding, of the first stage
+    layers 1 .. L      decoder layers, equally many on every stage
+    layers L+1, L+2    final norm and output layer, of the last stage
+
+Each rank has memory for its own stage alone (`partial`), with the weights that the seed gives it without a pipeline: a
+run starts from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary
+tables are computed once a stage, and the number of recomputed layers is the call's.
+
+Shape legend: T = slots of a pack, C = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+
+from ....core.errors import EvenloadError
+from ....core.machine.layout import Layout
+from ....core.recipe.recipe import Recipe
+from ....runtime.attention.pack import Pack
+from .. import attention
+from ..engine import prepare_deepspeed
+from ..model import build_model, model_config, recompute_layers, recomputing
+from ..unmodified.supported import refuse_unsupported
+
+_FINAL_NORM = {
+    "gpt_neox": "final_layer_norm",
+    "llama": "norm",
+    "mistral": "norm",
+    "qwen2": "norm",
+    "qwen3": "norm",
+}
+"""Models that are an embedding, layers, a norm and an output layer, with nothing between, and their norm's name."""
+
+
+class _Parts(NamedTuple):
+    """A model taken apart."""
+
+    config: Any
+    rotary: nn.Module
+    layers: list[nn.Module]
+    """All that hold weights, in order; those of other stages on the meta device."""
+    names: dict[int, str]
+    """Of every parameter in the whole model, by its id."""
+
+
+class StageModule(PipelineModule):  # type: ignore[misc]
+    """The layers of one stage.
+
+    Args:
+        parts: of the whole model; those of this stage hold weights.
+    """
+
+    def __init__(self, parts: _Parts, layout: Layout, device: torch.device) -> None:
+        super().__init__(parts.layers, topology=_topology(layout))
+        self.config = parts.config
+        self._first, self._last = self.stage_id == 0, self.stage_id == layout.pp - 1
+        self.rotary = parts.rotary.to(device)
+        self._names = {parts.names[id(p)]: p for p in self.parameters()}
+        self.num_weights = sum(p.numel() for layer in parts.layers for p in layer.parameters())
+        """Of the whole model."""
+        for parameter in self.parameters():
+            # DeepSpeed's clipping in float32 counts parameters behind the first stage only where they say so.
+            parameter.model_parallel = True
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers of this stage."""
+        funcs: list[nn.Module] = self.forward_funcs
+        return funcs[int(self._first) : len(funcs) - 2 * int(self._last)]
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by the names that they have in the whole model."""
+        return self._names
+
+    def forward(self, received_1TC: Tensor | None, pack: Pack, *, recomputed: int = 0, head: bool = True) -> Tensor:
+        """Hidden states [1, T, C] for the next stage; of the last one logits [1, T, V], unless ``head`` is off.
+
+        Args:
+            received_1TC: of the stage before; None at the first one.
+            recomputed: so many of the stage's decoder layers, the first ones, keep their inputs alone.
+        """
+        hidden_1TC = self.forward_funcs[0](pack.tokens_T[None]) if received_1TC is None else received_1TC
+        positions_1T = pack.positions_T[None]
+        tables = self.rotary(hidden_1TC, positions_1T)
+        with recomputing(blocks := self.blocks, recomputed):
+            for block in blocks:
+                hidden_1TC = block(
+                    hidden_1TC,
+                    attention_mask=None,
+                    position_ids=positions_1T,
+                    position_embeddings=tables,
+                    use_cache=False,
+                    **{attention.PACK: pack},
+                )
+        for layer in self.forward_funcs[-2:] if self._last and head else ():
+            hidden_1TC = layer(hidden_1TC)
+        return hidden_1TC
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Equally many decoder layers for every stage, whatever DeepSpeed would count."""
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = _borders(self._num_layers, self.num_stages)
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+
+def build_stage(recipe: Recipe, layout: Layout, rank: int, device: torch.device) -> StageModule:
+    """This rank's stage, in float32 on the device. Collective.
+
+    Raises:
+        EvenloadError: the model cannot be cut into these stages.
+    """
+    parts = _take_apart(recipe, layout, _topology(layout).get_coord(rank).pipe)
+    prepare_deepspeed()
+    deepspeed.init_distributed()
+    with contextlib.redirect_stdout(io.StringIO()):  # stdout belongs to --json; DeepSpeed prints its partition there
+        return StageModule(parts, layout, device)
+
+
+def _topology(layout: Layout) -> PipeDataParallelTopology:
+    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
+
+
+def _borders(num_layers: int, num_stages: int) -> list[int]:
+    """Of the stages among embedding, decoder layers, norm and output layer."""
+    each = (num_layers - 3) // num_stages
+    return [0, *(1 + each * stage for stage in range(1, num_stages)), num_layers]
+
+
+def _take_apart(recipe: Recipe, layout: Layout, stage: int) -> _Parts:
+    config = model_config(recipe)
+    refuse_unsupported(config, recipe.data.max_length)
+    _refuse_uncut(config, layout)
+    first, end = _borders(config.num_hidden_layers + 3, layout.pp)[stage : stage + 2]
+    model = build_model(recipe, parts=lambda whole: [*_layers(whole)[first:end], whole.base_model.rotary_emb])
+    recompute_layers(model)  # brings the means; `recomputing` says when
+    for block in model.base_model.layers:
+        block.gradient_checkpointing = False
+    names = {id(p): name for name, p in model.named_parameters()}
+    return _Parts(model.config, model.base_model.rotary_emb, _layers(model), names)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    base = model.base_model
+    norm = getattr(base, _FINAL_NORM[model.config.model_type])
+    return [model.get_input_embeddings(), *base.layers, norm, model.get_output_embeddings()]
+
+
+def _refuse_uncut(config: Any, layout: Layout) -> None:
+    """Raise EvenloadError for a model that cannot be cut into these stages."""
+    rules = [
+        (config.model_type not in _FINAL_NORM, f"model_type {config.model_type}", f"use {', '.join(_FINAL_NORM)}"),
+        (
+            getattr(config, "tie_word_embeddings", False),
+            "tie_word_embeddings: first and last stage would share a weight",
+            "set tie_word_embeddings to false in the model's config",
+        ),
+        (
+            bool(getattr(config, "hidden_dropout", 0.0)),
+            f"hidden_dropout = {getattr(config, 'hidden_dropout', 0.0)}",
+            "set it to 0 in the model's config",
+        ),
+        (
+            config.num_hidden_layers % layout.pp != 0,
+            f"{config.num_hidden_layers} layers, parallel.pp {layout.pp}",
+            "choose a pp that divides the number of layers",
+        ),
+    ]
+    for broken, found, do in rules:
+        if broken:
+            raise EvenloadError("the model cannot be cut into pipeline stages", found, do)

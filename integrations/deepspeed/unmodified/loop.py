@@ -1,0 +1,183 @@
+"""evenload inside a DeepSpeed script that nobody edits.
+
+    engine, _, loader, _ = deepspeed.initialize(model=hf_model, config=ds_config, training_data=..., collate_fn=...)
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+
+Four methods of DeepSpeedEngine are wrapped (the rows are in `patches.deepspeed`):
+
+    deepspeed_io  gives the planned loader for training data, and sets the model's attention to ``evenload``
+    forward       recognises a batch that the loader handed out and adds its pack and positions
+    backward      turns the script's loss, the mean over its micro-batch, into its share of the mean over the global
+                  batch: loss * weight * gradient_accumulation_steps * ranks, since DeepSpeed divides by both
+    step          refuses a step whose backwards went past `engine.backward`
+
+Samples stay whole: a script that runs forward, backward and step of one batch after the other cannot run slices.
+A forward without gradients (evaluation) runs under the attention that the model came with. Whatever does not fit, a
+loss of summed tokens above all, has to be told apart by the user: a mean over the labels that are not -100 is assumed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ....core.errors import EvenloadError
+from ....core.planning.chain import PlanChain
+from ....core.recipe.recipe import Recipe
+from .. import attention
+from .loader import Planned, PlannedLoader
+from .section import KEY, for_engine, parse_section, recipe_of
+from .supported import refuse_unsupported
+
+
+@dataclass
+class Attached:
+    """What evenload keeps for one engine."""
+
+    stock_attention: str
+    handed_out: deque[Planned] = field(default_factory=deque)
+    """Micro-batches that the script holds but has not run."""
+    running: Planned | None = None
+    """The micro-batch between its forward and its backward."""
+    lives: bool = True
+
+
+_attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
+
+
+def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Recipe | None) -> Any:
+    """`DeepSpeedEngine.deepspeed_io`, planned for training data if the ds_config or `recipe` enables a plugin."""
+    stock = wrapped(*args, **kwargs)
+    data = engine._config._param_dict.get(KEY)
+    chosen = recipe_of(None if data is None else parse_section(data), recipe)
+    route = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("route", "train")
+    if chosen is None or not chosen.enabled() or route != "train":
+        return stock
+    _refuse_unsupported(engine, stock)
+    dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
+    config, stage = engine.module.config, int(engine.zero_optimization_stage())
+    chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype)
+    state = _attached.get(engine)
+    layout = chosen.layout(torch.distributed.get_world_size())
+    chain = PlanChain.of_loop(chosen, layout, warn=state is None)
+    if state is None:
+        state = _attached[engine] = Attached(config._attn_implementation)
+        engine.module.set_attn_implementation(attention.NAME)
+    return PlannedLoader(stock, chain, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.lives)
+
+
+def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    """`DeepSpeedEngine.forward` under the pack of its batch."""
+    state = _attached.get(engine)
+    if state is None:
+        return wrapped(*args, **kwargs)
+    if not (engine.module.training and torch.is_grad_enabled()):
+        engine.module.set_attn_implementation(state.stock_attention)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            engine.module.set_attn_implementation(attention.NAME)
+    call = dict(inspect.signature(engine.module.forward).bind_partial(*args, **kwargs).arguments)
+    call = {**call, **call.pop("kwargs", {})}
+    planned = _recognise(state, call.get("input_ids"))
+    _refuse_out_of_step(engine, state, planned)
+    state.running = planned
+    device = call["input_ids"].device
+    pack = replace(planned.pack, cu_seqlens=planned.pack.cu_seqlens.to(device))
+    call |= {"position_ids": pack.positions_T[None].to(device), "use_cache": False, attention.PACK: pack}
+    call.pop("attention_mask", None)
+    return wrapped(**call)
+
+
+def backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    """`DeepSpeedEngine.backward` of the micro-batch's share of the global mean; returns what the stock one would."""
+    state = _attached.get(engine)
+    if state is None or state.running is None:
+        return wrapped(*args, **kwargs)
+    # DeepSpeed's decorator hides the signature of the method.
+    call = inspect.signature(_backward_arguments).bind(*args, **kwargs)
+    call.apply_defaults()
+    loss, divided = call.arguments["loss"], call.arguments["scale_wrt_gas"]
+    gas = engine.gradient_accumulation_steps()
+    ranks = torch.distributed.get_world_size() if engine.gradient_average else 1
+    call.arguments["loss"] = loss * (state.running.weight * ranks * (gas if divided else 1))
+    wrapped(*call.args, **call.kwargs)
+    state.running = None
+    return loss.detach() / (gas if divided else 1)
+
+
+def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    """`DeepSpeedEngine.step`, refused while a planned micro-batch has not gone through `engine.backward`."""
+    state = _attached.get(engine)
+    if state is not None and state.running is not None:
+        raise EvenloadError(
+            "engine.step() follows a forward whose backward evenload did not see",
+            f"micro-batch {state.running.place} of the step",
+            "call engine.backward(loss), not loss.backward(), between engine(...) and engine.step()",
+        )
+    return wrapped(*args, **kwargs)
+
+
+def release() -> None:
+    """Give every live engine its own attention back and end its planned loaders; for after the rows are off."""
+    for engine, state in list(_attached.items()):
+        state.lives = False
+        engine.module.set_attn_implementation(state.stock_attention)
+    _attached.clear()
+
+
+def _backward_arguments(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+    """The arguments of `DeepSpeedEngine.backward` in 0.19."""
+
+
+def _recognise(state: Attached, input_ids: Any) -> Planned:
+    """The handed-out micro-batch with these tokens; it is taken off the list."""
+    if isinstance(input_ids, torch.Tensor):
+        for planned in state.handed_out:
+            tokens_T = planned.pack.tokens_T
+            if input_ids.shape == (1, len(tokens_T)) and torch.equal(input_ids[0].cpu(), tokens_T):
+                state.handed_out.remove(planned)
+                return planned
+    found = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else "no input_ids"
+    raise EvenloadError(
+        "the engine was given a training batch that the planned loader did not hand out",
+        f"input_ids {found}",
+        "pass the batches of deepspeed.initialize's loader on unchanged, or leave the evenload section out",
+    )
+
+
+def _refuse_out_of_step(engine: Any, state: Attached, planned: Planned) -> None:
+    place = engine.micro_steps % engine.gradient_accumulation_steps()
+    if state.running is not None or planned.place != place:
+        raise EvenloadError(
+            "the script does not run forward, backward and step once for every batch, in order",
+            f"micro-batch {planned.place} of its step arrives where DeepSpeed counts {place}"
+            + ("" if state.running is None else ", before the backward of the one before it"),
+            "call engine(...), engine.backward(loss) and engine.step() once for each batch of the loader",
+        )
+
+
+def _refuse_unsupported(engine: Any, stock: Any) -> None:
+    module = engine.module
+    found = do = ""
+    if engine.pipeline_parallelism or engine.mpu is not None or engine.autotp_size() > 1:
+        found, do = "model, pipeline or tensor parallelism", "use data parallelism, or trainer: megatron"
+    elif engine.curriculum_learning_enabled():
+        found, do = "curriculum learning", "switch data_efficiency off"
+    elif not engine.managed_gradient_accumulation():
+        found, do = "managed_gradient_accumulation: false", "leave the key out"
+    elif not hasattr(module, "set_attn_implementation") or not hasattr(module, "config"):
+        found, do = f"a model of type {type(module).__name__}", "give a Hugging Face causal language model"
+    elif not hasattr(stock.dataset, "__getitem__"):
+        found, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
+    if found:
+        raise EvenloadError("ds_config: the evenload section cannot be honoured here", found, do)
+    refuse_unsupported(module.config)

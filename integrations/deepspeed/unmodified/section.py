@@ -1,0 +1,105 @@
+"""The top-level ``"evenload": {...}`` section of a script's ds_config: a recipe's ``plugins``, plus ``"recipe"``.
+
+    "evenload": {"packing": {"enabled": true, "max_tokens": 8192}}
+    "evenload": {"recipe": "recipe.yaml", "packing": {"max_tokens": 4096}}
+
+DeepSpeed accepts the section and ignores it. Where both a recipe file and the section name a value, the section wins.
+Do not write "auto": accelerate tries to fill such values in by itself, in every section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from .... import plugins  # noqa: F401  # importing them registers them
+from ....core import registry
+from ....core.errors import EvenloadError, nearest, shorten, shown
+from ....core.input.validation import first_fault
+from ....core.recipe import recipe as recipes
+from ....core.recipe.recipe import Recipe
+
+KEY = "evenload"
+"""The section's name in ds_config."""
+
+
+class Section(BaseModel):
+    """What the section holds besides the plugins."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Path | None = None
+    """A recipe file, relative to the working directory, for all that the section leaves out."""
+
+
+def section_type() -> type[Section]:
+    """`Section` with one field for every registered plugin, the same schema as ``plugins`` of a recipe."""
+    fields: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
+    return create_model("EvenloadSection", __base__=Section, **fields)
+
+
+def parse_section(data: Any) -> Section:
+    """Validate the section.
+
+    Raises:
+        EvenloadError: names the key, what was found and the nearest key that exists.
+    """
+    if not isinstance(data, Mapping):
+        raise EvenloadError(
+            f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
+        )
+    schema = section_type()
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        fault = first_fault(error, schema)
+        *above, last = (KEY, *fault.path)
+        where = shorten(".".join(above))
+        if fault.known is None:
+            raise EvenloadError(f"ds_config: {where}.{shorten(last)} is not valid", fault.value, fault.says) from error
+        hint = nearest(last, fault.known)
+        raise EvenloadError(f"ds_config: {where} has no key {shown(last)}", fault.value, hint) from error
+
+
+def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
+    """The recipe that a script asks for: the section over its recipe file over `base`; None if it asks for nothing.
+
+    Raises:
+        EvenloadError: the recipe file is missing or wrong.
+    """
+    if section is None:
+        return base
+    recipe = recipes.load(section.recipe) if section.recipe else base or recipes.parse({})
+    chosen = section.model_dump(mode="json", exclude_unset=True, exclude={"recipe"})
+    changes = {f"plugins.{name}.{key}": value for name, values in chosen.items() for key, value in values.items()}
+    return recipe.changed(changes)
+
+
+def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str) -> Recipe:
+    """The recipe, with the trainer, precision and model shape of a live engine: what costs are counted from."""
+    heads = getattr(model_config, "num_attention_heads", 1)
+    groups = getattr(model_config, "num_key_value_heads", None) or heads
+    if model_config.hidden_size % heads:
+        # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
+        heads = groups = 1
+    shape = {
+        "num_layers": model_config.num_hidden_layers,
+        "hidden_size": model_config.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": getattr(model_config, "intermediate_size", None),
+        "vocab_size": model_config.vocab_size,
+        "family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
+    }
+    return recipe.changed(
+        {
+            "trainer": "deepspeed",
+            "train.dtype": dtype,
+            "deepspeed.zero_stage": zero_stage,
+            "parallel": {},
+            **{f"model.{key}": value for key, value in shape.items()},
+        }
+    )

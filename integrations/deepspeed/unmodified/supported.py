@@ -1,0 +1,91 @@
+"""Which Hugging Face models packed causal attention computes exactly, read from their config before anything starts.
+
+The attention function refuses the same things once more, from inside the first forward; that is for models whose config
+does not tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....core.errors import EvenloadError
+
+_WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layer types that see less than the whole sequence, and the config's name for how much."""
+
+_PLAIN = ("full_attention", "sparse", "dense")
+"""Layer types without a say in this: causal attention over the whole sequence, and kinds of MLP."""
+
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+_NOT_CAUSAL = ("is_encoder_decoder", "use_bidirectional_attention", "bidirectional", "add_cross_attention")
+
+
+def refuse_unsupported(config: Any, longest: int | None = None) -> None:
+    """Raise EvenloadError if the model does something else than causal attention over each whole sequence.
+
+    Args:
+        config: a Hugging Face config; of a model with several parts, that of its text is read.
+        longest: tokens of the longest sequence that will come; None if that is not known, and windows pass.
+    """
+    name = getattr(config, "model_type", type(config).__name__)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found, do = _fault(text, longest)
+    if found:
+        raise EvenloadError(f"packed causal attention cannot run the model '{name}'", found, do)
+
+
+def rotary_reach(config: Any) -> int | None:
+    """Up to how many tokens a sequence's rotary tables do not depend on what it is packed with; None if they never do.
+
+    Beyond it the kinds "dynamic" and "longrope" take one table for all, by the largest position in the call.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    for kind in [found, *(inner for inner in found.values() if isinstance(inner, dict))]:
+        if kind.get("rope_type") == "dynamic":
+            return int(config.max_position_embeddings)
+        if kind.get("rope_type") == "longrope":
+            return int(kind["original_max_position_embeddings"])
+    return None
+
+
+def refuse_unequal_replay(model: Any) -> None:
+    """Raise EvenloadError if a second forward of the same tokens would drop other values than the first."""
+    for name, module in model.named_modules():
+        share: Any = getattr(module, "p", 0.0)
+        if type(module).__name__.startswith("Dropout") and share:
+            raise EvenloadError(
+                "a plan with replayed micro-batches cannot run a model with dropout",
+                f"{name} drops {share:g}",
+                "set the config's dropout to 0, or plan without replays (packing.asymmetric false, no activation cap)",
+            )
+
+
+def _fault(config: Any, longest: int | None) -> tuple[str, str]:
+    """What was found and what to do about it; empty if nothing is wrong."""
+    if getattr(config, "num_attention_heads", None) is None:
+        return "no num_attention_heads: it has no attention layers", "use a transformer with causal attention"
+    for key in _ATTENTION_DROPOUT:
+        if getattr(config, key, None):
+            return f"{key} = {getattr(config, key):g}", f"set {key} to 0 in the model's config"
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal = False", "use a causal language model"
+    for key in _NOT_CAUSAL:
+        if getattr(config, key, None):
+            return f"{key} = {getattr(config, key)!r}", "use a causal language model"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"attn_logit_softcapping = {config.attn_logit_softcapping:g}", "use a model without soft-capped scores"
+    types = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(types - set(_PLAIN) - set(_WINDOW_OF))
+    if unknown:
+        return f"layers of type {', '.join(unknown)}", "use a model whose layers all attend to the whole sequence"
+    reach = rotary_reach(config)
+    if longest is not None and reach is not None and reach < longest:
+        found = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
+        return found, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
+    for kind, key in _WINDOW_OF.items():
+        window = getattr(config, key, None)
+        if longest is not None and window is not None and window < longest and (not types or kind in types):
+            do = f"lower data.max_length to {window}, or take a model without a window"
+            return f"{key} = {window} tokens, data.max_length = {longest}", do
+    return "", ""

@@ -1,0 +1,143 @@
+"""Core attention of a Megatron-Core layer that runs a planned pack.
+
+The plan of a micro-batch travels with it, as a field on Megatron's own `PackedSeqParams`. Megatron hands that object to
+the core attention untouched, and the closures of activation recomputation keep it, so a replayed forward sees the plan
+of its own micro-batch. There is no global "current batch", and no other part of the layer is replaced.
+
+Shape legend: T = slots of the pack, H = query heads and G = key/value heads of this tensor-parallel rank,
+D = head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from ....core.errors import EvenloadError
+from ....runtime.attention.attention import packed_attention
+from ....runtime.attention.pack import Pack
+
+
+@dataclass
+class PlannedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's packed-sequence parameters plus the pack that they belong to. Make them with `seq_params`."""
+
+    pack: Pack | None = None
+
+
+def seq_params(pack: Pack) -> PlannedSeqParams:
+    """Parameters for the whole pack as *one* Megatron document.
+
+    The borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings, and
+    those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches. The
+    borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
+    """
+    borders, length = torch.tensor([0, pack.num_slots], dtype=torch.int32), pack.num_slots
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        pack=pack,
+    )
+
+
+class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Goes into the slot ``spec.submodules.self_attention.submodules.core_attention``.
+
+    Raises EvenloadError when it is built for something it cannot honour: attention dropout, a sliding window, another
+    mask than the causal one, scaled or sink softmax, static context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse_unsupported(config, attn_mask_type, attention_type, dropout)
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Causal attention inside each segment of the pack and to its prefix: [T, H * D]. The mask is never read."""
+        pack = getattr(packed_seq_params, "pack", None)
+        if pack is None or attention_bias is not None:
+            raise EvenloadError(
+                "a layer built with packed_layer_spec got a micro-batch without a plan"
+                if pack is None
+                else "packed attention has no attention bias",
+                type(packed_seq_params).__name__,
+                "pass packed_seq_params=seq_params(pack) to the model, or use forward_step, which does",
+            )
+        return packed_attention(q_THD, k_TGD, v_TGD, pack, self.layer_number, self.softmax_scale).flatten(1)
+
+
+def packed_layer_spec(config: Any) -> Any:
+    """Megatron-Core's local layer spec for ``config`` with packed attention in its core-attention slot."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return spec
+
+
+def _refuse_unsupported(config: Any, mask: AttnMaskType, kind: str, dropout: float) -> None:
+    rules = [
+        (dropout > 0, "attention dropout", f"attention_dropout {dropout}", "set attention_dropout=0"),
+        (kind != "self", "cross attention", f"attention_type {kind}", "use it for self-attention"),
+        (mask != AttnMaskType.causal, "a mask that is not causal", f"attn_mask_type {mask}", "use causal"),
+        (
+            getattr(config, "window_size", None) is not None,
+            "sliding-window attention",
+            f"window_size {getattr(config, 'window_size', None)}",
+            "set window_size=None",
+        ),
+        (
+            config.apply_query_key_layer_scaling,
+            "query-key layer scaling",
+            "apply_query_key_layer_scaling=True",
+            "switch it off; it is an aid for fp16",
+        ),
+        (
+            getattr(config, "softmax_type", "vanilla") != "vanilla",
+            "an attention sink",
+            f"softmax_type {getattr(config, 'softmax_type', 'vanilla')}",
+            "set softmax_type='vanilla'",
+        ),
+        (config.multi_latent_attention, "latent attention", "multi_latent_attention=True", "use plain attention"),
+        (
+            config.context_parallel_size > 1,
+            "Megatron's static context parallelism",
+            f"context_parallel_size {config.context_parallel_size}",
+            "set it to 1; the mesh plugin shares sequences between ranks",
+        ),
+    ]
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(f"packed attention does not do {what}", found, do)

@@ -1,0 +1,71 @@
+"""Megatron's linear layers may leave their weight gradients for later (`runtime.stage.deferred`).
+
+Column- and row-parallel layers of the decoder call ``_forward_impl`` for their product; while a plan with W passes
+runs, each of them has one of its own, which takes over in passes that are split. Everything around the product
+(gathers, reductions, biases) is Megatron's. Output layer, embedding, norms and biases get their gradients in the
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from ....core.errors import EvenloadError
+from ....runtime.stage.deferred import WeightGradients, replaced
+from ....runtime.stage.offload import layers_of
+
+
+@contextmanager
+def leaving_weights(gpt: Any, later: WeightGradients) -> Iterator[None]:
+    """The linear layers of the decoder can leave their weight gradients to ``later``.
+
+    Raises EvenloadError for layers that cannot (see `why_in_backward`), and where someone else has changed them.
+    """
+    reason = why_in_backward(gpt)
+    if reason:
+        raise EvenloadError(
+            "the plan splits backwards, and this model's layers compute weight gradients in the backward only",
+            reason,
+            "set plugins.pipeline.split_backward=off",
+        )
+    with ExitStack() as undo:
+        for module in _linears(gpt):
+            undo.enter_context(replaced(module, "_forward_impl", _product(module, later)))
+        yield
+
+
+def why_in_backward(gpt: Any) -> str:
+    """What keeps the weight gradients of a GPTModel's decoder in its backward; empty if nothing does."""
+    if gpt.config.gradient_accumulation_fusion:
+        return "gradient_accumulation_fusion: a kernel of its own adds up weight gradients"
+    if gpt.config.sequence_parallel and gpt.config.tensor_model_parallel_size > 1:
+        return "sequence_parallel: the inputs of linear layers are not kept whole"
+    known = {id(module.weight) for module in _linears(gpt)}
+    for number, layer in enumerate(layers_of(gpt)):
+        odd = [name for name, weight in layer.named_parameters() if weight.dim() > 1 and id(weight) not in known]
+        if odd:
+            return f"{odd[0]} of layer {number} is in no column- or row-parallel layer of Megatron-Core"
+    return ""
+
+
+def _linears(gpt: Any) -> list[nn.Module]:
+    modules = (module for layer in layers_of(gpt) for module in layer.modules())
+    return [m for m in modules if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and not m.is_expert]
+
+
+def _product(module: Any, later: WeightGradients) -> Callable[..., Tensor]:
+    own = module._forward_impl
+
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        """Megatron's product of a layer, for the settings that `why_in_backward` lets by."""
+        if not later.takes(input, weight):
+            result: Tensor = own(input=input, weight=weight, bias=bias, **how)
+            return result
+        return later.linear(input, weight, bias, sum_over=how["tp_group"] if how["allreduce_dgrad"] else None)
+
+    return product

@@ -1,0 +1,1 @@
+"""Megatron's own checkpoints, written and read from one process a rank."""

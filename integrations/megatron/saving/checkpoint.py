@@ -1,0 +1,224 @@
+"""Save and load through Megatron's distributed checkpoints, readable on any layout.
+
+Model and optimizer go through ``megatron.core.dist_checkpointing`` in its torch_dist format, the distributed
+optimizer as ``fully_reshardable``: stored by parameter, not by rank. On the layout that wrote it a job resumes bit for
+bit; on another number of ranks, or another TP x PP, the numbers are the same and sums run in another order.
+
+megatron-core 0.16 has two faults with torch's Adam, both kept out here without touching its classes. A load of the
+distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError). And every parameter is given
+the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second wrong.
+
+The caller makes the directory, and commits it (manifest, rename) when every rank is done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from numpy._core.multiarray import _reconstruct
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ....core.errors import EvenloadError
+from ....runtime.unpickling import refuse_code, tensors_only
+from ..model.gpt import torch_optimizers
+from .storage import InProcessWriter
+
+if TYPE_CHECKING:
+    from ..host import MegatronHost
+
+Result = TypeVar("Result")
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+ABOUT = "evenload"
+DATA = (_reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, np.dtypes.Int64DType)
+"""What the saved states of random generators are made of, beside tensors and numbers."""
+INDEX = ".metadata"
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_INDEX_NAMES = {
+    "pathlib.PosixPath",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA.split()),
+}
+"""What torch's index of a checkpoint is made of; it is a pickle that torch reads as it is."""
+
+
+def save(host: MegatronHost, directory: Path) -> None:
+    """Write model, optimizer and random states into an existing directory. Collective.
+
+    Raises:
+        EvenloadError: the directory is missing or holds something, or the disk refused; the same on every rank.
+    """
+    agreed(lambda: _expect_empty(directory))
+    state = _sharded_state(host, loading=False)
+    state[ABOUT] = _about(host)
+    with _told(f"the checkpoint in {directory} could not be written"):
+        dist_checkpointing.save(state, str(directory), InProcessWriter())
+
+
+def load(host: MegatronHost, directory: Path) -> None:
+    """Read what `save` wrote. Collective.
+
+    Raises:
+        EvenloadError: there is no checkpoint, it is torn, or it holds another model or precision; nothing is changed.
+    """
+    trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
+    about = agreed(lambda: _read_about(host, directory, what))
+    same_layout = about["layout"] == _about(host)["layout"]
+    state = _sharded_state(host, loading=True, with_random=same_layout)
+    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+        loaded = dist_checkpointing.load(state, str(directory))
+    host.model.load_state_dict(loaded["model"])
+    load_optimizer(host.optimizer, loaded["optimizer"])
+    if same_layout:
+        _restore_random(loaded["random"])
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)`` of a Megatron optimizer without experts, right with torch's Adam."""
+    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    tensors = state.pop("param_state", None)
+    part.load_state_dict(state)
+    inner = torch_optimizers(optimizer)
+    steps = [states.pop("step", None) for one in inner for states in one.state.values()]
+    if tensors is not None:
+        part.load_parameter_state_from_fully_reshardable(tensors)
+    for states, step in zip((s for one in inner for s in one.state.values()), steps, strict=True):
+        if step is not None:
+            states["step"] = step.clone()
+
+
+def agreed(check: Callable[[], Result]) -> Result:
+    """The result of ``check``, which must not communicate; EvenloadError on all ranks if it failed on any."""
+    result, fault = None, None
+    try:
+        result = check()
+    except EvenloadError as error:
+        fault = error
+    except OSError as error:
+        fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
+    parts = None if fault is None else (fault.what, fault.found, fault.do)
+    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    for first in everyone:
+        if first is not None:
+            raise EvenloadError(*first) from fault
+    assert result is not None
+    return result
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Megatron's and torch's faults as an EvenloadError; their writer and reader tell all ranks when one of them fails.
+
+    torch's CheckpointException is no Exception: whoever catches only those lets a full disk end the job.
+    """
+    do = "check the directory and the space on its disk, then try again"
+    try:
+        yield
+    except EvenloadError:
+        raise
+    except CheckpointException as error:
+        faults = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
+        raise EvenloadError(what, "; ".join(faults)[:2000], do) from error
+    except Exception as error:  # a file system and Megatron raise whatever they like
+        raise EvenloadError(what, f"{type(error).__name__}: {error}"[:2000], do) from error
+
+
+def _expect_empty(directory: Path) -> bool:
+    found = "no such directory" if not directory.is_dir() else "files in it" if any(directory.iterdir()) else ""
+    if found:
+        raise EvenloadError(f"{directory} cannot take a checkpoint", found, "give a new, empty directory")
+    return True
+
+
+def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = host.model.sharded_state_dict(metadata=metadata)
+    optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    state = {"model": model, "optimizer": optimizer}
+    if with_random:
+        state["random"] = ShardedObject(
+            "random",
+            None if loading else _random_state(),
+            (host.layout.pp, host.layout.tp),
+            (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
+            replica_id=host.plane_rank,
+        )
+    return state
+
+
+def _about(host: MegatronHost) -> dict[str, Any]:
+    layout = host.layout
+    return {
+        "layout": [layout.tp, layout.pp, layout.dp],
+        "dtype": host.recipe.train.dtype,
+        "distributed_optimizer": bool(host.ddp.ddp_config.use_distributed_optimizer),
+        "model": host.recipe.model.model_dump(mode="json"),
+    }
+
+
+def _read_about(host: MegatronHost, directory: Path, what: str) -> dict[str, Any]:
+    trust = host.recipe.checkpoint.trust
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise EvenloadError(
+            f"{directory} holds no complete Megatron checkpoint",
+            "no metadata.json",
+            "choose one that was written to the end",
+        )
+    refuse_code(directory / INDEX, _INDEX_NAMES, trust=trust)
+    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+        about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
+    if about is None:
+        raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")
+    here = _about(host)
+    for name in ("model", "dtype", "distributed_optimizer"):
+        if about[name] != here[name]:
+            raise EvenloadError(
+                f"the checkpoint in {directory} was written with another {name.replace('_', ' ')}",
+                _difference(about[name], here[name]),
+                "resume with the recipe that wrote it; the layout may change, these may not",
+            )
+    return about
+
+
+def _difference(saved: Any, here: Any) -> str:
+    if isinstance(saved, dict):
+        return ", ".join(f"{k}: {saved.get(k)!r}, now {here.get(k)!r}" for k in here if saved.get(k) != here.get(k))
+    return f"{saved!r}, now {here!r}"
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["megatron"])

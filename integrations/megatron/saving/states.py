@@ -1,0 +1,47 @@
+"""What Megatron's optimizers hold of each parameter, made whole again over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from ...textbook import AdamState
+from ..model.weights import global_parameters
+
+
+@torch.no_grad()
+def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
+    """Weights in the optimizer's precision and Adam's moments of this stage's parameters, by global name, on the CPU.
+
+    Tensor-parallel shards are those of this rank. Collective over the data-parallel ranks.
+    """
+    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    get = _sharded if isinstance(part, DistributedOptimizer) else _whole
+    return {
+        name: AdamState(*(row.cpu().view(parameter.shape) for row in get(part, parameter)))
+        for name, parameter in global_parameters(model)
+    }
+
+
+def _whole(part: Any, parameter: nn.Parameter) -> Tensor:
+    """[3, values]: weight, first and second moment."""
+    own = getattr(parameter, "main_param", parameter)  # a float32 copy where the model runs in half precision
+    state = part.optimizer.state[own]
+    return torch.stack([own.detach().flatten(), state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
+
+
+def _sharded(part: Any, parameter: nn.Parameter) -> Tensor:
+    """The same, put together from the shards of the data-parallel ranks."""
+    rows = torch.zeros(3, parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if parameter in part.model_param_group_index_map:
+        shard = part._get_model_param_range_map(parameter)["param"]
+        held = part._get_main_param_and_optimizer_states(parameter)
+        for row, name in zip(rows, ("param", "exp_avg", "exp_avg_sq"), strict=True):
+            row[shard.start : shard.end] = held[name].flatten()
+    dist.all_reduce(rows, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return rows

@@ -1,0 +1,106 @@
+"""A user's ``forward_step_func`` on planned packs: what it is given, and what the model is told meanwhile.
+
+The function takes a batch with its own keys, [1, T], from its data iterator and calls the model. A forward pre-hook
+adds the plan of the pack to the model's arguments; where the model can have it, its rotary embeddings go by the
+position of each token, so that a pack may hold parts of samples. Both live as long as the training call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from ....core.errors import EvenloadError
+from ....runtime.attention.pack import Pack
+from ..model.attention import PlannedSeqParams, seq_params
+from ..model.rope import TokenRope
+from .samples import OneBatch, UserPack
+from .supported import refuse_loss
+
+UserFunction = Callable[..., tuple[Any, Any]]
+
+
+class UserStep:
+    """The user's function in one training call.
+
+    Args:
+        function: ``forward_step_func``.
+        gpt: the bare GPTModel.
+        by_token: angles go by the position of each token; else by the borders between samples.
+        checks: compare what the loss function returns with the token losses.
+    """
+
+    def __init__(self, function: UserFunction, gpt: Any, *, by_token: bool, checks: bool) -> None:
+        self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
+        self._signature = inspect.signature(gpt.forward)
+        kinds = {p.kind: name for name, p in self._signature.parameters.items()}
+        self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+        self._params: PlannedSeqParams | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """The model hears of the pack that runs; afterwards it is as it was."""
+        hook = self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True)
+        rope = getattr(self._gpt, "rotary_pos_emb", None)
+        if rope is not None and self._by_token and not isinstance(rope, TokenRope):
+            self._gpt.rotary_pos_emb = TokenRope(rope)
+        try:
+            yield
+        finally:
+            hook.remove()
+            if rope is not None:
+                self._gpt.rotary_pos_emb = rope
+
+    def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
+        """(output, loss function) of the user's function for a pack."""
+        self._params = seq_params(packed.pack) if self._by_token else by_borders(packed.pack)
+        output, loss_func = self._function(OneBatch(packed.fields), chunk, *more)
+        return output, loss_func if loss_func is None else self._checked(loss_func, packed.fields["loss_mask"])
+
+    def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+        """A forward pre-hook: the model's arguments with the plan of the pack, and without a mask."""
+        assert self._params is not None
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        call |= call.pop(self._more, {})
+        tokens, slots = call.get("input_ids"), self._params.pack.num_slots if self._params.pack else 0
+        if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
+            raise EvenloadError(
+                "forward_step does not give the model the batch that it took from its data iterator",
+                f"input_ids {None if tokens is None else tuple(tokens.shape)} for a pack of {slots} tokens, "
+                f"packed_seq_params {type(call.get('packed_seq_params')).__name__}",
+                "hand the batch on as it is, or disable evenload's plugins",
+            )
+        return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
+
+    def _checked(self, loss_func: Callable[..., Any], loss_mask: Tensor) -> Callable[..., Any]:
+        def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+            losses = output.detach().clone() if self._checks else None
+            told = loss_func(output, *args, **kwargs)
+            refuse_loss(told, losses, loss_mask)
+            return told
+
+        return checked
+
+
+def by_borders(pack: Pack) -> PlannedSeqParams:
+    """Megatron's parameters of a pack of whole samples with a document per sample.
+
+    ``max_seqlen`` is the longest sample and nothing else: where it equals the number of tokens, Megatron's rotary
+    embeddings run on across borders (measured: 3e-9 in the gradients of a float64 step, since they are relative). The
+    longest of several samples is always shorter than all of them together.
+    """
+    borders = pack.cu_seqlens_padded
+    longest = max(end - first for first, end in pairwise(pack.segments))
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pack=pack,
+    )

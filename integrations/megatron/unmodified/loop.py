@@ -1,0 +1,288 @@
+"""evenload inside a Megatron-Core training loop that nobody edits.
+
+    forward_backward = get_forward_backward_func()
+    losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., num_microbatches=..., ...)
+
+The returned function is wrapped (the rows are in `patches.megatron`). In a training call it
+
+    takes    this rank's batches from the user's iterator and cuts them into samples (`samples`);
+    plans    the samples of all data-parallel ranks as one global batch, and compares the plan on all ranks;
+    sends    each sample to the rank that computes it;
+    runs     a plan of whole samples without an order of its own in the stock schedule, any other in its own order
+             (`order`). `forward_step_func` is called as ever, takes a batch with its own keys, [1, T], and
+             calls the model, which learns what is in the pack by a forward pre-hook (`forward_step`).
+
+Every rank runs the same number of micro-batches, filled up with dummies of one token, so that a collective in the
+user's loss function still finds its partners. Planning is in line: to plan ahead, the next step's batches would have to
+be taken from an iterator that the user may share, save or stop.
+
+Exact where the loop sums: `calculate_per_token_loss=True` and a loss function that returns the *sum* of the token
+losses and their number. Averages of averages change when micro-batches are regrouped, and are refused (`supported`).
+Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from ....core.errors import EvenloadError
+from ....core.machine.layout import Layout
+from ....core.plan.step_plan import StepPlan, sequences
+from ....core.planning.chain import PlanChain, warn_once
+from ....core.recipe.recipe import Recipe
+from ....runtime.attention.attention import packed_attention
+from ....runtime.stage.stage_links import StageLinks, rows_of_all
+from ....runtime.world.agreement import agree
+from ..batch import is_stock
+from ..model.attention import PlannedSeqParams
+from ..model.linears import why_in_backward
+from .forward_step import UserStep
+from .order import run_order, with_dummies
+from .samples import MASK, UserPack, exchange, lay_out, split
+from .supported import (
+    Trouble,
+    bare_model,
+    for_config,
+    refuse_attention,
+    refuse_loop,
+    refuse_replays,
+    warn_of_dropout,
+    why_stock,
+    why_whole,
+)
+
+log = logging.getLogger("evenload")
+
+
+@dataclass(eq=False)
+class _Loop:
+    """What is known of a user's model between its training calls."""
+
+    chain: PlanChain
+    by_token: bool
+    """Its packs may hold parts of samples."""
+    only_stock: Trouble | None
+    """Why Megatron's own schedule must run its plans."""
+    links: StageLinks | None = None
+    """To the neighbouring pipeline stages, from the first plan on that has an order."""
+
+
+class _Step(NamedTuple):
+    """One planned step on this rank."""
+
+    plan: StepPlan
+    lay: Callable[..., UserPack]
+
+
+class PlannedSteps:
+    """The planned training calls of one session."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._step = 0
+        self._warned: set[str] = set()
+        self.lives = True
+        _all.add(self)
+
+    def around(self, stock: Callable[..., Any], stranger: str = "") -> Callable[..., Any]:
+        """What `get_forward_backward_func` gives to its caller in place of ``stock``.
+
+        Args:
+            stranger: who made ``stock``, if not Megatron-Core; no order of a plan can take the place of that.
+        """
+
+        @wraps(stock)
+        def forward_backward(*args: Any, **call: Any) -> Any:
+            if not self.lives or call.get("forward_only"):
+                return stock(*args, **call)
+            return self._run(stock, stranger, **call)
+
+        return forward_backward
+
+    def release(self) -> None:
+        """Every function made here is the stock one again, and the process groups made here are gone."""
+        self.lives = False
+        for loop in self._loops.values():
+            if loop.links is not None and dist.is_initialized():
+                loop.links.close()
+        self._loops.clear()
+
+    def _run(
+        self,
+        stock: Callable[..., Any],
+        stranger: str,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        **rest: Any,
+    ) -> Any:
+        data_iterator, chunk = _only(data_iterator), _only(model)
+        refuse_loop(chunk, data_iterator, rest)
+        gpt, config = bare_model(chunk), get_model_config(chunk)
+        if first := gpt not in self._loops:
+            warn_of_dropout(config)
+            warn = not self._loops and dist.get_rank() == 0
+            self._loops[gpt] = _loop(self._recipe, chunk, gpt, stranger, warn)
+        loop = self._loops[gpt]
+        try:
+            plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+        except EvenloadError:
+            if loop.only_stock is not None and any(plugin.name == "pipeline" for plugin, _ in loop.chain.links):
+                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+            raise
+        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)
+        if is_stock(plan):
+            own = plan.of_rank(parallel_state.get_data_parallel_rank())
+            packs = [lay(plan.micro_batches[index]) for index in own]
+            return _run_stock(stock, step, packs, config, model=model, **rest)
+        if loop.only_stock is not None:
+            raise EvenloadError(*loop.only_stock)
+        refuse_replays(plan, config)
+        if loop.links is None and plan.limits.num_stages > 1:
+            pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
+            loop.links = StageLinks(rows_of_all(dist.get_process_group_ranks(pipeline)))
+        whole = bool(rest.get("force_all_reduce"))
+        return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
+
+    def _plan_step(self, data_iterator: Any, num_microbatches: int, chain: PlanChain, gpt: Any) -> _Step:
+        """The plan of one step, with as many micro-batches on this rank as on every other. Collective."""
+        group = parallel_state.get_data_parallel_group()
+        batches = [next(data_iterator) for _ in range(num_microbatches)]
+        mine = [split(batch) for batch in batches]
+        told: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(told, [[len(s["tokens"]) for s in samples] for samples in mine], group=group)
+        # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
+        order = [
+            (rank, place, row)
+            for place in range(max(map(len, told)))
+            for rank, one in enumerate(told)
+            for row in range(len(one[place]) if place < len(one) else 0)
+        ]
+        me = dist.get_rank(group)
+        lengths = [told[rank][place][row] for rank, place, row in order]
+        own = {i: mine[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
+        plan = chain.plan(sequences(lengths))
+        if dist.get_rank() == 0:
+            warn_once(plan, self._warned)
+        agree(plan.digest, "plans", self._step)
+        if plan.shared:
+            raise EvenloadError(
+                "a training loop of your own does not share samples between ranks",
+                f"a plan of {plan.made_by or 'hand'}",
+                "disable plugins.mesh, or use `evenload train`",
+            )
+        self._step += 1
+
+        plan = with_dummies(plan)
+        target = [0] * len(order)
+        for micro_batch in plan.micro_batches:
+            for piece in micro_batch.slices:
+                (target[piece.sequence],) = micro_batch.ranks
+        samples = exchange(own, [rank for rank, _, _ in order], target, lengths, group)
+        config = gpt.config
+        lay = partial(
+            lay_out,
+            samples=samples,
+            like=next(iter(own.values())),
+            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            with_mask=MASK in batches[0],
+            device=next(gpt.parameters()).device,
+        )
+        slots = [plan.micro_batches[index].num_slots for index in plan.of_rank(me)]
+        log.info(
+            "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
+            self._step,
+            len(order),
+            len(slots),
+            max(slots),
+            sum(slots),
+            sum(batch["tokens"].numel() for batch in batches),
+        )
+        return _Step(plan, lay)
+
+
+def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
+    """`DotProductAttention.forward`, which refuses packs; those of `PlannedSteps` go to packed attention instead."""
+    params = kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None)
+    if not isinstance(params, PlannedSeqParams) or params.pack is None:
+        return wrapped(*args, **kwargs)
+    refuse_attention(core)
+    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    qkv = (named["query"], named["key"], named["value"])
+    return packed_attention(*qkv, params.pack, core.layer_number, core.softmax_scale).flatten(1)
+
+
+def release() -> None:
+    """Make every wrapped function that a loop still holds the stock one again; for after the rows are off."""
+    for steps in list(_all):
+        steps.release()
+    _all.clear()
+
+
+_all: set[PlannedSteps] = set()
+"""Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
+
+
+def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _Loop:
+    layout = Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+    )
+    # A stage may hold what others do not, and all of them must make one plan.
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, (why_stock(chunk, stranger), why_whole(gpt), why_in_backward(gpt)))
+    only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
+    shares = any(plugin.shares for plugin in recipe.enabled())
+    whole = only_stock is not None or shares or bool(borders)
+    if whole and warn:
+        why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
+        log.warning("no sample is cut in this loop: %s", why)
+    chain = PlanChain.of_loop(
+        for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
+    )
+    if together and warn:
+        log.info("weight gradients stay in the backward: %s", together)
+    splits = chain.limits.splits_backward and not together
+    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
+    return _Loop(chain, not borders, only_stock)
+
+
+def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:
+    """Megatron's own schedule over packs."""
+    coming = iter(packs)
+
+    def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
+        return step.run(next(coming), chunk, *more)
+
+    stock_shapes, config.variable_seq_lengths = config.variable_seq_lengths, True
+    try:
+        with step.listening():
+            return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
+    finally:
+        config.variable_seq_lengths = stock_shapes
+
+
+def _only(thing: Any) -> Any:
+    """What a list of one holds; Megatron takes both."""
+    if not isinstance(thing, list):
+        return thing
+    if len(thing) != 1:
+        raise EvenloadError(
+            "evenload does not run Megatron's interleaved pipeline schedule in a loop of your own",
+            f"{len(thing)} model chunks",
+            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
+        )
+    return thing[0]

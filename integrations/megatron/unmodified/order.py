@@ -1,0 +1,216 @@
+"""The order of a plan around a user's ``forward_step_func``, in place of Megatron's own schedule.
+
+`schedule.PlannedStage` runs the passes: slices with prefix KV, layers recomputed by stage and micro-batch, weight
+gradients as passes of their own. The user's function is called once for each forward, its loss function once for each
+micro-batch at the last stage, and their gradients are summed and finalized as the stock schedule does it:
+
+    no_sync     around all passes; where reduction overlaps, it starts behind the last one, since a plan has another
+                number of micro-batches in every step and on every rank
+    finalize    ``config.finalize_model_grads_func`` with the number of tokens that the loss functions counted
+    reports     in the order in which losses were computed; on other stages none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from ....core.errors import EvenloadError
+from ....core.plan.order import orders_of_stage
+from ....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from ....core.simulate.step import Kind
+from ....runtime.measure.busy import BusyClock
+from ....runtime.stage.stage_links import StageLinks
+from ....runtime.stage.tape import Tape
+from ...host import no_mark
+from ..batch import Batch, is_stock
+from ..schedule import PlannedStage
+from .forward_step import UserStep
+from .samples import UserPack
+from .supported import refuse_loss
+
+LayOut = Callable[..., UserPack]
+"""`samples.lay_out` of the step's samples: ``lay(micro_batch, prefix=store)``."""
+
+
+def run_order(
+    plan: StepPlan, *, chunk: Any, gpt: Any, links: StageLinks | None, step: UserStep, lay: LayOut, whole: bool
+) -> list[Any]:
+    """All passes of this rank and the gradient sum; the reports of its loss functions.
+
+    Args:
+        plan: with equally many micro-batches on all ranks (`with_dummies`).
+        chunk: Megatron's DistributedDataParallel around ``gpt``.
+        links: to the neighbouring stages; None where there is one stage.
+        lay: a micro-batch of the plan in the user's form.
+        whole: leave the whole gradient sum on every rank, ``force_all_reduce`` of Megatron's schedules.
+    """
+    config, device = get_model_config(chunk), next(gpt.parameters()).device
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    if hasattr(chunk, "set_is_first_microbatch"):
+        chunk.set_is_first_microbatch()
+    forward = _Forward(step, device)
+    stage = _UserStage(plan, chunk=chunk, gpt=gpt, links=links, forward=forward, lay=lay, device=device)
+    with step.listening(), (config.no_sync_func or nullcontext)():
+        stage.run()
+    _sum_gradients(chunk, forward.num_tokens, whole)
+    if timers is not None:
+        timers("forward-backward").stop()
+    return forward.reports
+
+
+class _UserBatch(Batch):
+    """A micro-batch in the user's form."""
+
+    packed: UserPack
+
+
+class _Forward:
+    """A user's function as `PlannedStage` calls its forwards; keeps what its loss functions tell."""
+
+    def __init__(self, step: UserStep, device: torch.device) -> None:
+        self._step = step
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        self.reports: list[Any] = []
+
+    def __call__(
+        self, batch: _UserBatch, chunk: Any, kind: Kind = "F", number: int = -1, backward: int = -1
+    ) -> tuple[Any, Callable[..., Any]]:
+        output, loss_func = self._step.run(batch.packed, chunk)
+
+        def kept(output: Tensor) -> Any:
+            told: Any = None if loss_func is None else loss_func(output)
+            refuse_loss(told, None, output)
+            if not told[0].requires_grad:
+                raise EvenloadError(
+                    "the loss of a micro-batch is not connected to the model's output",
+                    f"a loss without gradient, for {float(told[1]):g} tokens with loss",
+                    "multiply by loss_mask and sum, also where it is all zero: other slices need this one's gradients",
+                )
+            self.num_tokens += told[1]
+            self.reports.append(told[2])
+            return told
+
+        return output, kept
+
+
+class _UserStage(PlannedStage):
+    """The passes of one rank in one step of a user's loop."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        *,
+        chunk: Any,
+        gpt: Any,
+        links: StageLinks | None,
+        forward: _Forward,
+        lay: LayOut,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            plan,
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            model=chunk,
+            gpt=gpt,
+            links=links,
+            plane=None,
+            forward=forward,  # type: ignore[arg-type]
+            clock=BusyClock(device),
+            tokens_of=_nothing,
+            device=device,
+            mark=no_mark,
+        )
+        self._lay = lay
+        self._shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        if self._shares > 1:
+            self._tape = _SharedTape()
+
+    def _load(self, micro_batch: MicroBatch) -> Batch:
+        packed = self._lay(micro_batch, prefix=self._prefix)
+        batch = _UserBatch(packed.pack, None)  # type: ignore[arg-type]
+        batch.packed = packed
+        return batch
+
+    def _room(self, slots: int) -> Tensor:
+        return super()._room(slots // self._shares)
+
+
+class _SharedTape(Tape):
+    """Of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism): each keeps them whole.
+
+    A replay may group its tokens in another way, and every rank then needs tokens from the shares of others.
+    """
+
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_T1C: Tensor) -> None:
+        super().write(slices, segments, gather_from_sequence_parallel_region(input_T1C, False))
+
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_T1C: Tensor) -> Tensor:
+        whole = like_T1C.new_empty(segments[-1], *like_T1C.shape[1:])
+        share = parallel_state.get_tensor_model_parallel_rank() * len(like_T1C)
+        return like_T1C.copy_(super().gather(slices, segments, whole)[share : share + len(like_T1C)])
+
+
+def with_dummies(plan: StepPlan) -> StepPlan:
+    """The plan with dummies in front, on ranks that have fewer losses than others.
+
+    So a collective in the loss function meets its partners: the k-th loss of a rank needs none but earlier ones of its
+    own, which have met theirs. In an order all dummies run forward, then all backward, at every stage. In front, for
+    Megatron overlaps the gradient reduction with the last backward, which is then a real one.
+    """
+    ranks, stages = range(plan.limits.num_ranks), range(plan.limits.num_stages)
+    losses = [len(plan.of_rank(rank, "B")) for rank in ranks]
+    dummies = tuple(MicroBatch((), (rank,)) for rank in ranks for _ in range(max(losses) - losses[rank]))
+    if not dummies:
+        return plan
+    if is_stock(plan):
+        return replace(plan, micro_batches=dummies + plan.micro_batches)
+    forward, backward = (range(n, n + len(dummies)) for n in (len(plan.micro_batches), len(plan.passes("B"))))
+    front = (*(Op("F", i) for i in forward), *(Op("B", j) for j in backward))
+    rows = plan.order or tuple(tuple(op for row in orders_of_stage(plan, s) for op in row) for s in stages)
+    return replace(
+        plan,
+        micro_batches=plan.micro_batches + dummies,
+        backward=plan.backward and plan.backward + dummies,
+        order=tuple((*front, *row) for row in rows),
+        recompute=tuple((*row, *(0 for _ in dummies)) for row in plan.recompute),
+        offload=plan.offload and (*plan.offload, *(0.0 for _ in dummies)),
+    ).check()
+
+
+def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool) -> None:
+    """What the stock schedule does behind its last backward."""
+    config = get_model_config(chunk)
+    if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group.start_grad_sync(force_all_reduce=whole)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func([chunk], num_tokens, pg_collection=_process_groups(), force_all_reduce=whole)
+
+
+def _process_groups() -> ProcessGroupCollection:
+    """Those that Megatron's schedules take where the loop gives none."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def _nothing(_: int) -> Any:
+    raise AssertionError("batches of a user's loop are laid out by `_UserStage`")

@@ -1,0 +1,187 @@
+"""Samples of a training loop that we cannot edit: taken out of its batches, moved between ranks, laid out as packs.
+
+A batch is what Megatron's GPTDataset gives, a mapping of `FIELDS`, each [b, s], and perhaps an ``attention_mask``. The
+last token with loss ends a sample: under a causal mask no token with loss sees a later one, so what follows adds
+neither loss nor gradient and is left out. Labels and loss masks stay the sample's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....core.errors import EvenloadError
+from ....core.plan.step_plan import MicroBatch
+from ....runtime.attention.pack import IGNORE, Pack, padded_borders
+from ....runtime.attention.prefix import PrefixStore
+from ....runtime.world.agreement import wire_device
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+MASK = "attention_mask"
+
+Sample = dict[str, Tensor]
+"""`FIELDS` of one sample, each [L]."""
+
+
+@dataclass(frozen=True, eq=False)
+class UserPack:
+    """A micro-batch in the user's own form, and the pack that the model needs to know."""
+
+    fields: dict[str, Any]
+    """`FIELDS`, each [1, T]; ``attention_mask`` None where the user's batches have one."""
+    pack: Pack
+
+
+def split(batch: Any) -> list[Sample]:
+    """The samples of one batch, cut to their true lengths. Raises EvenloadError for another structure."""
+    _refuse_unsupported(batch)
+    places = torch.arange(1, batch["loss_mask"].shape[1] + 1, device=batch["loss_mask"].device)
+    lengths = ((batch["loss_mask"] != 0) * places).amax(dim=1).clamp(min=1).tolist()
+    _refuse_mask(batch.get(MASK), lengths)
+    return [{name: batch[name][row, :length] for name in FIELDS} for row, length in enumerate(lengths)]
+
+
+def exchange(
+    own: Mapping[int, Sample], source: Sequence[int], target: Sequence[int], lengths: Sequence[int], group: Any
+) -> dict[int, Sample]:
+    """The samples that this rank computes, by their place in the global batch, on the device that `own` lies on.
+
+    One all-to-all of bytes; every size follows from the arguments, which are the same on all ranks of ``group``.
+
+    Args:
+        own: what this rank has read, by place; at least one sample.
+        source, target: rank in ``group`` that has read, and that computes, the sample at each place.
+        lengths: of the sample at each place [tokens].
+    """
+    me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    like = next(iter(own.values()))
+    width = sum(like[name].element_size() for name in FIELDS)
+    leaving = [[i for i in own if target[i] == rank] for rank in ranks]
+    coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
+    there = wire_device(group)
+    sent = torch.cat([_bytes(own[i], there) for places in leaving for i in places])
+    to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, leaving))
+    received = sent.new_empty(sum(to_come))
+    dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
+    order = [i for places in coming for i in places]
+    parts = torch.split(received, [width * lengths[i] for i in order]) if order else ()
+    return {i: _sample(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
+
+
+def lay_out(
+    micro_batch: MicroBatch,
+    samples: Mapping[int, Sample],
+    like: Sample,
+    *,
+    multiple: int = 1,
+    with_mask: bool = False,
+    prefix: PrefixStore | None = None,
+    device: torch.device | None = None,
+) -> UserPack:
+    """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
+
+    The fields of a part of a sample are those parts of its fields: its labels are shifted already, its positions and
+    those of the pack begin where it does.
+
+    Args:
+        like: any sample, for dtypes and device.
+        multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
+        prefix: keys and values of the samples of the step that are cut; None where none is.
+        device: of the borders and positions that the model needs; None: where the samples are.
+    """
+    slices = micro_batch.slices
+    parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
+    parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
+    lengths = [len(part["tokens"]) for part in parts]
+    segments = padded_borders(lengths, pack_multiple=multiple)
+    padding = segments[-1] - sum(lengths)
+    positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
+    if padding:
+        # The last position is repeated, so that a table of learned positions is never overrun.
+        parts.append({name: like[name].new_zeros(padding) for name in FIELDS})
+        parts[-1]["position_ids"] += parts[-2]["position_ids"][-1]
+        positions.append(positions[-1][-1:].expand(padding))
+    rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
+    target_T = rows["loss_mask"] != 0
+    device = device or like["tokens"].device
+    pack = Pack(
+        tokens_T=rows["tokens"],
+        labels_T=torch.where(target_T, rows["labels"], IGNORE),
+        positions_T=torch.cat(positions).to(device),
+        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
+        segments=segments,
+        max_seqlen=max(lengths),
+        num_targets=int(target_T.sum()),
+        slices=slices,
+        padding=(*[0] * (len(lengths) - 1), padding) if padding else (),
+        prefix=prefix,
+    )
+    fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
+    return UserPack({**fields, MASK: None} if with_mask else fields, pack)
+
+
+class OneBatch(Iterator[dict[str, Any]]):
+    """The data iterator of one micro-batch: gives its fields once."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields: dict[str, Any] | None = fields
+
+    def __next__(self) -> dict[str, Any]:
+        fields, self._fields = self._fields, None
+        if fields is None:
+            raise EvenloadError(
+                "forward_step takes more than one batch from its data iterator",
+                "a second next(data_iterator) in one call",
+                "take one batch per call, as Megatron's schedules expect",
+            )
+        return fields
+
+
+def _bytes(sample: Sample, device: torch.device) -> Tensor:
+    return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).to(device)
+
+
+def _sample(data: Tensor, length: int, like: Sample) -> Sample:
+    parts = torch.split(data, [length * like[name].element_size() for name in FIELDS])
+    # A clone starts at an aligned address; a view into the middle of the buffer may not.
+    return {
+        name: part.clone().view(like[name].dtype).to(like[name].device)
+        for name, part in zip(FIELDS, parts, strict=True)
+    }
+
+
+def _refuse_unsupported(batch: Any) -> None:
+    keys = set(batch) if isinstance(batch, Mapping) else None
+    if keys is None or not set(FIELDS) <= keys or not keys <= {*FIELDS, MASK}:
+        found = type(batch).__name__ if keys is None else f"keys {', '.join(sorted(map(str, keys))) or 'none'}"
+        raise EvenloadError(
+            f"evenload packs batches of {', '.join(FIELDS)} (and {MASK})",
+            f"the data iterator gives {found}",
+            "give batches as Megatron's GPTDataset does, or disable evenload's plugins",
+        )
+    shapes = {name: tuple(getattr(batch[name], "shape", ())) for name in FIELDS}
+    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise EvenloadError("the fields of a batch have not all one shape [b, s]", found, "mend the dataset")
+
+
+def _refuse_mask(mask: Any, lengths: list[int]) -> None:
+    """Raise unless the mask, True where attention is forbidden, looks causal: packs are causal inside each sample.
+
+    Looked at: its first row and column, which a mask that starts anew inside a sample, a window and a prefix change.
+    """
+    if mask is None:
+        return
+    rows = [mask[row if mask.shape[0] > 1 else 0, 0] for row in range(len(lengths))]
+    if any(row[:n, 0].any() or not row[0, 1:n].all() for row, n in zip(rows, lengths, strict=True)):
+        raise EvenloadError(
+            "the attention mask is not the causal one",
+            "a sample whose tokens do not all see its first token, or whose first token sees others",
+            "switch reset_attention_mask off, or disable evenload's plugins",
+        )

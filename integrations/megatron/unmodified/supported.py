@@ -1,0 +1,258 @@
+"""What a training loop of the user's own must look like for its micro-batches to be regrouped exactly."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from ....core.errors import EvenloadError
+from ....core.machine.layout import Layout
+from ....core.plan.step_plan import StepPlan
+from ....core.recipe.recipe import Recipe
+from ..model.attention import PackedCoreAttention, _refuse_unsupported
+from ..model.rope import TokenRope
+
+log = logging.getLogger("evenload")
+
+Rule = tuple[bool, str, str, str]
+Trouble = tuple[str, str, str]
+"""The parts of an `EvenloadError`."""
+
+
+def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
+    """Raise EvenloadError for a model, its config or arguments of the schedule that evenload cannot honour."""
+    config = get_model_config(chunk)
+    overlap = bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+    rules: list[Rule] = [
+        (
+            not config.calculate_per_token_loss,
+            "regrouped micro-batches need a loss that is summed over tokens: an average of averages would change",
+            "calculate_per_token_loss=False",
+            "set calculate_per_token_loss=True, and return (sum of token losses, number of tokens, report) from the "
+            "loss function",
+        ),
+        (
+            overlap and config.no_sync_func is None,
+            "overlapped gradient reduction would start before the last of a changing number of micro-batches",
+            "overlap_grad_reduce=True, no_sync_func=None",
+            "set config.no_sync_func = model.no_sync, or overlap_grad_reduce=False",
+        ),
+        (
+            data_iterator is None,
+            "a rank has no data iterator",
+            "data_iterator=None",
+            "give every rank its data-parallel rank's iterator, tensor- and pipeline-parallel peers the same data",
+        ),
+        (
+            rest.get("pg_collection") is not None or rest.get("p2p_communicator") is not None,
+            "the schedule is given process groups of its own",
+            "pg_collection or p2p_communicator",
+            "use those of megatron.core.parallel_state, or disable evenload's plugins",
+        ),
+        (
+            rest.get("adjust_tensor_shapes_fn") is not None,
+            "packs set the shapes that pipeline stages exchange",
+            "adjust_tensor_shapes_fn",
+            "leave it out, or disable evenload's plugins",
+        ),
+        *_model_rules(config),
+    ]
+    _raise_first(rules)
+
+
+def bare_model(chunk: Any) -> Any:
+    """The GPTModel inside its wrappers. Raises EvenloadError for another model, or attention that takes no packs."""
+    model = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    if not isinstance(model, GPTModel) or "packed_seq_params" not in inspect.signature(model.forward).parameters:
+        raise EvenloadError(
+            "evenload packs the batches of Megatron-Core's GPTModel",
+            f"a model of type {type(model).__name__}",
+            "disable evenload's plugins",
+        )
+    cores = [m.core_attention for m in model.modules() if hasattr(m, "core_attention")]
+    unknown = sorted({type(core).__name__ for core in cores if not isinstance(core, _known_attention())})
+    if unknown:
+        raise EvenloadError(
+            "a layer's core attention is not known to keep packed samples apart",
+            ", ".join(unknown),
+            "use Megatron-Core's local or Transformer Engine layer spec, or disable evenload's plugins",
+        )
+    for core in cores:
+        if isinstance(core, DotProductAttention):
+            refuse_attention(core)
+    return model
+
+
+def why_whole(gpt: Any) -> str:
+    """What keeps samples of a GPTModel whole; empty where its packs may hold parts of samples.
+
+    Its attention must be one that reads their prefix, and rotary embeddings, if it has some, must give their angles by
+    position: Transformer Engine's kernels and embeddings of other kinds know borders between samples alone.
+    """
+    cores = {type(m.core_attention) for m in gpt.modules() if hasattr(m, "core_attention")}
+    odd = [core for core in cores if not issubclass(core, (DotProductAttention, PackedCoreAttention))]
+    rope = getattr(gpt, "rotary_pos_emb", None)
+    if rope is not None and type(rope) is not RotaryEmbedding and not isinstance(rope, TokenRope):
+        odd.append(type(rope))
+    return ", ".join(sorted(f"{one.__name__} knows borders between samples alone" for one in odd))
+
+
+def why_stock(chunk: Any, stranger: str) -> Trouble | None:
+    """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
+
+    Args:
+        stranger: who made the schedule that the loop would run, if not Megatron-Core.
+    """
+    config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
+    if stranger:
+        return (
+            "the host's schedule is already patched by someone else, and an order of a plan would take its place",
+            stranger,
+            "take that change off, or make it around evenload's by applying it after evenload is enabled, or disable "
+            "plugins.pipeline and set plugins.packing.slices=off",
+        )
+    do = "leave it off, or disable plugins.pipeline and set plugins.packing.slices=off"
+    settings = (
+        ("defer_embedding_wgrad_compute", False, "the output layer's weight gradients wait for Megatron's schedule"),
+        ("fine_grained_activation_offloading", False, "activations are offloaded in the order of Megatron's schedule"),
+        ("num_microbatches_with_partial_activation_checkpoints", None, "Megatron's schedule says what is recomputed"),
+        ("overlap_p2p_comm", False, "hand-over between stages is Megatron's"),
+        ("num_layers_in_first_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("num_layers_in_last_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("account_for_embedding_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
+    )
+    for name, wanted, why in settings:
+        if (value := getattr(config, name, wanted)) != wanted:
+            return f"an order of a plan cannot run where {why}", f"{name} {value}", do
+    if ddp is not None and not isinstance(chunk, DistributedDataParallel):
+        found = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", found, do
+    return None
+
+
+def warn_of_dropout(config: Any) -> None:
+    """Say that dropout draws other numbers: there is no equality to show then, though the distribution is the same."""
+    if config.hidden_dropout > 0 or config.attention_dropout > 0:
+        log.warning(
+            "hidden_dropout %g, attention_dropout %g: a packed step draws other dropout masks than a stock one",
+            config.hidden_dropout,
+            config.attention_dropout,
+        )
+
+
+def refuse_replays(plan: StepPlan, config: Any) -> None:
+    """Raise EvenloadError for replays under dropout: they draw other masks than the keys and values that were kept."""
+    if plan.replayed and config.hidden_dropout > 0:
+        raise EvenloadError(
+            "a plan with replayed micro-batches cannot run a model with dropout",
+            f"hidden_dropout {config.hidden_dropout:g}, {len(plan.replayed)} replays",
+            "set hidden_dropout=0, or plan without replays (packing.asymmetric false, no activation cap)",
+        )
+
+
+def refuse_attention(core: DotProductAttention) -> None:
+    """Raise EvenloadError for what packed attention cannot do in the place of this module."""
+    _refuse_unsupported(core.config, core.attn_mask_type, core.attention_type, core.attention_dropout.p)
+
+
+def refuse_loss(told: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
+    """Raise EvenloadError unless a loss function returned sums.
+
+    Args:
+        told: what it returned.
+        losses: what it was given, to recompute sum and count; None leaves that out, for it waits for the device.
+        loss_mask: of the pack, [1, T].
+    """
+    if not isinstance(told, tuple) or len(told) != 3:
+        raise EvenloadError(
+            "the loss function does not return (sum of token losses, number of tokens, report)",
+            f"{len(told)} values" if isinstance(told, tuple) else type(told).__name__,
+            "return these three; with two, Megatron averages over micro-batches",
+        )
+    if losses is None or losses.shape != loss_mask.shape:
+        return
+    mask = loss_mask.to(losses.device)
+    count, total = float(mask.sum()), float((losses.double() * mask).sum())
+    if float(told[1]) != count:
+        raise EvenloadError(
+            "the loss function counts other tokens than those with loss: packs have no padding to count",
+            f"{float(told[1]):g} tokens, loss_mask sums to {count:g}",
+            "return loss_mask.sum() as the number of tokens",
+        )
+    returned = float(told[0].detach())
+    if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
+        raise EvenloadError(
+            "the loss function returns the mean of the token losses",
+            f"{returned:g}, the sum is {total:g}",
+            "return the sum; Megatron divides by the global number of tokens once",
+        )
+
+
+def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> Recipe:
+    """The recipe, with the model shape, precision and layout of a live loop: what costs are counted from."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if config.hidden_size % heads:
+        # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
+        heads = groups = layout.tp
+    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
+    return recipe.changed(
+        {
+            "trainer": "megatron",
+            "parallel": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+            "train.dtype": dtypes.get(config.params_dtype, "bf16"),
+            "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
+            "model": {
+                "family": "llama" if config.gated_linear_unit else "gpt",
+                "num_layers": config.num_layers,
+                "hidden_size": config.hidden_size,
+                "ffn_hidden_size": config.ffn_hidden_size,
+                "num_attention_heads": heads,
+                "num_query_groups": groups,
+                "vocab_size": vocab_size,
+            },
+        }
+    )
+
+
+def _model_rules(config: Any) -> Iterable[Rule]:
+    do = "disable evenload's plugins for this model"
+    settings = (
+        ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
+        ("virtual_pipeline_model_parallel_size", None, "the interleaved pipeline schedule is not planned for"),
+        ("num_moe_experts", None, "auxiliary losses of experts are averages over a micro-batch"),
+        ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
+        ("multi_latent_attention", False, "packed latent attention is not checked"),
+        ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
+        ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
+    )
+    for name, wanted, why in settings:
+        value = getattr(config, name, wanted)
+        yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do
+
+
+def _known_attention() -> tuple[type, ...]:
+    from megatron.core.extensions import transformer_engine
+
+    # Without Transformer Engine the name is bound to a mock, which is no type.
+    known = (DotProductAttention, PackedCoreAttention, getattr(transformer_engine, "TEDotProductAttention", None))
+    return tuple(attention for attention in known if isinstance(attention, type))
+
+
+def _raise_first(rules: Iterable[Rule]) -> None:
+    for broken, what, found, do in rules:
+        if broken:
+            raise EvenloadError(what, found, do)

@@ -1,0 +1,336 @@
+"""Certified lower bounds: what no division of a batch among ranks can beat.
+
+`lower_bound_s` holds for every plan of a step: groups of ranks disjoint or overlapping, zones, slices, remapped tokens.
+A plan in which no rank is busy for longer than C can only run a sequence on degrees d that are done in time, and then
+takes at least the least rank-seconds among those:
+
+    area_k(C) = min { compute_k + d * open_k(d) :  compute_k / d + exposed_k(d) <= C - launches }
+    bound     = the least C with   sum_k area_k(C) + launches  <=  N * C
+
+``exposed`` is the communication that a sequence's own attention does not hide, ``open`` the part of it that nothing
+hides: hops of a ring wait no longer where other sequences share its ranks.
+
+Slices of one sequence may run on different degrees in turn, so there the minimum is over mixtures (the lower convex
+hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
+ranks meet in every micro-batch (ZeRO 3), those beside the longest sequence have no more than their cap of tokens to
+fill the time that it takes. A millisecond, once `prices` has its table; that is read from below.
+
+`micro_batch_bound_s` is tighter and takes seconds: FlexSP's disjoint groups of one micro-batch, degree by degree and
+not group by group. Numbers of groups n_d are integers, the longest sequences go to one degree whole, all others may be
+divided (b_k: sequences of that length):
+
+    minimise  sum_d d * n_d    with   sum_d x_kd = b_k,    sum_k f(T(k, d) / C) x_kd <= n_d,
+                                      sum_k f(tokens_k / (d * cap)) x_kd <= n_d    for some dual feasible f
+
+A function f is dual feasible if weights that sum to at most 1 have f's that do (Fekete and Schepers, Math. Prog. 2001);
+it tells the program that what does not fit beside each other takes groups of its own. C is refused only where the
+solver's *dual* bound on the ranks exceeds N: what a solver that ran out of nodes has not found may still exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.balance.partition import Floats, Ints
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import Limits
+from ...core.registry import Situation
+from .candidates.disjoint_groups import Table
+from .config import MeshConfig
+from .cost_table import Prices, prices_of
+
+_PRECISION = 1e-4
+"""Relative width at which a search for the least time ends."""
+_INSTANT = 1e-9
+"""Seconds below which times count as equal: without launches the search begins at none."""
+_NODES = 200
+"""Branch-and-bound nodes for each time that is tried."""
+_WHOLE = 48
+"""Longest sequences that go to one degree whole in the integer program."""
+_TOLERANCE = 1e-6
+_NEVER = 1e9
+"""Seconds that no sequence takes."""
+_TOGETHER = 3
+"""Longest sequences of which each two are asked how they run,"""
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
+"""and rates, among the seconds a token of all others."""
+
+
+def lower_bound_s(
+    lengths: Ints, limits: Limits, situation: Situation, config: MeshConfig | None = None, *, cuts: bool | None = None
+) -> float:
+    """No plan of these sequences has a busiest rank below this [s]; forward and backward, gradient sum left out.
+
+    Args:
+        lengths: int [K], tokens.
+        limits: ``max_tokens`` is the cap of a rank.
+        config: ways to share attention; None: all of them.
+        cuts: whether slices may run one after the other; None: as the host allows.
+    """
+    if not len(lengths):
+        return 0.0
+    config, costs, ranks = config or MeshConfig(), situation.costs, limits.num_ranks
+    cuts = not limits.whole_sequences if cuts is None else cuts
+    bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
+    cap, total = float(limits.max_tokens), float(lengths.sum())
+    prices = prices_of(situation, limits, config, int(lengths.max()))
+    rounds = float(np.ceil(total / (ranks * cap)))
+    launches_s = prices.launch_s * (rounds if limits.equal_counts else max(1.0, total / (ranks * cap)))
+    # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
+    beside_s = launches_s if limits.equal_counts else prices.launch_s
+
+    linear = costs.forward.token_s + costs.backward.token_s
+    alone = costs.sequence_s(lengths)
+    # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
+    long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
+    areas = _Areas(
+        alone[long], lengths[long], prices, linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    )
+    rest = float(alone[~long].sum())
+
+    def possible(seconds: float) -> bool:
+        area = areas.least(seconds - beside_s, mixed=cuts)
+        return rest + area + ranks * launches_s <= ranks * seconds
+
+    found = max(linear * total / ranks + rounds * prices.launch_s, _least(possible, rest / ranks + launches_s))
+    if limits.equal_counts and bound_to_ranks and long.any():
+        found = max(found, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
+    return found
+
+
+class _Long(NamedTuple):
+    """A long sequence by its degree."""
+
+    time: Floats
+    area: Floats
+    degree: Ints
+    """The most of the range that a column stands for, and the least."""
+    least: Ints
+    used: Floats
+    """The longest that its ranks can be busy without a further long sequence, at each rate."""
+
+
+class _Areas:
+    """Times and rank-seconds of long sequences by degree, from below, degrees between priced ones included."""
+
+    def __init__(self, alone: Floats, lengths: Ints, prices: Prices, elsewhere: float, cap: float) -> None:
+        """``elsewhere``: seconds of a token's work that other ranks may do."""
+        degrees = prices.degrees
+        priced = [_from_below(lengths, prices, j) for j in range(len(degrees))]
+        exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
+        gaps = np.flatnonzero(np.diff(degrees) > 1) if not prices.config.powers_of_two else np.array([], dtype=np.int64)
+        least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
+        # No degree between two priced ones exposes less than the better of both.
+        exposed, never_hidden = (
+            np.concatenate([rows, np.minimum(rows[:, gaps], rows[:, gaps + 1])], axis=1)
+            for rows in (exposed, never_hidden)
+        )
+        fits = lengths[:, None] <= most * cap
+        self._lengths, self._least, self._most = lengths, least, most
+        self._time = np.where(fits, (alone - elsewhere * lengths)[:, None] / most + exposed, np.inf)
+        self._area = np.where(fits, alone[:, None] + least * never_hidden, np.inf)
+
+    def with_company(self, ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
+        """Least seconds of all rounds together, where ranks that have too few tokens wait for long sequences.
+
+        A rank's tokens in a round are at most ``cap``; they take at most ``rate`` each, but for sequences that cost
+        more, and what those cost more can fill a wait only once. Asked of the longest sequence by itself, and of each
+        two of the longest: in different rounds, in one round on ranks of their own, or on some in common.
+
+        Args:
+            alone: [S] seconds of all other, short sequences on one rank each.
+            lengths: int [S], their tokens.
+        """
+        order = np.argsort(-self._lengths, kind="stable")[:_TOGETHER].tolist()
+        pairs = [(order[0], order[0]), *combinations(order, 2)]
+        return max(self._of_two(pair, ranks, cap, alone, lengths) for pair in pairs)
+
+    def _of_two(self, pair: tuple[int, int], ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
+        mine = list(dict.fromkeys(pair))
+        area = np.concatenate([np.delete(self._area.min(axis=1), mine), alone])
+        tokens = np.concatenate([np.delete(self._lengths, mine), lengths])
+        rate = np.quantile(area / tokens, _QUANTILES) if len(area) else np.zeros(1)
+        work = np.minimum(area[:, None], tokens[:, None] * rate).sum(axis=0)
+        one, two = (self._column_of(k, rate, cap, axis) for axis, k in enumerate(pair))
+
+        def step(rounds_s: Floats, waits: Floats, both: Floats) -> float:
+            total = both + np.maximum(area.sum(), (work + waits).max(axis=-1))
+            return float(np.maximum(rounds_s, total / ranks).min())
+
+        def wait(of: _Long) -> Floats:
+            return np.maximum(0, ranks - of.degree) * np.maximum(0.0, of.time - rate * cap)
+
+        if len(mine) == 1:
+            return step(one.time[..., 0], wait(one), one.area[..., 0])
+        both = (one.area + two.area)[..., 0]
+        apart = step((one.time + two.time)[..., 0], wait(one) + wait(two), both)
+        free = np.maximum(0, ranks - one.degree - two.degree)
+        beside_s = np.maximum(one.time, two.time)
+        waits = free * np.maximum(0.0, beside_s - rate * cap)
+        waits = waits + one.degree * np.maximum(0.0, beside_s - one.used)
+        waits = waits + two.degree * np.maximum(0.0, beside_s - two.used)
+        possible = (one.least + two.least <= ranks)[..., 0]
+        beside = step(np.where(possible, beside_s[..., 0], np.inf), waits, both)
+        after_s = one.time + two.time
+        ends = []
+        for common in (
+            np.maximum(1, one.degree + two.degree - ranks),
+            np.minimum(one.degree, two.degree),
+        ):
+            waits = np.maximum(0, ranks - one.degree - two.degree + common) * np.maximum(0.0, after_s - rate * cap)
+            waits = waits + (one.degree - common) * np.maximum(0.0, after_s - one.used)
+            ends.append(waits + (two.degree - common) * np.maximum(0.0, after_s - two.used))
+        return min(apart, beside, step(after_s[..., 0], np.minimum(*ends), both))
+
+    def _column_of(self, k: int, rate: Floats, cap: float, axis: int) -> _Long:
+        """A long sequence on every degree that holds it, along an axis of [degrees of one, degrees of two, rates]."""
+        fits = np.isfinite(self._time[k])
+        shape = (-1, 1, 1) if axis == 0 else (1, -1, 1)
+        time, area, degree, least = (
+            row[fits].reshape(shape) for row in (self._time[k], self._area[k], self._most, self._least)
+        )
+        left = np.maximum(0.0, cap - self._lengths[k] / degree)
+        return _Long(time, area, degree, least, np.maximum(time + rate * left, rate * cap))
+
+    def least(self, seconds: float, *, mixed: bool) -> float:
+        """Least rank-seconds of all in which each is done in time; infinite where one cannot be.
+
+        ``mixed``: a sequence may run on several degrees in turn.
+        """
+        time, area = self._time, self._area
+        found = np.where(time <= seconds, area, np.inf).min(axis=1, initial=np.inf)
+        if mixed and len(found) and np.isfinite(found).all():
+            time, area = np.where(np.isfinite(time), time, _NEVER), np.where(np.isfinite(area), area, _NEVER)
+            slow, fast = time[:, :, None], time[:, None, :]
+            pairs = (slow > seconds) & (fast <= seconds)
+            share = (seconds - fast) / np.where(pairs, slow - fast, 1.0)
+            both = share * area[:, :, None] + (1 - share) * area[:, None, :]
+            found = np.minimum(found, np.where(pairs, both, np.inf).min(axis=(1, 2)))
+        return float(found.sum())
+
+
+def _from_below(lengths: Ints, prices: Prices, column: int) -> tuple[Floats, Floats]:
+    """Communication of the best way on a priced degree, forward and backward [K]: alone, and what nothing ever hides.
+
+    Hops of a ring may hide behind sequences that share its ranks. Between two lengths of the table the least of the
+    chord and of its neighbours' extensions: that is below a function that bends up, one that bends down, and one with
+    an edge where communication begins to hide behind attention.
+    """
+    grid, (numbers, first, second) = prices.grid, prices.columns[column]
+    if not numbers:
+        return np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
+    rows = first + second  # [ways, grid]
+    slope = np.diff(rows, axis=1) / np.diff(grid)
+    at = np.clip(np.searchsorted(grid, lengths, side="right") - 1, 0, len(grid) - 2)
+    left, right = np.maximum(at - 1, 0), np.minimum(at + 1, slope.shape[1] - 1)
+    start, end = lengths - grid[at], lengths - grid[at + 1]
+    chord = rows[:, at] + slope[:, at] * start
+    before = rows[:, at] + slope[:, left] * start
+    after = rows[:, at + 1] + slope[:, right] * end
+    found = np.maximum(0.0, np.minimum(np.minimum(chord, before), after))
+    found = np.where(lengths < grid[0], 0.0, found)
+    hides = np.array([prices.ways[number].engine in ("ring", "hybrid") for number in numbers])
+    return found.min(axis=0), np.where(hides[:, None], 0.0, found).min(axis=0)
+
+
+def micro_batch_bound_s(
+    lengths: Ints, table: Table, num_ranks: int, max_tokens: float, known_s: float, nodes: int = _NODES
+) -> float:
+    """No disjoint groups of one micro-batch are all done before this [s], launch left out.
+
+    Args:
+        lengths: int [K], tokens.
+        known_s: seconds of some solution; the bound is at most this.
+
+    Raises EvenloadError where PuLP or HiGHS is missing.
+    """
+    fits = lengths[:, None] <= table.degrees * max_tokens
+    seconds = np.where(fits, table.seconds, np.inf)
+    least = max(float((seconds * table.degrees).min(axis=1).sum()) / num_ranks, float(seconds.min(axis=1).max()))
+    program = _Program(lengths, seconds, table.degrees, max_tokens)
+    return min(_least(lambda c: program.ranks(c, num_ranks, nodes) <= num_ranks + _TOLERANCE, least, known_s), known_s)
+
+
+class _Program:
+    """The integer program of one micro-batch; sequences of equal length are one row."""
+
+    def __init__(self, lengths: Ints, seconds: Floats, degrees: Ints, max_tokens: float) -> None:
+        values, first, counts = np.unique(-lengths, return_index=True, return_counts=True)
+        self._lengths, self._seconds, self._counts = -values, seconds[first], counts
+        self._whole = np.cumsum(counts) <= _WHOLE
+        self._degrees, self._cap = degrees, max_tokens
+        self._unit = int(np.gcd.reduce(lengths))
+
+    def ranks(self, seconds: float, enough: int, nodes: int) -> float:
+        """The solver's dual bound on the ranks that this much time takes."""
+        try:
+            import pulp
+        except ImportError as error:
+            found, do = str(error), "pip install 'evenload[solver]'"
+            raise EvenloadError("the bound of a micro-batch needs PuLP with HiGHS", found, do) from error
+        problem = pulp.LpProblem("ranks", pulp.LpMinimize)
+        groups = [pulp.LpVariable(f"n{j}", 0, int(enough // d), cat="Integer") for j, d in enumerate(self._degrees)]
+        problem += pulp.lpDot([int(d) for d in self._degrees], groups)
+        rows, columns = range(len(self._counts)), range(len(self._degrees))
+        put = {
+            (q, j): pulp.LpVariable(f"x{q}_{j}", 0, int(self._counts[q]), "Integer" if self._whole[q] else "Continuous")
+            for q in rows
+            for j in columns
+            if self._seconds[q, j] <= seconds
+        }
+        for q in rows:
+            mine = [put[q, j] for j in columns if (q, j) in put]
+            if not mine:
+                return np.inf
+            problem += pulp.lpSum(mine) == int(self._counts[q])
+        for j, n in enumerate(groups):
+            inside = [q for q in rows if (q, j) in put]
+            for weights in self._weights(j, inside, seconds):
+                problem += pulp.lpDot(weights.tolist(), [put[q, j] for q in inside]) <= n
+        with suppress(KeyError):  # PuLP 3.3 has no name for "node limit reached"
+            problem.solve(
+                pulp.HiGHS(msg=False, threads=1, mip_max_nodes=nodes, random_seed=0, objective_target=float(enough))
+            )
+        info = problem.solverModel.getInfo()
+        return float(info.mip_dual_bound) if problem.solverModel.getModelStatus().name != "kInfeasible" else np.inf
+
+    def _weights(self, column: int, rows: list[int], seconds: float) -> Iterator[Floats]:
+        """Rows of weights, each of which sums to at most 1 in any group of this degree."""
+        times = self._seconds[rows, column] / seconds
+        room = float(self._degrees[column]) * self._cap
+        tokens = self._lengths[rows] / room
+        least = self._seconds[rows, column].min(initial=np.inf) / self._lengths[rows].min(initial=1) * self._unit
+        yield from _dual_feasible(times, [seconds / least] if np.isfinite(least) and self._unit > 1 else [])
+        if np.isfinite(room):
+            yield from _dual_feasible(tokens, [room / self._unit] if self._unit > 1 else [])
+
+
+def _dual_feasible(weights: Floats, scales: list[float]) -> Iterator[Floats]:
+    """Of weights in [0, 1]: themselves, counts of those over 1/2, 1/3 ..., large ones as if alone, whole units."""
+    weights = weights * (1 - 1e-9)
+    yield weights
+    for k in range(1, 5):
+        yield np.maximum(0.0, np.ceil((k + 1) * weights) - 1) / k
+    for small in (0.1, 0.2, 0.3, 0.4):
+        yield np.where(weights > 1 - small, 1.0, np.where(weights < small, 0.0, weights))
+    for scale in scales:
+        if scale >= 1:
+            yield np.floor(scale * weights * (1 + 2e-9)) / np.floor(scale * (1 + 2e-9))
+
+
+def _least(possible: Callable[[float], bool], least: float, known: float = np.inf) -> float:
+    """The largest time known to be impossible, or ``least``; possible is taken to be so from some time on."""
+    if possible(least):
+        return least
+    low, high = least, min(max(2 * least, _INSTANT), known)
+    while high < known and not possible(high):
+        low, high = high, min(2 * high, known)
+    while high < np.inf and high - low > _PRECISION * max(low, _INSTANT):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low

@@ -1,0 +1,1 @@
+"""The plans that `mesh` chooses from: one module a family."""

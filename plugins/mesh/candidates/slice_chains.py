@@ -1,0 +1,235 @@
+"""Long sequences in time and space at once: chains of slices, each slice on the same ranks; short ones fill the gaps.
+
+A sequence is cut where its ranks cannot hold it (the token cap), or where a pipeline wants smaller micro-batches than
+its ranks make of it. A plan is a row of *blocks*; a block is K rounds that run forward in order and then backward in
+reverse, and each rank runs one micro-batch a round:
+
+    round 1   [ A0   A0   A0 | B0 | ....  ]        A: 3 slices on three ranks, B: 2 slices on one,
+    round 2   [ A1   A1   A1 | B1 | ....  ]        ....: whole sequences that fit into a cell
+    round 3   [ A2   A2   A2 | .. | ....  ]
+
+Slices of a chain cost alike, so that rounds do; chains are placed longest first on neighbouring ranks of the first
+block with room, whole sequences on the emptiest cells. No published system chooses between the two axes for each
+sequence; here every degree is tried for the long ones, and the simulator judges.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ....core.balance.partition import Ints
+from ....core.balance.slicing import evenly
+from ....core.costs.costs import PassCost
+from ....core.costs.traffic import attention_s
+from ....core.plan.step_plan import Limits, MicroBatch, Slice
+from ..cost_table import LEAST_TOKENS, Prices, Way
+from ..emit.blocks import Block
+
+_SHORTER = (1.0, 0.5, 0.25, 0.125, 0.0625)
+"""Times of a round over the longest that the token cap allows, where stages wait for each other."""
+_FULL = 1.02
+"""Time of a cell over the round's from which it takes no further sequence."""
+_TRIES = 16
+"""Numbers of slices of equal cost that are tried, from the fewest that might keep the cap on."""
+
+
+class Chain(NamedTuple):
+    """A sequence that is cut."""
+
+    slices: tuple[Slice, ...]
+    degree: int
+    way: Way
+
+
+def chained(lengths: Ints, prices: Prices, limits: Limits) -> Iterator[list[Block]]:
+    """Ways to divide the batch into blocks; lengths int64 [K]."""
+    costs, stages = prices.situation.costs, limits.num_stages
+    price = costs.forward.plus(costs.backward)
+    seconds = costs.sequence_s(lengths)
+    mean_s = float(seconds.sum()) / limits.num_ranks
+    whole_s = min(mean_s, float(price.seconds(limits.max_tokens)))
+    for shorter in _SHORTER if stages > 1 else _SHORTER[:1]:
+        round_s = shorter * whole_s
+        for degree in _powers(prices.usable):
+            cuts = [
+                chain
+                for i in np.argsort(-lengths, kind="stable").tolist()
+                if int(lengths[i]) > limits.max_tokens or seconds[i] > _FULL * round_s
+                for chain in _chain(i, int(lengths[i]), degree, round_s, price, prices, limits)
+            ]
+            named = {chain.slices[0].sequence for chain in cuts}
+            if not named.issuperset(np.flatnonzero(lengths > limits.max_tokens).tolist()):
+                continue  # one of them has too few tokens for so many ranks
+            rest = [i for i in np.argsort(-lengths, kind="stable").tolist() if i not in named]
+            yield _blocks(cuts, rest, lengths, round_s, price, limits, prices)
+
+
+def _powers(degrees: list[int]) -> list[int]:
+    """Powers of two and the largest: enough, since the simulator judges each."""
+    return [d for d in degrees if d & (d - 1) == 0 or d == degrees[-1]]
+
+
+def _chain(
+    index: int, length: int, degree: int, round_s: float, price: PassCost, prices: Prices, limits: Limits
+) -> Iterator[Chain]:
+    """The sequence on as many ranks, or on as many as its tokens are enough for; nothing where the cap is too small."""
+    ranks = max((d for d in prices.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
+    least = LEAST_TOKENS * ranks
+    most = ranks * (limits.max_tokens - 2) if ranks > 1 else limits.max_tokens
+    each = float(price.seconds(length)) / ranks
+    wanted = min(round(each / round_s) if round_s else 1, length // least)
+    count = max(1, wanted, -(-length // (ranks * limits.max_tokens)))
+    for more in range(_TRIES):
+        slices = _equal(index, length, count + more, price)
+        if all(least <= s.length <= most for s in slices):
+            yield Chain(slices, ranks, _way(slices, ranks, prices))
+            return
+    if most >= least:
+        # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
+        slices = tuple(evenly(index, length, count, price, most, least))
+        if ranks == 1 or slices[-1].length >= least:
+            yield Chain(slices, ranks, _way(slices, ranks, prices))
+
+
+def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
+    """Slices of equal cost."""
+    whole = float(price.seconds(length))
+    ends = [round(price.tokens_within(0, whole * k / count)) for k in range(count)] + [length]
+    return tuple(Slice(index, a, b) for a, b in pairwise(ends))
+
+
+def _way(slices: tuple[Slice, ...], degree: int, prices: Prices) -> Way:
+    """The engine that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
+    at = prices.situation
+    pieces = np.array([(s.length, s.start) for s in slices], dtype=np.float64)
+
+    def seconds(way: Way) -> float:
+        return float(
+            sum(
+                np.sum(
+                    attention_s(
+                        at.traffic,
+                        at.cluster,
+                        at.layout,
+                        0,
+                        pieces,
+                        tuple(range(degree)),
+                        way.engine,
+                        way.inner,
+                        cost,
+                        passes,
+                        way.routed,
+                    )
+                )
+                for cost, passes in ((at.costs.forward, 1), (at.costs.backward, 2))
+            )
+        )
+
+    ways = prices.ways_of(degree)
+    return ways[0] if len(ways) == 1 else min(ways, key=seconds)
+
+
+class _Grid(NamedTuple):
+    """A block while chains are put into it."""
+
+    used: list[int]
+    """Rounds of each rank that are taken, from the first on."""
+    placed: list[tuple[Chain, int, int]]
+    """(chain, first rank, first round)."""
+
+    def takes(self, chain: Chain, step: int, tall: int) -> bool:
+        """Put a chain onto the ranks that are free first, starting at multiples of ``step``; False if it ends above
+        ``tall``."""
+        starts = range(0, len(self.used) - chain.degree + 1, step)
+        first = min(starts, key=lambda r: max(self.used[r : r + chain.degree]))
+        at = max(self.used[first : first + chain.degree])
+        if at + len(chain.slices) > tall:
+            return False
+        self.placed.append((chain, first, at))
+        self.used[first : first + chain.degree] = [at + len(chain.slices)] * chain.degree
+        return True
+
+
+def _blocks(
+    chains: list[Chain], rest: list[int], lengths: Ints, round_s: float, price: PassCost, limits: Limits, prices: Prices
+) -> list[Block]:
+    """Chains longest first into the first block with room, then whole sequences into the emptiest cells."""
+    num_ranks, node = limits.num_ranks, prices.node
+    grids: list[_Grid] = []
+    tall = max((len(chain.slices) for chain in chains), default=1)
+    for chain in sorted(chains, key=lambda c: (-len(c.slices), -c.degree, c.slices[0].sequence)):
+        step = chain.degree if chain.degree <= node and node % chain.degree == 0 else 1
+        if not any(grid.takes(chain, step, tall) for grid in grids):
+            grids.append(_Grid([0] * num_ranks, []))
+            grids[-1].takes(chain, step, tall)
+    blocks = [_laid_out(grid.placed, max(grid.used), num_ranks) for grid in grids]
+    cells = [[{rank for rank in range(num_ranks) if not _busy(one, rank)} for one in block.rounds] for block in blocks]
+    _fill(blocks, cells, rest, lengths, round_s, price, limits)
+    for block in blocks:
+        for one in block.rounds:
+            one += [MicroBatch((), (rank,)) for rank in range(num_ranks) if not _busy(one, rank)]
+    return blocks
+
+
+def _busy(micro_batches: list[MicroBatch], rank: int) -> bool:
+    return any(rank in m.ranks for m in micro_batches)
+
+
+def _laid_out(placed: list[tuple[Chain, int, int]], count: int, num_ranks: int) -> Block:
+    rounds: list[list[MicroBatch]] = [[] for _ in range(count)]
+    for chain, first, at in placed:
+        ranks = tuple(range(first, first + chain.degree))
+        for k, piece in enumerate(chain.slices):
+            way = chain.way
+            made = MicroBatch((piece,), ranks)
+            if chain.degree > 1:
+                made = made._replace(engine=way.engine, inner=way.inner, routed=way.routed)
+            rounds[at + k].append(made)
+    return Block(rounds)
+
+
+def _fill(
+    blocks: list[Block],
+    free: list[list[set[int]]],
+    rest: list[int],
+    lengths: Ints,
+    round_s: float,
+    price: PassCost,
+    limits: Limits,
+) -> None:
+    """Whole sequences, longest first, onto the emptiest cell with room; new rounds where there is none."""
+    cells = [(b, k, rank) for b, rows in enumerate(free) for k, ranks in enumerate(rows) for rank in sorted(ranks)]
+    heap = [(0.0, c) for c in range(len(cells))]
+    held, members = [0] * len(cells), [[] for _ in cells]  # type: list[int], list[list[int]]
+
+    def another_round() -> None:
+        blocks.append(Block([[]]))
+        for rank in range(limits.num_ranks):
+            heapq.heappush(heap, (0.0, len(cells)))
+            cells.append((len(blocks) - 1, 0, rank))
+            held.append(0)
+            members.append([])
+
+    seconds = price.seconds(lengths[rest].astype(np.float64)).tolist()
+    while len(cells) * round_s < sum(seconds) or len(cells) * limits.max_tokens < int(lengths[rest].sum()):
+        another_round()
+    for i, each in zip(rest, seconds, strict=True):
+        n, full = int(lengths[i]), []
+        while heap and held[heap[0][1]] + n > limits.max_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            another_round()
+        spent, c = heap[0]
+        heapq.heapreplace(heap, (spent + each, c))
+        held[c] += n
+        members[c].append(i)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    for (b, k, rank), mine in zip(cells, members, strict=True):
+        if mine:
+            blocks[b].rounds[k].append(MicroBatch(tuple(Slice(i, 0, int(lengths[i])) for i in sorted(mine)), (rank,)))

@@ -1,0 +1,275 @@
+"""Seconds of a sequence on d ranks, by the simulator's own rules: what all of the planner's choices rest on.
+
+    seconds(n, d) = compute(n) / d + exposed(n, d)            forward and backward
+
+``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.traffic.attention_s` over
+lengths, four to an octave, for every degree and every way in which ranks may share attention, and read off in between.
+The table depends on the situation alone and is kept; reading it for 8,192 sequences takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.balance.partition import Floats, Ints
+from ...core.costs.costs import PassCost
+from ...core.costs.traffic import attention_s, exposed_s, gathering_s
+from ...core.plan.step_plan import Engine, Limits, MicroBatch, Slice
+from ...core.registry import Situation
+from .config import MeshConfig
+
+LEAST_TOKENS = 4
+"""Tokens that a rank has at least of a sequence that it shares: every engine's layout then gives each of them some."""
+_GRID = 4
+"""Lengths to an octave."""
+_STEPS = 8
+"""Degrees of more than a node to an octave."""
+
+
+class Way(NamedTuple):
+    """How ranks share attention."""
+
+    engine: Engine
+    inner: int = 0
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What K sequences cost on each of D degrees, and which of them may be chosen."""
+
+    degrees: Ints
+    """[D] ascending, the first is 1."""
+    tokens: Ints
+    """[K, D]: the most tokens that one of the ranks holds."""
+    forward: Floats
+    """[K, D] seconds on each of the ranks; infinite where so many ranks may not share it."""
+    backward: Floats
+    way: Ints
+    """[K, D]: number of the best way in `Prices.ways`."""
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Forward and backward [K, D]."""
+        return self.forward + self.backward
+
+    @cached_property
+    def area(self) -> Floats:
+        """Rank-seconds [K, D]."""
+        return np.asarray(self.seconds * self.degrees, dtype=np.float64)
+
+    @cached_property
+    def alone(self) -> Floats:
+        """Seconds on one rank [K]; infinite where that may not be."""
+        return self.seconds[:, 0].copy()
+
+    @cached_property
+    def fastest(self) -> Floats:
+        """Seconds on the degree of least seconds [K]."""
+        return np.asarray(self.seconds.min(axis=1), dtype=np.float64)
+
+    @cached_property
+    def least_area(self) -> Floats:
+        """Rank-seconds on the degree of least rank-seconds [K]."""
+        return np.asarray(self.area.min(axis=1), dtype=np.float64)
+
+    def under(self, cap: float) -> Shares:
+        """The same where one rank holds at most ``cap`` tokens of a sequence."""
+        over = self.tokens > cap
+        if not over.any():
+            return self
+        forward, backward = (np.where(over, np.inf, seconds) for seconds in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+    def launching(self, forward_s: float, backward_s: float, cap: float) -> Shares:
+        """With launches: one for a shared sequence, for one on a single rank its part of ``cap`` tokens of a launch."""
+        part = np.where(self.degrees == 1, self.tokens / cap, 1.0)
+        return replace(self, forward=self.forward + forward_s * part, backward=self.backward + backward_s * part)
+
+
+class Prices:
+    """The table of one situation."""
+
+    def __init__(self, situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> None:
+        self.situation, self.limits, self.config = situation, limits, config
+        self.node = min(limits.node_ranks or limits.num_ranks, limits.num_ranks)
+        self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
+        self.longest = 1 << max(8, int(longest - 1).bit_length())
+        octaves = int(np.log2(self.longest / LEAST_TOKENS))
+        self.grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
+        """Lengths of the table, ascending."""
+        self.ways: list[Way] = [Way("")]
+        traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
+        self.launch = (
+            situation.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(traffic, cluster, layout, 1),
+            situation.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
+        )
+        """Seconds of a pass without tokens, forward and backward."""
+        self.columns = [self._column(int(d)) for d in self.degrees]
+        """Of each degree: numbers of its ways, and their exposed seconds [ways, grid], forward and backward."""
+        self._others: dict[int, tuple[list[int], Floats, Floats]] = {}
+
+    @property
+    def launch_s(self) -> float:
+        return sum(self.launch)
+
+    @property
+    def usable(self) -> list[int]:
+        """The degrees at which some engine can share attention, ascending; the first is 1."""
+        return [degree for degree, (numbers, _, _) in zip(self.degrees.tolist(), self.columns, strict=True) if numbers]
+
+    def of(self, lengths: Ints) -> Shares:
+        """lengths int64 [K] -> what each costs on every degree."""
+        n = lengths.astype(np.float64)
+        shape = (len(lengths), len(self.degrees))
+        forward, backward, way = np.empty(shape), np.empty(shape), np.zeros(shape, dtype=np.int64)
+        tokens = np.empty(shape, dtype=np.int64)
+        costs = self.situation.costs
+        whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
+        mine = np.arange(len(lengths))
+        for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self.columns, strict=True)):
+            tokens[:, j] = most_tokens(lengths, d)
+            if not numbers:  # none of the engines allows so many
+                forward[:, j] = backward[:, j] = np.inf
+                continue
+            exposed_f = np.array([np.interp(n, self.grid, row) for row in first])
+            exposed_b = np.array([np.interp(n, self.grid, row) for row in second])
+            best = (exposed_f + exposed_b).argmin(axis=0)
+            forward[:, j] = whole_f / d + exposed_f[best, mine]
+            backward[:, j] = whole_b / d + exposed_b[best, mine]
+            way[:, j] = np.array(numbers)[best]
+            if d > 1:
+                few = n < LEAST_TOKENS * d
+                forward[few, j] = backward[few, j] = np.inf
+        return Shares(self.degrees, tokens, forward, backward, way)
+
+    def exposed(self, way: Way, length: int, degree: int) -> tuple[float, float]:
+        """Exposed seconds of a sequence, forward and backward; infinite where so many ranks may not share it so."""
+        if way.engine == "hybrid" and way.inner == degree:
+            way = way._replace(engine="all_to_all", inner=0)
+        if degree <= self.node:
+            way = way._replace(routed=False)
+        if degree not in self._others:
+            known = self.degrees.tolist()
+            self._others[degree] = self.columns[known.index(degree)] if degree in known else self._column(degree)
+        numbers, first, second = self._others[degree]
+        names = [self.ways[number] for number in numbers]
+        if way not in names:
+            return float("inf"), float("inf")
+        k = names.index(way)
+        return float(np.interp(length, self.grid, first[k])), float(np.interp(length, self.grid, second[k]))
+
+    def ways_of(self, degree: int) -> list[Way]:
+        """The ways in which so many ranks, in whole nodes as far as there are, may share attention."""
+        if degree == 1:
+            return [Way("")]
+        heads, node, found = self.limits.heads, self.node, []
+        for engine in self.config.engines:
+            if engine in ("ring", "all_gather") or (engine == "all_to_all" and shares_heads(heads, degree)):
+                found.append(Way(engine))
+            elif engine == "hybrid":
+                found += [Way(engine, u) for u in self._inner(degree)]
+        if degree > node > 1 and self.config.routed == "auto":
+            found += [way._replace(routed=True) for way in found]
+        return found
+
+    def _inner(self, degree: int) -> list[int]:
+        """Sizes of groups that share heads: the largest that divide the parts of all nodes, and those of whole ones."""
+        heads, node = self.limits.heads, self.node
+        part = int(np.gcd(node, degree % node)) if degree > node else degree
+        inside = [u for u in range(2, part + 1) if part % u == 0 and u < degree and shares_heads(heads, u)]
+        across = [u for u in range(2 * node, degree, node) if degree % u == 0 and shares_heads(heads, u)]
+        return inside[-2:] + across[-2:]
+
+    def _column(self, degree: int) -> tuple[list[int], Floats, Floats]:
+        """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
+        ways = self.ways_of(degree)
+        for way in ways:
+            if way not in self.ways:
+                self.ways.append(way)
+        rows = [
+            np.array([self._modules(degree, passes) + self._attention(degree, way, passes) for way in ways])
+            for passes in (1, 2)
+        ]
+        return [self.ways.index(way) for way in ways], rows[0], rows[1]
+
+    def _attention(self, degree: int, way: Way, passes: int) -> Floats:
+        """Of every length of the grid; infinite where there are fewer heads."""
+        at, ranks = self.situation, tuple(range(degree))
+        pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
+        total = np.zeros_like(self.grid)
+        for cost, moved in self.directions(passes):
+            total += attention_s(
+                at.traffic, at.cluster, at.layout, 0, pieces, ranks, way.engine, way.inner, cost, moved, way.routed
+            )
+        return total
+
+    def _modules(self, degree: int, passes: int) -> Floats:
+        """What tensor and expert parallelism leave exposed of every length of the grid, beyond that of no tokens."""
+        layout = self.situation.layout
+        if layout.tp == layout.ep == 1:
+            return np.zeros_like(self.grid)
+        each = np.array([self._one_rank(n / degree, passes) for n in self.grid])
+        return np.maximum(0.0, each - self._one_rank(1, passes))
+
+    def _one_rank(self, tokens: float, passes: int) -> float:
+        at, m = self.situation, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
+        directions = self.directions(passes)
+        return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
+
+    def directions(self, passes: int) -> list[tuple[PassCost, int]]:
+        """(costs, moves) of what runs in a forward (1) or a backward (2)."""
+        costs = self.situation.costs
+        again = [(costs.forward, 1)] if costs.recompute else []
+        return [(costs.forward, 1)] if passes == 1 else [(costs.backward, 2), *again]
+
+
+_KNOWN: list[Prices] = []
+"""The latest tables."""
+
+
+def prices_of(situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> Prices:
+    """The table of a situation, made anew only when something that it depends on has changed."""
+    for known in _KNOWN:
+        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.situation)
+        if longest <= known.longest and same == (
+            limits.num_ranks,
+            limits.heads,
+            limits.node_ranks,
+            config,
+            situation,
+        ):
+            return known
+    made = Prices(situation, limits, config, longest)
+    _KNOWN.insert(0, made)
+    del _KNOWN[4:]
+    return made
+
+
+def shares_heads(heads: int, ranks: int) -> bool:
+    """Whether there are as many heads as ranks, perhaps uneven shares, which have their price; 0 heads: not known."""
+    return not heads or ranks <= heads
+
+
+def most_tokens(lengths: Ints, degree: int) -> Ints:
+    """The most tokens of a sequence that one of so many ranks has, in every engine's layout."""
+    return (
+        np.where(lengths % (2 * degree), lengths // degree + (2 if degree > 1 else 0), lengths // degree)
+        if degree > 1
+        else lengths
+    )
+
+
+def _degrees(num_ranks: int, node: int, config: MeshConfig) -> list[int]:
+    most = min(num_ranks, config.max_degree or num_ranks)
+    if config.powers_of_two:
+        return [1 << k for k in range(most.bit_length()) if 1 << k <= most]
+    found, d = set(range(1, min(most, max(node, 8)) + 1)), node
+    while d < most:
+        d += max(1, node // 2, (d // _STEPS) // node * node)
+        found.add(min(d, most))
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""From sequences placed on ranks to micro-batches and plans."""

@@ -1,0 +1,97 @@
+"""Micro-batches into plans: the token cap, ranks that run in step, and what every candidate is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from ....core.balance.partition import Ints
+from ....core.costs.memory import peaks_of_stage, room_bytes
+from ....core.errors import EvenloadError
+from ....core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from ....core.planning.stock import UNCAPPED
+from ....core.registry import Situation
+from ..config import MeshConfig
+
+
+def lengths_of(plan: StepPlan) -> Ints:
+    """int64 [K]."""
+    return np.array([s.length for s in plan.sequences], dtype=np.int64)
+
+
+def limits_for(plan: StepPlan, situation: Situation, config: MeshConfig) -> Limits:
+    """The plan's limits with a token cap: the least of all plugins', or what the device is predicted to hold."""
+    limits = config.capped(plan.limits)
+    if config.max_tokens is None and (limits.max_tokens >= UNCAPPED or not plan.micro_batches):
+        held = _held_tokens(plan.limits, situation, max(1, plan.num_tokens))
+        return replace(limits, max_tokens=min(held, limits.max_tokens))
+    return limits
+
+
+def _held_tokens(limits: Limits, situation: Situation, most: int) -> int:
+    """Tokens of each micro-batch that leave a rank of every stage within its memory. Raises EvenloadError."""
+    room = room_bytes(situation.cluster, situation.costs.memory, limits)
+    one, two = (_peak(limits, tokens) for tokens in (1024, 2048))
+    each, fixed = (two - one) / 1024, 2 * one - two
+    tokens = int(min(most, (room - fixed) / each if each > 0 else most))
+    if tokens < 1:
+        raise EvenloadError(
+            "no token is predicted to fit into the device beside weights and optimizer",
+            f"{room - fixed:.3g} bytes left, {each:.3g} bytes a token",
+            "set plugins.mesh.max_tokens, or recompute, or spread the model over more devices",
+        )
+    return tokens
+
+
+def _peak(limits: Limits, tokens: int) -> float:
+    """Bytes of the fullest stage with micro-batches of so many tokens, as many as the pipeline has in flight."""
+    count = limits.num_stages + 1
+    alone = replace(limits, num_ranks=1, max_tokens=UNCAPPED)
+    plan = StepPlan(
+        sequences([tokens] * count), tuple(MicroBatch((Slice(i, 0, tokens),), (0,)) for i in range(count)), alone
+    )
+    return max(peak for stage in range(limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
+
+
+def step(given: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], name: str) -> StepPlan:
+    """A plan of these micro-batches in launch order; dummies for ranks without work, and where all run in step.
+
+    Pipelines that share micro-batches run in step too: else stages that run ahead might wait in a circle.
+    """
+    found = list(micro_batches)
+    if limits.equal_counts or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in found)):
+        found = in_step(found, limits.num_ranks)
+    busy = {rank for m in found for rank in m.ranks}
+    found += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
+    return replace(
+        given,
+        micro_batches=tuple(found),
+        limits=limits,
+        order=(),
+        recompute=(),
+        backward=(),
+        replayed=(),
+        offload=(),
+        made_by=name,
+        notes=(),
+    )
+
+
+def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]:
+    """The same in rounds that all ranks run: each in the first round that is later than what its ranks did before."""
+    done = [0] * num_ranks
+    rounds: list[list[MicroBatch]] = []
+    for m in micro_batches:
+        place = max(done[rank] for rank in m.ranks)
+        while len(rounds) <= place:
+            rounds.append([])
+        rounds[place].append(m)
+        for rank in m.ranks:
+            done[rank] = place + 1
+    out: list[MicroBatch] = []
+    for mine in rounds:
+        busy = {rank for m in mine for rank in m.ranks}
+        out += [*mine, *(MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy)]
+    return out

@@ -1,0 +1,1 @@
+"""Attention of a pack: causal inside each sequence and nowhere else, over kept prefixes too."""

@@ -1,0 +1,269 @@
+"""Turn a planned micro-batch into the tensors that a model reads: one row of tokens, no sequence touching another.
+
+Shape legend: T = slots of the pack (padding included), S = segments (one per slice).
+
+Positions of a slice start at `slice.start`, so that rotary embeddings see the place inside the sequence and not the
+place inside the pack. The label of a token is the next token of the *same* sequence, also at the end of a slice that is
+continued elsewhere; the last token of a sequence has none.
+
+Padding sits behind its slice. Where a trainer needs segments or packs of certain multiples, attention leaves it alone;
+`MicroBatch.pad_to` is the padding of stock trainers and is computed as they compute it, kept from the tokens before it
+by the causal mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import MicroBatch, Sequence, Slice
+from ..world.plane import Plane
+from .prefix import PrefixStore
+from .sharing.shared import Shared
+
+IGNORE = -100
+"""Label of a slot that carries no loss: what torch's cross_entropy ignores by default."""
+
+PADDING = -1
+"""Sequence id of a slot that belongs to no sequence."""
+
+Tokens = npt.NDArray[Any]
+TokensOf = Callable[[int], Tokens]
+
+
+class Run(NamedTuple):
+    """Neighbouring segments that one attention call takes: all of whole sequences, or all of sequences that are cut."""
+
+    pieces: tuple[Slice, ...]
+    """Of sequences that are cut; empty for whole ones."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment."""
+    cu_seqlens: Tensor
+    """int32; borders of the segments if they lay side by side."""
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """`cu_seqlens` as Python integers."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+
+class Span(NamedTuple):
+    """Some slots of a pack in a row."""
+
+    size: int
+    run: int | None
+    """Place of their run in `Pack.runs`; None: padding, which attention leaves alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """One micro-batch on one rank, ready to be run."""
+
+    tokens_T: Tensor
+    """int64; 0 on padding."""
+    labels_T: Tensor
+    """int64; `IGNORE` at the last token of a sequence, on padding and in a dummy."""
+    positions_T: Tensor
+    """int64; place inside the sequence. Padding repeats the last one, so none lies beyond its sequence."""
+    cu_seqlens: Tensor
+    """int32 [S + 1]; borders of the segments if they lay side by side without padding: what attention computes."""
+    segments: tuple[int, ...]
+    """Borders of the segments in the pack, each with the padding behind it, as Python integers."""
+    max_seqlen: int
+    """Tokens of the longest segment, without padding."""
+    num_targets: int
+    """Slots that carry loss."""
+    slices: tuple[Slice, ...]
+    padding: tuple[int, ...] = ()
+    """Slots behind each segment that attention leaves alone; empty where there are none."""
+    prefix: PrefixStore | None = None
+    """Keys and values of the sequences of the step that are cut; None where none is."""
+    shared: Shared | None = None
+    """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.segments[-1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment, without padding."""
+        slots = [end - first for first, end in pairwise(self.segments)]
+        return tuple(n - p for n, p in zip(slots, self.padding or [0] * len(slots), strict=True))
+
+    @cached_property
+    def cu_seqlens_padded(self) -> Tensor:
+        """`segments` as int32 [S + 1] on the pack's device."""
+        return torch.tensor(self.segments, dtype=torch.int32, device=self.cu_seqlens.device)
+
+    @cached_property
+    def sequence_ids_T(self) -> Tensor:
+        """int64; the sequence of each slot by its place in the global batch, `PADDING` on padding and in a dummy."""
+        ids = np.full(self.num_slots, PADDING, dtype=np.int64)
+        for piece, first in zip(self.slices, self.segments, strict=False):
+            ids[first : first + piece.length] = piece.sequence
+        return torch.from_numpy(ids).to(self.tokens_T.device)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The attention calls of this pack. Raises EvenloadError for a slice whose prefix is nowhere."""
+        return self._layout[0]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The pack from left to right; neighbours belong to different runs, or one of them is padding."""
+        return self._layout[1]
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[Run, ...], tuple[Span, ...]]:
+        slots = [end - first for first, end in pairwise(self.segments)]
+        pieces = [self._cut_piece(place) for place in range(len(slots))]
+        lengths = [piece.length if piece else n for piece, n in zip(pieces, self.lengths, strict=True)]
+        runs: list[Run] = []
+        spans: list[Span] = []
+        for _, group in groupby(range(len(slots)), key=lambda place: pieces[place] is not None):
+            places = list(group)
+            for i in places:
+                spans += [Span(lengths[i], len(runs)), Span(slots[i] - lengths[i], None)]
+            of_run = tuple(lengths[i] for i in places)
+            borders = self.cu_seqlens.new_tensor(list(accumulate(of_run, initial=0)))
+            runs.append(Run(tuple(piece for i in places if (piece := pieces[i])), of_run, borders))
+        solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
+        return tuple(runs), tuple(Span(sum(span.size for span in row), run) for run, row in solid)
+
+    def _cut_piece(self, place: int) -> Slice | None:
+        """The slice in a segment, where its sequence is cut."""
+        piece = self.slices[place] if place < len(self.slices) else None
+        if piece is None or (self.prefix is not None and piece.sequence in self.prefix):
+            return piece
+        if piece.start:
+            raise EvenloadError(
+                "a slice has no prefix to attend to",
+                f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence}",
+                "give build_pack the PrefixStore of the plan",
+            )
+        return None
+
+
+def count_targets(sequences: Iterable[Sequence]) -> int:
+    """Target tokens of a global batch: the one divisor of every token loss, on every rank and in every micro-batch."""
+    return sum(max(0, s.length - 1) for s in sequences)
+
+
+def padded_borders(lengths: Iterable[int], segment_multiple: int = 1, pack_multiple: int = 1) -> tuple[int, ...]:
+    """Borders [S + 1] of segments of these lengths, each padded to a multiple, and the pack too.
+
+    The pack is filled up behind its last segment, with whole segment multiples.
+
+    Args:
+        segment_multiple: what the slots of each segment are divisible by, such as 2 * cp.
+        pack_multiple: what the slots of the pack are divisible by, such as tp where sequence parallelism shares them.
+    """
+    borders = list(accumulate((n + -n % segment_multiple for n in lengths), initial=0))
+    borders[-1] += -borders[-1] % math.lcm(segment_multiple, pack_multiple)
+    return tuple(borders)
+
+
+def build_pack(
+    micro_batch: MicroBatch,
+    tokens_of: TokensOf,
+    device: torch.device | str = "cpu",
+    prefix: PrefixStore | None = None,
+    *,
+    plane: Plane | None = None,
+    segment_multiple: int = 1,
+    pack_multiple: int = 1,
+) -> Pack:
+    """Load the tokens of `micro_batch` and lay them out.
+
+    Args:
+        micro_batch: what to run; without slices it is a dummy and becomes one token of no weight.
+        tokens_of: gives the token ids of a whole sample [L] by its place in the global batch. Only the wanted part of
+            it is read, so a memory map costs no more than the slice.
+        device: where the tensors end up.
+        prefix: the store of the step, one for all its packs on this rank and pipeline stage.
+        plane: where this rank has its part of micro-batches that ranks share.
+        segment_multiple, pack_multiple: see `padded_borders`.
+
+    Raises:
+        EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
+            plane, or an engine that only predictions know.
+    """
+    shared = _shared(micro_batch, plane) if len(micro_batch.ranks) > 1 else None
+    slices = shared.pieces_of(shared.plane.rank) if shared else micro_batch.slices
+    lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
+    segments = padded_borders(lengths, segment_multiple, pack_multiple)
+    padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
+
+    tokens_T = np.zeros(segments[-1], dtype=np.int64)
+    labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
+    positions_T = np.zeros(segments[-1], dtype=np.int64)
+    for piece, (first, end) in zip(slices, pairwise(segments), strict=False):
+        sample = tokens_of(piece.sequence)
+        if len(sample) < piece.stop:
+            raise EvenloadError(
+                f"sample {piece.sequence} of the batch is shorter than planned",
+                f"{len(sample)} tokens, the plan reads tokens {piece.start} to {piece.stop}",
+                "plan with the lengths of the data that is loaded; rebuild the length file if the data changed",
+            )
+        last = first + piece.length
+        assert last <= end, f"{piece} does not fit into {end - first} padded slots"
+        targets = sample[piece.start + 1 : piece.stop + 1]
+        tokens_T[first:last] = sample[piece.start : piece.stop]
+        labels_T[first : first + len(targets)] = targets
+        positions_T[first:last] = np.arange(piece.start, piece.stop)
+        positions_T[last:end] = piece.stop - 1
+
+    return Pack(
+        tokens_T=torch.from_numpy(tokens_T).to(device),
+        labels_T=torch.from_numpy(labels_T).to(device),
+        positions_T=torch.from_numpy(positions_T).to(device),
+        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
+        segments=segments,
+        max_seqlen=max(lengths),
+        num_targets=int(np.count_nonzero(labels_T != IGNORE)),
+        slices=slices,
+        padding=padding if any(padding) else (),
+        prefix=prefix,
+        shared=shared,
+    )
+
+
+def _shared(micro_batch: MicroBatch, plane: Plane | None) -> Shared:
+    if plane is None or not micro_batch.engine:
+        raise EvenloadError(
+            f"ranks {micro_batch.ranks} share a micro-batch" + ("" if plane else ", and this host gives them no plane"),
+            f"engine {micro_batch.engine or 'none: the static context parallelism that only predictions know'}",
+            "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
+        )
+    return Shared(plane, micro_batch)
+
+
+def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+    """The loss of each slice of a pack, so that samples can be weighted anew; differentiable.
+
+    The losses and counts of the slices of one sequence add up to those of the sample, over packs and over ranks.
+
+    Args:
+        losses_T: loss of each token, whatever its label.
+
+    Returns:
+        For each of `pack.slices` the sum of its token losses, in float32 at least, and the number of its targets.
+    """
+    sizes = [end - first for first, end in pairwise(pack.segments)]
+    target_T = pack.labels_T != IGNORE
+    counted_T = torch.where(target_T, losses_T.to(torch.promote_types(losses_T.dtype, torch.float32)), 0.0)
+    sums = torch.stack([part.sum() for part in torch.split(counted_T, sizes)])
+    counts = torch.stack([part.sum() for part in torch.split(target_T, sizes)])
+    return sums[: len(pack.slices)], counts[: len(pack.slices)]

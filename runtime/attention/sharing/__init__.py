@@ -1,0 +1,1 @@
+"""Attention of sequences that several ranks share: rings, all-gathers, all-to-alls, and moved tokens."""

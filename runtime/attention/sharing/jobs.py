@@ -1,0 +1,96 @@
+"""What a shared micro-batch asks of its ranks, as data: the slices of each home, and who holds how much of them.
+
+Pure functions of the micro-batch and of what earlier slices left, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from ....core.plan.step_plan import MicroBatch, Slice
+from ....core.plan.token_layout import Home, home_of
+
+Before = Callable[[Slice, int], int]
+"""Tokens of the slices before a slice that a plane rank holds."""
+
+
+class Held(NamedTuple):
+    """Keys and values of one slice that one group of its home brings."""
+
+    before: int
+    """Tokens of earlier slices."""
+    first: int
+    """Of the slice's chunk j, where j is the group."""
+    second: int
+    """Of its chunk 2g - 1 - j."""
+
+    @property
+    def own(self) -> int:
+        return self.first + self.second
+
+    @property
+    def all(self) -> int:
+        return self.before + self.own
+
+
+class Part(NamedTuple):
+    """One slice of a job."""
+
+    piece: Slice
+    cut: bool
+    """Whether earlier or later slices of its sequence are run as well."""
+    held: tuple[Held, ...]
+    """By each group of the home."""
+
+
+class Job(NamedTuple):
+    """All slices of a micro-batch that have one home."""
+
+    number: int
+    """Of its micro-batch; jobs are begun in this order on every rank."""
+    home: Home
+    parts: tuple[Part, ...]
+
+    def keys_of(self, group: int) -> int:
+        """Tokens whose keys and values a group brings."""
+        return sum(part.held[group].all for part in self.parts)
+
+    def queries_of(self, group: int) -> int:
+        """Tokens that a group attends for."""
+        return sum(part.held[group].own for part in self.parts)
+
+
+def jobs_of(
+    micro_batch: MicroBatch, node_ranks: int, is_cut: Callable[[Slice], bool], before: Before
+) -> tuple[Job, ...]:
+    """The jobs of a micro-batch: those that send between nodes first, then those inside a node, then those that do not.
+
+    So what takes longest is on its way first, and the others compute meanwhile (Zeppelin, arXiv 2509.21841).
+    """
+    slices_of: dict[Home, list[Slice]] = {}
+    for number, piece in enumerate(micro_batch.slices):
+        slices_of.setdefault(home_of(micro_batch, number), []).append(piece)
+    homes = sorted(slices_of, key=lambda home: _zone(home, node_ranks))  # stable
+    return tuple(
+        Job(number, home, tuple(_part(piece, home, is_cut(piece), before) for piece in slices_of[home]))
+        for number, home in enumerate(homes)
+    )
+
+
+def _zone(home: Home, node_ranks: int) -> int:
+    if home.groups == 1:
+        return 2
+    return int(len({rank // node_ranks for rank in home.ranks} if node_ranks else {0}) == 1)
+
+
+def _part(piece: Slice, home: Home, cut: bool, before: Before) -> Part:
+    length, chunks = piece.length, 2 * home.groups
+    bounds = [c * length // chunks for c in range(chunks + 1)]
+    sizes = [end - first for first, end in pairwise(bounds)]
+    held = []
+    for group in range(home.groups):
+        earlier = before(piece, home.ranks[group * home.inner]) if cut else 0
+        held.append(Held(earlier, sizes[group], sizes[chunks - 1 - group]))
+    return Part(piece, cut, tuple(held))

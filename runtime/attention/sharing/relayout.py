@@ -1,0 +1,263 @@
+"""Queries, keys and values from the ranks that hold tokens to those that attend for them, and outputs back.
+
+Shape legend: T = slots of the pack, N = tokens that a job attends for here, X = heads, D = head dimension.
+
+Every pair of ranks sends one message each way, of the tokens and heads that one holds and the other attends for; the
+part that stays is copied, and where all of it stays and nothing is to be reordered tensors are handed through as they
+are. No autograd here: `shared` calls it in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....core.plan.token_layout import Pieces, attended
+from ...world.plane import FIRST_TAG, Plane, Ranks
+from .heads import Heads, heads_of
+from .jobs import Job
+
+Rows = slice | Tensor
+_TAG = FIRST_TAG
+
+
+class Part(NamedTuple):
+    """What two ranks have in common of one job, seen from one of them."""
+
+    job: int
+    rows: Rows
+    """In the pack on the side of tokens, in the job on the side of attention."""
+    num_tokens: int
+    heads: Heads
+    """Of the rank that attends."""
+
+
+class Kind(NamedTuple):
+    """A tensor of the pack [T, X, D] that travels, or will come back."""
+
+    is_query: bool
+    """Whether it has the heads of queries or those of keys."""
+    num_heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, is_query: bool) -> Kind:
+        return cls(is_query, tensor.shape[1], tensor.shape[2], tensor.dtype)
+
+
+class Relayout(NamedTuple):
+    """Both sides of one rank."""
+
+    plane: Plane
+    num_slots: int
+    holds: Mapping[int, tuple[Part, ...]]
+    """Tokens held here, by the rank that attends for them."""
+    attends: Mapping[int, tuple[Part, ...]]
+    """Tokens attended for here, by the rank that holds them."""
+    counts: Mapping[int, int]
+    """Tokens of each job that this rank attends for."""
+    heads: Mapping[int, Heads]
+    """Of this rank in each of its jobs."""
+    padded: bool
+    """Whether some slots belong to no piece."""
+
+    def to_attention(self, tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> dict[int, list[Tensor]]:
+        """Tensors [T, X, D] of the pack to those of each of this rank's jobs, [N, own X, D]."""
+        rank = self.plane.rank
+        pairs = list(zip(tensors, kinds, strict=True))
+        sends = [
+            (peer, _flat(tensor[part.rows, _span(part, kind)] for part in parts for tensor, kind in pairs))
+            for peer, parts in self.holds.items()
+            if peer != rank
+        ]
+        arrived = self._exchange(sends, self.attends, kinds, tensors[0])
+        done: dict[int, list[Tensor]] = {}
+        here = {part.job: part for part in self.holds.get(rank, ())}
+        there = {part.job: part for part in self.attends.get(rank, ())}
+        for job, count in self.counts.items():
+            if job in here and here[job].num_tokens == count and _in_order(there[job].rows):
+                done[job] = [tensor[here[job].rows, _span(here[job], kind)] for tensor, kind in pairs]
+                continue
+            done[job] = []
+            for tensor, kind in pairs:
+                heads = self.heads[job].queries if kind.is_query else self.heads[job].keys
+                done[job].append(tensor.new_empty(count, heads.stop - heads.start, kind.dim))
+                if job in here:
+                    done[job][-1][there[job].rows] = tensor[here[job].rows, heads]
+        for peer, pieces in arrived.items():
+            values = iter(pieces)
+            for part in self.attends[peer]:
+                for index in range(len(kinds)):
+                    done[part.job][index][part.rows] = next(values)
+        return done
+
+    def to_tokens(self, jobs: Mapping[int, Sequence[Tensor]], kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
+        """The way back, to tensors of the pack; what comes from several ranks is summed.
+
+        Args:
+            jobs: for each job of this rank its tensors, in the order of `kinds`.
+            like: any tensor on the device.
+        """
+        rank = self.plane.rank
+        if self._stays:
+            (tensors,) = jobs.values()
+            return [t.to(kind.dtype) for t, kind in zip(tensors, kinds, strict=True)]
+        sends = [
+            (peer, _flat(jobs[p.job][i][p.rows].to(kind.dtype) for p in parts for i, kind in enumerate(kinds)))
+            for peer, parts in self.attends.items()
+            if peer != rank
+        ]
+        arrived = self._exchange(sends, self.holds, kinds, like)
+        here = {part.job: part for part in self.holds.get(rank, ())}
+        summed = [like.new_zeros(self.num_slots, kind.num_heads, kind.dim, dtype=_width(kind)) for kind in kinds]
+        for part in self.attends.get(rank, ()):
+            for total, tensor, kind in zip(summed, jobs[part.job], kinds, strict=True):
+                total[here[part.job].rows, _span(part, kind)] = tensor[part.rows].to(total.dtype)
+        for peer in sorted(arrived):
+            values = iter(arrived[peer])
+            for part in self.holds[peer]:
+                for total, kind in zip(summed, kinds, strict=True):
+                    total[part.rows, _span(part, kind)] += next(values)
+        return [total.to(kind.dtype) for total, kind in zip(summed, kinds, strict=True)]
+
+    @property
+    def _stays(self) -> bool:
+        """Whether both layouts are the same, for one job of all heads and slots."""
+        rank = self.plane.rank
+        if len(self.counts) != 1 or self.padded or set(self.holds) | set(self.attends) != {rank}:
+            return False
+        part = self.holds[rank][0]
+        return len(self.holds[rank]) == 1 and _in_order(part.rows) and _in_order(self.attends[rank][0].rows)
+
+    def _exchange(
+        self,
+        sends: list[tuple[int, Tensor]],
+        coming: Mapping[int, tuple[Part, ...]],
+        kinds: Sequence[Kind],
+        like: Tensor,
+    ) -> dict[int, list[Tensor]]:
+        """What comes from each other rank, part by part and tensor by tensor."""
+        rank = self.plane.rank
+        shapes = {
+            peer: [_shape(part, kind) for part in parts for kind in kinds]
+            for peer, parts in coming.items()
+            if peer != rank
+        }
+        sizes = {peer: [n * x * d for n, x, d in row] for peer, row in shapes.items()}
+        receives = [(peer, like.new_empty(sum(row), dtype=kinds[0].dtype)) for peer, row in sizes.items()]
+        arrived = self.plane.post(sends, receives, _TAG).wait()
+        return {
+            peer: [t.view(shape) for t, shape in zip(torch.split(flat, sizes[peer]), shapes[peer], strict=True)]
+            for peer, flat in arrived.items()
+        }
+
+
+def relayout_of(
+    plane: Plane,
+    pieces_of: Callable[[int], Pieces],
+    holders: Ranks,
+    starts: Sequence[int],
+    num_slots: int,
+    jobs: Sequence[Job],
+    num_heads: tuple[int, int],
+    device: torch.device,
+) -> Relayout:
+    """Who sends what to whom in a shared micro-batch.
+
+    Args:
+        pieces_of: the tokens that a rank has in the token layout.
+        holders: the ranks that may hold tokens of any job, where tokens are evened; empty: only those of a group
+            exchange them.
+        starts: the first slot of each piece of this rank in its pack.
+        num_heads: of queries and of keys.
+    """
+    rank = plane.rank
+    mine = pieces_of(rank)
+    holds: dict[int, list[Part]] = {}
+    attends: dict[int, list[Part]] = {}
+    counts: dict[int, int] = {}
+    heads: dict[int, Heads] = {}
+    for job in jobs:
+        home = job.home
+        for place, peer in enumerate(home.ranks):
+            group = home.ranks[place // home.inner * home.inner :][: home.inner]
+            if not holders and rank not in group:
+                continue
+            wanted = tuple(p for part in job.parts for p in attended(part.piece, home, place))
+            its_heads = heads_of(place % home.inner, home.inner, *num_heads)
+            met = _common(mine, starts, wanted)
+            if met:
+                rows = _rows(((slot, size) for slot, _, size in met), device)
+                holds.setdefault(peer, []).append(Part(job.number, rows, _count(met), its_heads))
+            if peer != rank:
+                continue
+            counts[job.number], heads[job.number] = sum(p.length for p in wanted), its_heads
+            for holder in holders or group:
+                theirs = mine if holder == rank else pieces_of(holder)
+                met = _common(theirs, [0] * len(theirs), wanted)
+                if met:
+                    rows = _rows(((at, size) for _, at, size in met), device)
+                    attends.setdefault(holder, []).append(Part(job.number, rows, _count(met), its_heads))
+    padded = sum(p.length for p in mine) < num_slots
+    return Relayout(plane, num_slots, _by_peer(holds), _by_peer(attends), counts, heads, padded)
+
+
+def _by_peer(parts: Mapping[int, list[Part]]) -> dict[int, tuple[Part, ...]]:
+    return {peer: tuple(parts[peer]) for peer in sorted(parts)}
+
+
+def _common(held: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple[int, int, int]]:
+    """Runs of tokens that are in both: (first slot, first place among the wanted, tokens), in the order of `held`."""
+    wanted_of: dict[int, list[tuple[int, int, int]]] = {}
+    for piece, at in zip(wanted, accumulate((p.length for p in wanted), initial=0), strict=False):
+        wanted_of.setdefault(piece.sequence, []).append((piece.start, piece.stop, at))
+    found = []
+    for piece, slot in zip(held, starts, strict=True):
+        for start, stop, at in wanted_of.get(piece.sequence, ()):
+            first, end = max(start, piece.start), min(stop, piece.stop)
+            if first < end:
+                found.append((slot + first - piece.start, at + first - start, end - first))
+    return found
+
+
+def _count(met: Iterable[tuple[int, int, int]]) -> int:
+    return sum(size for _, _, size in met)
+
+
+def _rows(runs: Iterable[tuple[int, int]], device: torch.device) -> Rows:
+    joined: list[tuple[int, int]] = []
+    for first, size in runs:
+        if joined and joined[-1][1] == first:
+            joined[-1] = joined[-1][0], first + size
+        else:
+            joined.append((first, first + size))
+    if len(joined) == 1:
+        return slice(*joined[0])
+    return torch.cat([torch.arange(first, end) for first, end in joined]).to(device)
+
+
+def _in_order(rows: Rows) -> bool:
+    return isinstance(rows, slice) and rows.start == 0
+
+
+def _span(part: Part, kind: Kind) -> slice:
+    return part.heads.queries if kind.is_query else part.heads.keys
+
+
+def _shape(part: Part, kind: Kind) -> tuple[int, int, int]:
+    span = _span(part, kind)
+    return part.num_tokens, span.stop - span.start, kind.dim
+
+
+def _width(kind: Kind) -> torch.dtype:
+    """Queries have one source for each value, keys may have several."""
+    return kind.dtype if kind.is_query else torch.promote_types(kind.dtype, torch.float32)
+
+
+def _flat(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])

@@ -1,0 +1,1 @@
+"""What passes take and keep on this machine: seconds, bytes, links."""

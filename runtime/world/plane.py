@@ -1,0 +1,148 @@
+"""Messages between the ranks that may share a micro-batch: one process group for all subsets of them.
+
+A ring of any ranks, in any order, is point-to-point traffic on the group of the whole plane, so that no plan needs a
+group of its own. Nothing here waits before everything was posted; who posts in one order of events on every rank, and
+waits for earlier events alone, cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.errors import EvenloadError, RankError
+from .agreement import wire_device
+from .groups import GroupPool
+
+Ranks = tuple[int, ...]
+Transfer = tuple[int, Tensor]
+"""A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
+
+_MEET_TAG = 1
+FIRST_TAG = 16
+"""Tags below are the plane's own."""
+
+
+class Pending:
+    """Transfers under way; their buffers live until `wait`."""
+
+    def __init__(self, works: Sequence[dist.Work], sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        self._works, self._sends, self._receives = works, sends, receives
+
+    def wait(self) -> dict[int, Tensor]:
+        """What came, by sender; on CUDA it is the stream that waits, not the host."""
+        for work in self._works:
+            work.wait()
+        received = dict(self._receives)
+        self._works, self._sends, self._receives = (), (), ()
+        return received
+
+
+class Plane:
+    """The ranks of one tensor-parallel rank and pipeline stage, numbered as plans number them.
+
+    Args:
+        group: a process group of all of them.
+        ranks: the world rank of each plane rank.
+        rank: the plane rank of this process.
+        node_ranks: neighbouring plane ranks that share a node; 0: all do.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Ranks,
+        rank: int,
+        node_ranks: int = 0,
+        pool: GroupPool | None = None,
+    ) -> None:
+        self.group, self.ranks, self.rank, self.node_ranks = group, ranks, rank, node_ranks
+        self._pool = pool
+
+    @classmethod
+    def make(cls, rows: Iterable[Ranks], node_ranks: int = 0, timeout_s: float | None = None) -> Plane:
+        """The plane of this process. A collective of the whole world.
+
+        Args:
+            rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order.
+
+        Raises:
+            RankError: the ranks declared different planes.
+            EvenloadError: this rank is in none or several of them.
+        """
+        rows = [tuple(row) for row in rows]
+        mine = [row for row in rows if dist.get_rank() in row]
+        if len(mine) != 1:
+            found = f"rank {dist.get_rank()} is in {len(mine)} of {len(rows)} planes"
+            raise EvenloadError("a rank does not know its plane", found, "list every rank of the world in one row")
+        backend = None
+        if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
+            backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
+        pool = GroupPool(rows, backend=backend, timeout_s=timeout_s)
+        group = pool.get(mine[0])
+        # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
+        for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return cls(group, mine[0], mine[0].index(dist.get_rank()), node_ranks, pool)
+
+    def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> Pending:
+        """Start messages to and from plane ranks; empty ones are left out on both sides.
+
+        Args:
+            tag: the same on both ends, `FIRST_TAG` or more. Where the backend knows tags, ranks that disagree about
+                what comes next then wait, and the watchdog tells so, instead of taking each other's numbers.
+        """
+        sends, receives = ([(peer, t) for peer, t in row if t.numel()] for row in (sends, receives))
+        ops = [dist.P2POp(dist.isend, t, self.ranks[peer], self.group, tag) for peer, t in sends]
+        ops += [dist.P2POp(dist.irecv, t, self.ranks[peer], self.group, tag) for peer, t in receives]
+        return Pending(dist.batch_isend_irecv(ops) if ops else (), sends, receives)
+
+    def meet(self, number: int, digest: bytes, peers: Ranks, kind: Literal["F", "B"] = "F") -> None:
+        """Return if the neighbours of this rank in a shared micro-batch are about to run the same pass.
+
+        A check between neighbours on the host, called by all of `peers` at the start of the pass.
+
+        Args:
+            number: of the micro-batch in its plan.
+            digest: of the plan.
+            peers: plane ranks of the micro-batch, this one among them.
+
+        Raises:
+            RankError: one runs another pass or plan.
+        """
+        at = peers.index(self.rank)
+        neighbours = sorted({peers[at - 1], peers[(at + 1) % len(peers)]} - {self.rank})
+        device = wire_device(self.group)
+        told = torch.tensor([number, kind == "B", *digest[:16].ljust(16, b"\0")], dtype=torch.int64).to(device)
+        heard = self.post(
+            [(peer, told) for peer in neighbours], [(peer, torch.empty_like(told)) for peer in neighbours], _MEET_TAG
+        ).wait()
+        for peer, theirs in heard.items():
+            if not torch.equal(theirs, told):
+                here, there = (f"rank {self.ranks[r]}: {_pass_name(t)}" for r, t in ((self.rank, told), (peer, theirs)))
+                raise RankError(
+                    "ranks that share a micro-batch run different passes",
+                    f"{here}; {there}",
+                    "give every rank the same recipe and data, and run its passes in the order of the plan",
+                )
+
+    def close(self) -> None:
+        """Destroy the group if `make` made it; call it on every rank, with nothing under way."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = self.group = None
+
+
+def _pass_name(told: Tensor) -> str:
+    number, backward, *digest = told.tolist()
+    return f"{'B' if backward else 'F'}{number} of plan {bytes(digest).hex()[:12]}"
+
+
+def _tensor_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors lie that models exchange."""
+    with_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if with_cuda else wire_device(group)
