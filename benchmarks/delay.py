@@ -90,7 +90,7 @@ def chain_with(rule: Rule, ranks: int, most: int) -> PlanChain:
     chain = PlanChain.of_recipe(recipe, recipe.layout())
 
     def hold_back(_: Any) -> HoldBack | None:
-        return (lambda lengths, waited, ranks, situation: rule(lengths, waited, ranks, most)) if most else None
+        return (lambda lengths, waited, ranks, context: rule(lengths, waited, ranks, most)) if most else None
 
     ((plugin, config),) = chain.links
     return replace(chain, links=((replace(plugin, hold_back=hold_back), config),))

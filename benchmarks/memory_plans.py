@@ -42,9 +42,9 @@ from evenload.core.costs.memory import fixed_bytes
 from evenload.core.machine.shape import shape_of
 from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.setting import VALUE_BYTES, limits_of, situation_of
+from evenload.core.planning.setting import VALUE_BYTES, context_of, limits_of
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
@@ -141,16 +141,16 @@ def measured(recipe: Recipe, world: World, host: Host) -> MemoryCost:
         return measure_memory(Job(recipe, world, host, chain, source, watchdog), MAX_TOKENS)
 
 
-def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[Situation, Limits]:
+def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[PlanningContext, Limits]:
     """Situation and limits of a recipe under measured memory costs."""
     layout = recipe.layout(num_ranks)
-    bare = situation_of(recipe, layout)
+    bare = context_of(recipe, layout)
     costs: Costs = bare.costs.model_copy(update={"memory": memory})
     if recipe.train.recompute:
         shape = shape_of(recipe.model)
         costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
-    situation = replace(bare, costs=costs.of_stage(layout))
-    return situation, replace(limits_of(recipe, situation), max_tokens=MAX_TOKENS)
+    context = replace(bare, costs=costs.of_stage(layout))
+    return context, replace(limits_of(recipe, context), max_tokens=MAX_TOKENS)
 
 
 def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
@@ -165,24 +165,24 @@ def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
         known[case.costs] = measured(recipe, world, host).model_dump()
         costs_file.write_text(json.dumps(known))
     memory = MemoryCost.model_validate(known[case.costs])
-    situation, limits = predicted_at(recipe, memory, world.size)
+    context, limits = predicted_at(recipe, memory, world.size)
     tokens_of = random_tokens(recipe)
     for kind in case.plans:
-        plan = plan_of(kind, situation.layout.plane_size, limits)
+        plan = plan_of(kind, context.layout.dp_cp_size, limits)
         host.train_step(plan, tokens_of, lr=0.0)
         gc.collect()
         fixed = live_bytes(world.device)
         with peak_bytes(world.device) as peak:
             host.train_step(plan, tokens_of, lr=0.0)
-        stage, rank = host.pipeline_stage, host.plane_rank
-        total = float(simulate(plan, situation, record=False).peak_bytes[stage, rank])
+        stage, rank = host.pipeline_stage, host.dp_cp_rank
+        total = float(simulate(plan, context, record=False).peak_bytes[stage, rank])
         rows.append(
             {
                 "case": case.name,
                 "plan": kind,
                 "stage": stage,
                 "rank": rank,
-                "activations": total - fixed_bytes(situation.costs.memory, limits),
+                "activations": total - fixed_bytes(context.costs.memory, limits),
                 "activations_measured": peak.num_bytes,
                 "total": total,
                 "total_measured": fixed + peak.num_bytes,

@@ -13,7 +13,7 @@ FlexSP        ZeRO-3, Ulysses all-to-all alone, degrees that are powers of two, 
 Megatron      BalancedCPScheduler of the installed megatron-core on the same batches, cap 8,192 tokens a rank: busiest
               over mean rank in linear and quadratic compute, of which every group of its plan is a barrier; and the
               step simulated beside evenload's, launches left out, each sequence shared in the way predicted fastest.
-large         1,024 ranks, 8,192 sequences, all engines; launches left out where ranks are not in step.
+large         1,024 ranks, 8,192 sequences, all cp_comm types; launches left out where ranks are not in step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.bounds import lower_bound_s, micro_batch_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.cost_table import Way, prices_of
+from evenload.plugins.mesh.cost_table import CpStrategy, cost_table_of
 from evenload.plugins.mesh.emit.micro_batches import common_way
 
 sys.path.append(str(Path(__file__).with_name("published")))
@@ -75,24 +75,24 @@ def mesh_chain(num_ranks: int, cap: int, *, zero: bool, **mesh: Any) -> PlanChai
     )
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     # What ZeRO-3 gathers is in the published coefficient of a launch; gradients are no matter of balance.
-    traffic = replace(chain.situation.traffic, gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, situation=replace(chain.situation, traffic=traffic))
+    traffic = replace(chain.context.traffic, gradient_bytes=0.0, weight_bytes=0.0)
+    return replace(chain, context=replace(chain.context, traffic=traffic))
 
 
 def launched_free(chain: PlanChain) -> PlanChain:
     """Without the coefficient of a launch, which is mostly what ZeRO-3 gathers."""
-    costs = chain.situation.costs
+    costs = chain.context.costs
     free = {name: getattr(costs, name).model_copy(update={"launch_s": 0.0}) for name in ("forward", "backward")}
-    return replace(chain, situation=replace(chain.situation, costs=costs.model_copy(update=free)))
+    return replace(chain, context=replace(chain.context, costs=costs.model_copy(update=free)))
 
 
 def ulysses_chain() -> PlanChain:
     """As FlexSP has it, which knows nothing of the number of heads."""
     words = ULYSSES.model_dump(exclude={"enabled", "max_tokens"})
     chain = mesh_chain(flexsp.RANKS, flexsp.cap_of(MODEL), zero=True, **words)
-    situation = replace(chain.situation, traffic=replace(chain.situation.traffic, heads=0))
+    context = replace(chain.context, traffic=replace(chain.context.traffic, heads=0))
     limits = replace(chain.limits, heads=0, max_tokens=flexsp.cap_of(MODEL))
-    return replace(chain, situation=situation, limits=limits)
+    return replace(chain, context=context, limits=limits)
 
 
 def planned(chain: PlanChain, batch: Batch) -> tuple[StepPlan, float]:
@@ -116,9 +116,9 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
     chain = ulysses_chain()
     lengths = np.array([s.length for s in batch], dtype=np.int64)
     plan, row["plan_s"] = planned(chain, batch)
-    found = simulate(plan, chain.situation, record=False)
+    found = simulate(plan, chain.context, record=False)
     row["evenload"], row["imbalance"] = found.step_s, _imbalance([plan], chain)
-    row["bound"] = lower_bound_s(lengths, chain.limits, chain.situation, ULYSSES, cuts=False)
+    row["bound"] = lower_bound_s(lengths, chain.limits, chain.context, ULYSSES, cuts=False)
     row |= groups_row(batch, chain, certify=certify)
     return row
 
@@ -126,7 +126,7 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
 def groups_row(batch: Batch, chain: PlanChain, *, certify: bool) -> Row:
     """FlexSP's problem: the best of the first numbers of sorted micro-batches, each in disjoint groups."""
     cap, lengths = chain.limits.max_tokens, np.array([s.length for s in batch], dtype=np.int64)
-    prices = prices_of(chain.situation, chain.limits, ULYSSES, int(lengths.max()))
+    cost_table = cost_table_of(chain.context, chain.limits, ULYSSES, int(lengths.max()))
     fewest = -(-int(lengths.sum()) // (flexsp.RANKS * cap))
     best: tuple[float, list[tuple[list[int], float]]] = (float("inf"), [])
     took = 0.0
@@ -135,20 +135,20 @@ def groups_row(batch: Batch, chain: PlanChain, *, certify: bool) -> Row:
         began = time.process_time()
         for part in parts:
             n = lengths[part]
-            table = Table(prices.degrees, prices.of(n).seconds)
-            groups = groups_of(n, table, flexsp.RANKS, cap, prices.node)
+            table = Table(cost_table.degrees, cost_table.of(n).seconds)
+            groups = groups_of(n, table, flexsp.RANKS, cap, cost_table.node)
             if groups is None:
                 break
             solved.append((part, float(seconds_of(groups, table).max())))
         took += time.process_time() - began
         if len(solved) == len(parts):
-            best = min(best, (sum(s for _, s in solved) + len(parts) * prices.launch_s, solved))
+            best = min(best, (sum(s for _, s in solved) + len(parts) * cost_table.launch_s, solved))
     row: Row = {"groups": best[0], "groups_plan_s": took}
     if certify:
         bounds = []
         for part, known in best[1]:
-            table = Table(prices.degrees, prices.of(lengths[part]).seconds)
-            bounds.append(micro_batch_bound_s(lengths[part], table, flexsp.RANKS, cap, known) + prices.launch_s)
+            table = Table(cost_table.degrees, cost_table.of(lengths[part]).seconds)
+            bounds.append(micro_batch_bound_s(lengths[part], table, flexsp.RANKS, cap, known) + cost_table.launch_s)
         row["groups_bound"] = sum(bounds)
     return row
 
@@ -164,8 +164,8 @@ def megatron_row(batch: Batch) -> Row:
         "launches": statistics.mean(sum(len(plan.of_rank(r)) for plan in theirs) for r in range(flexsp.RANKS)),
         "their_imbalance": _imbalance(theirs, chain),
         "our_imbalance": _imbalance([ours], chain),
-        "their_s": sum(simulate(plan, chain.situation, record=False).step_s for plan in theirs),
-        "our_s": simulate(ours, chain.situation, record=False).step_s,
+        "their_s": sum(simulate(plan, chain.context, record=False).step_s for plan in theirs),
+        "our_s": simulate(ours, chain.context, record=False).step_s,
         "their_plan_s": theirs_s,
         "our_plan_s": ours_s,
     }
@@ -197,13 +197,15 @@ def plan_of(group: list[list[int]], batch: Batch, chain: PlanChain) -> StepPlan:
         for i in mine:
             order.setdefault(i, []).append(rank)
     number = {i: k for k, i in enumerate(order)}
-    prices = prices_of(chain.situation, chain.limits, MeshConfig(), max(s.length for s in batch))
+    cost_table = cost_table_of(chain.context, chain.limits, MeshConfig(), max(s.length for s in batch))
     made = []
     for i, ranks in order.items():
-        way = common_way([(batch[i].length, tuple(ranks))], prices) if len(ranks) > 1 else Way("")
-        assert way is not None
+        strategy = common_way([(batch[i].length, tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
+        assert strategy is not None
         piece = Slice(number[i], 0, batch[i].length)
-        made.append(MicroBatch((piece,), tuple(ranks), 0, way.engine, way.inner, routed=way.routed))
+        made.append(
+            MicroBatch((piece,), tuple(ranks), 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
+        )
     return StepPlan(sequences(batch[i].length for i in order), tuple(made), chain.limits)
 
 
@@ -212,7 +214,7 @@ def _imbalance(plans: Iterable[StepPlan], chain: PlanChain) -> float:
 
     Where they meet in every micro-batch (ZeRO-3), after each of these.
     """
-    costs, most, mean = chain.situation.costs, 0.0, 0.0
+    costs, most, mean = chain.context.costs, 0.0, 0.0
     for plan in plans:
         rows = [plan.of_rank(r) for r in range(plan.limits.num_ranks)]
         busy = np.zeros((max(map(len, rows)) if plan.limits.equal_counts else 1, len(rows)))
@@ -234,8 +236,8 @@ def large_rows(lengths: list[int], quick: bool) -> list[Row]:
         chain = chain if zero else launched_free(chain)
         batch = sequences(np.resize(lengths, count))
         plan, plan_s = planned(chain, batch)
-        step_s = simulate(plan, chain.situation, record=False).step_s
-        bound_s = lower_bound_s(np.resize(lengths, count), plan.limits, chain.situation, MeshConfig(), cuts=False)
+        step_s = simulate(plan, chain.context, record=False).step_s
+        bound_s = lower_bound_s(np.resize(lengths, count), plan.limits, chain.context, MeshConfig(), cuts=False)
         setting = f"{num_ranks} ranks, {count} sequences" + (", in step (ZeRO-3)" if zero else "")
         rows.append({"setting": setting, "plan_s": plan_s, "step_s": step_s, "over_bound": step_s / bound_s})
     return rows

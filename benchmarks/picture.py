@@ -39,7 +39,7 @@ def main(path: str) -> None:
 
 
 def _draw(axis: plt.Axes, plan: StepPlan, chain: PlanChain, title: str) -> None:
-    costs, colours = chain.situation.costs, plt.get_cmap("viridis")
+    costs, colours = chain.context.costs, plt.get_cmap("viridis")
     longest = max(s.length for s in plan.sequences)
     step_s = predict(plan, costs).step_s
     for rank in range(plan.limits.num_ranks):

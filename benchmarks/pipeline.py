@@ -37,7 +37,7 @@ from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import sequences
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.static_cp import narrow
+from evenload.core.planning.static_cp import fold_cp
 from evenload.plugins.pipeline.baselines import statically_recomputed
 from evenload.plugins.pipeline.config import PipelineConfig
 
@@ -99,7 +99,7 @@ def ways(context: int) -> dict[str, Callable[[Batch], Row]]:
 def ideal_seconds(batch: Batch) -> float:
     """Compute and exchange of the mean stage."""
     chain = SETTING.chain("pipeline", per_rank(LARGEST))
-    _, of_lane = narrow(chain.limits, chain.situation)
+    _, of_lane = fold_cp(chain.limits, chain.context)
     return float(of_lane.costs.sequence_s([s.length for s in batch]).sum())
 
 
@@ -111,9 +111,9 @@ def timed(chain: PlanChain, batch: Batch) -> Row:
         plan = chain.plan(batch)
         took.append(time.process_time() - began)
     if chain.links[0][0].name == "packing":
-        plan = statically_recomputed(plan, chain.situation, PipelineConfig())
-    row = judged(plan, chain.situation)
-    row["noise"] = noisy_seconds(plan, chain.situation, NOISE) / noisy_seconds(plan, chain.situation, 0.0, 1) - 1
+        plan = statically_recomputed(plan, chain.context, PipelineConfig())
+    row = judged(plan, chain.context)
+    row["noise"] = noisy_seconds(plan, chain.context, NOISE) / noisy_seconds(plan, chain.context, 0.0, 1) - 1
     return {**row, "plan_s": min(took), "made_by": plan.made_by, "tokens_at_most": max(plan.slots["F"])}
 
 

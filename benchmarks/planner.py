@@ -87,9 +87,9 @@ def _step(chain: PlanChain, batch: tuple[Sequence, ...], bound_s: float) -> dict
     began = time.perf_counter()
     plan: StepPlan = chain.plan(batch)
     plan_s = time.perf_counter() - began
-    predicted = predict(plan, chain.situation.costs)
-    forward, backward = micro_batch_imbalance(plan, chain.situation.costs)
-    cost_s = chain.situation.costs.sequence_s([s.length for s in batch])
+    predicted = predict(plan, chain.context.costs)
+    forward, backward = micro_batch_imbalance(plan, chain.context.costs)
+    cost_s = chain.context.costs.sequence_s([s.length for s in batch])
     return {
         "plan_s": plan_s,
         "imbalance": predicted.imbalance,

@@ -43,7 +43,7 @@ def measure(words: list[str], micro_batches: int, runs: int) -> dict[str, Any]:
         times = []
         for _ in range(runs):
             began = time.perf_counter()
-            outcome = simulate(plan, chain.situation, record=record)
+            outcome = simulate(plan, chain.context, record=record)
             times.append(time.perf_counter() - began)
         row[name] = min(times)
     return {**row, "step_s": outcome.step_s, "bubble_frac": outcome.bubble_frac, "exposed_frac": outcome.exposed_frac}

@@ -205,7 +205,7 @@ def _count(job: Job, planned: Planned, runs: list[Run], into: Measured) -> None:
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
-    simulated = simulate(planned.plan, job.chain.situation, record=False)
+    simulated = simulate(planned.plan, job.chain.context, record=False)
     into.predicted_s.append(simulated.step_s)
     into.bubbles.append(float(np.median([run.bubble_frac for run in runs])))
     into.predicted_bubbles.append(simulated.bubble_frac)

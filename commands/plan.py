@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.costs.memory import fixed_bytes, room_bytes
+from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
 from ..core.input.json_text import to_json
@@ -21,7 +21,7 @@ from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
-from ..core.registry import Situation
+from ..core.registry import PlanningContext
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut
@@ -72,9 +72,9 @@ class Outlook:
         """The documented result of ``plan --json``."""
         return {
             "predicted": True,
-            "costs": self.chain.situation.costs.source,
-            "cluster": self.chain.situation.cluster.name,
-            "layout": vars(self.chain.situation.layout),
+            "costs": self.chain.context.costs.source,
+            "cluster": self.chain.context.cluster.name,
+            "layout": vars(self.chain.context.layout),
             "plugins": [p.name for p in self.recipe.enabled()],
             "samples": len(self.lengths),
             "steps": [{"step": number, **_step_json(step, self.chain)} for number, step in enumerate(self.steps)],
@@ -141,7 +141,7 @@ def write_plans(outlook: Outlook, path: Path) -> None:
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
-    return Simulated(step_plan, simulate(step_plan, chain.situation, record=record))
+    return Simulated(step_plan, simulate(step_plan, chain.context, record=record))
 
 
 def _baselines(chain: PlanChain, batch: tuple[Sequence, ...], record: bool) -> dict[str, Simulated]:
@@ -180,14 +180,14 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
             name: {
                 **_outcome_json(one, chain),
                 "ignores": one.ignores or None,
-                "over_caps": one.ignores or over_caps(one, step.ours, chain.situation),
+                "over_caps": one.ignores or over_caps(one, step.ours, chain.context),
             }
             for name, one in step.baselines.items()
         },
     }
 
 
-def over_caps(baseline: Simulated, ours: Simulated, situation: Situation) -> str | None:
+def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) -> str | None:
     """What a baseline breaks of the caps on tokens and memory under which evenload planned; None: nothing."""
     limits = ours.plan.limits
     tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
@@ -197,15 +197,15 @@ def over_caps(baseline: Simulated, ours: Simulated, situation: Situation) -> str
     except PlanError as error:
         return f"{error.what} ({error.found})"
     held, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
-    memory = situation.costs.memory
-    most = room_bytes(situation.cluster, memory, limits) + fixed_bytes(memory, limits)
+    memory = context.costs.memory
+    most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
     if held > max(most, least):
         return f"a rank holds {held / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
     return None
 
 
 def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
-    uneven = micro_batch_imbalance(one.plan, chain.situation.costs)
+    uneven = micro_batch_imbalance(one.plan, chain.context.costs)
     return {
         "step_s": one.outcome.step_s,
         "imbalance": one.outcome.imbalance,
@@ -218,9 +218,9 @@ def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
 
 def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
     """Say so when one sequence alone bounds the step."""
-    seconds = chain.situation.costs.sequence_s(np.array([s.length for s in step_plan.sequences]))
+    seconds = chain.context.costs.sequence_s(np.array([s.length for s in step_plan.sequences]))
     mean = float(seconds.sum()) / chain.limits.num_ranks
-    longest = float(seconds.max()) / chain.situation.layout.cp
+    longest = float(seconds.max()) / chain.context.layout.cp
     if longest <= mean or step_plan.shared:
         return []
     tokens = step_plan.sequences[int(seconds.argmax())].length

@@ -47,7 +47,7 @@ from ..core.machine.cluster import Link
 from ..core.machine.shape import shape_of
 from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
-from ..core.registry import Situation
+from ..core.registry import PlanningContext
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.held import free_bytes
@@ -123,8 +123,8 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap))
     measured = {name: found.link for name, found in links.items()}
-    cluster = job.chain.situation.cluster.model_copy(update=measured)
-    fitted = fit_samples(samples, replace(job.chain.situation, cluster=cluster), waiting_counts=_waiting_counts(device))
+    cluster = job.chain.context.cluster.model_copy(update=measured)
+    fitted = fit_samples(samples, replace(job.chain.context, cluster=cluster), waiting_counts=_waiting_counts(device))
     costs = Costs(
         source=_source(job),
         forward=_rounded(fitted.forward),
@@ -154,7 +154,7 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
 
 def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
     """Time the cases in order until `BUDGET_S` is spent; one that would overrun it is left out. Collective."""
-    costs = job.chain.situation.costs
+    costs = job.chain.context.costs
     spent_s, slower, samples = 0.0, 0.0, []
     wanted = list(wanted)
     with progress(job.leads) as bar, bar.task("profile", len(wanted)) as tick:
@@ -178,10 +178,10 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
     return samples
 
 
-def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: bool) -> Fitted:
+def fit_samples(samples: list[Sample], context: PlanningContext, *, waiting_counts: bool) -> Fitted:
     """Coefficients of the whole model for both directions and the rest. Raises RankError for too few samples.
 
-    ``situation``: layout, traffic and measured links; its costs are not read.
+    ``context``: layout, traffic and measured links; its costs are not read.
     """
     if len(samples) < _FEWEST:
         raise RankError(
@@ -189,7 +189,7 @@ def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: 
             f"{len(samples)} within {BUDGET_S:.0f} s and the free memory",
             "raise data.max_length if it is tiny, else profile a smaller model.num_layers",
         )
-    num_ranks, tp = situation.layout.plane_size, situation.layout.tp
+    num_ranks, tp = context.layout.dp_cp_size, context.layout.tp
     work = np.array([sample.case.work for sample in samples])
     forward, forward_error = fit(work, [s.forward_s for s in samples])
     backward, backward_error = fit(work, [s.backward_s for s in samples])
@@ -197,17 +197,17 @@ def fit_samples(samples: list[Sample], situation: Situation, *, waiting_counts: 
     plans = [sample.case.plan(num_ranks) for sample in samples]
     rest = np.array([s.rest_s for s in samples])
     if waiting_counts:
-        trial = replace(situation, costs=passes)
+        trial = replace(context, costs=passes)
         exposed = [float(simulate(plan, trial, record=False).exposed_s.max()) for plan in plans]
         rest = np.maximum(0.0, rest - exposed)
     whole = rest + [s.forward_s + s.backward_s for s in samples]
     columns = np.column_stack([work[:, :2], np.ones(len(work))])
     (launch_s, token_s, constant_s), _ = solve(columns, rest, whole)
     half = PassCost(launch_s=launch_s / 2, token_s=token_s / 2)
-    sharded = situation.traffic.sharding != "none"
+    sharded = context.traffic.sharding != "none"
     update_s = float(constant_s) * (num_ranks if sharded else 1)
     costs = Costs(source="profile", forward=forward.plus(half), backward=backward.plus(half), update_s=update_s)
-    known = replace(situation, costs=costs)
+    known = replace(context, costs=costs)
     simulated = np.array([simulate(plan, known, record=False).step_s for plan in plans])
     wall = np.array([s.step_s for s in samples])
     slower = float(wall.sum() / simulated.sum())
@@ -236,7 +236,7 @@ def write_costs(costs: Costs, out: Path) -> None:
 
 def _step(job: Job, case: Case) -> list[float]:
     """Of one step: forward, backward and other seconds (mean of the ranks), and wall seconds (of the slowest rank)."""
-    device, plan = job.world.device, case.plan(job.host.layout.plane_size)
+    device, plan = job.world.device, case.plan(job.host.layout.dp_cp_size)
     tokens_of, clock = random_tokens(job.recipe), _clock(device)
     job.gather(0.0)
     start, computed_s = time.perf_counter(), clock()
@@ -272,7 +272,7 @@ def _memory(job: Job, max_tokens: int) -> MemoryCost:
         return measure_memory(job, max_tokens)
     logger.info("bytes are counted, not measured, under tensor parallelism: profile with parallel.tp=1 to measure them")
     recipe = job.recipe
-    counted = analytic(shape_of(recipe.model), job.chain.situation.cluster, VALUE_BYTES[recipe.train.dtype])
+    counted = analytic(shape_of(recipe.model), job.chain.context.cluster, VALUE_BYTES[recipe.train.dtype])
     return counted.memory
 
 

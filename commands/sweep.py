@@ -120,8 +120,8 @@ def _refuse_unknown(recipe: Recipe, key: str) -> None:
 
 
 def _row(outlook: Outlook) -> Result:
-    steps, situation = outlook.steps, outlook.chain.situation
-    layout, memory_bytes = situation.layout, situation.cluster.memory_bytes
+    steps, context = outlook.steps, outlook.chain.context
+    layout, memory_bytes = context.layout, context.cluster.memory_bytes
     num_tokens = sum(step.ours.plan.num_tokens for step in steps)
     total_s = sum(step.ours.outcome.step_s for step in steps)
     peak_bytes = max(float(step.ours.outcome.peak_bytes.max()) for step in steps)
@@ -132,7 +132,7 @@ def _row(outlook: Outlook) -> Result:
     return {
         "world_size": layout.world_size,
         "layout": vars(layout),
-        "cluster": situation.cluster.name,
+        "cluster": context.cluster.name,
         "step_s": total_s / len(steps),
         "tokens_per_s": num_tokens / total_s,
         "tokens_per_s_per_rank": num_tokens / total_s / layout.world_size,

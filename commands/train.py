@@ -18,7 +18,7 @@ from ._shared.drawing import num_waiting
 from ._shared.job import Job, logger, open_host, run_rank
 from ._shared.metrics import Idle, Row, Taken, summary, writer
 from ._shared.recording import Recording
-from ._shared.refitting import Foreseen, Refitting, foresee
+from ._shared.refitting import PredictedStep, Refitting, predict_step
 from ._shared.show import Progress, progress
 from .saving.resuming import drawing_after, keep, resume
 
@@ -69,11 +69,11 @@ def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[
             with _underway(job, begun=bool(rows)):
                 planned = planner.next()
                 # On the rank that reports, beside the step: large plans take the simulator a second.
-                future = aside.submit(foresee, planned, refits=refitting.on) if job.leads else None
+                future = aside.submit(predict_step, planned, refits=refitting.on) if job.leads else None
                 measured = _take(job, planned, step, record=recording.wants(step, first))
-            foreseen = future.result() if future else None
-            refitting.after(planner, step, planned, measured, foreseen)
-            row = _row(planned, measured, step, learning_rate(step, recipe.train), foreseen)
+            predicted_step = future.result() if future else None
+            refitting.after(planner, step, planned, measured, predicted_step)
+            row = _row(planned, measured, step, learning_rate(step, recipe.train), predicted_step)
             rows.append(row)
             idle.add(measured)
             write(row, planned)
@@ -129,7 +129,7 @@ def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
     return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1])
 
 
-def _row(planned: Planned, taken: Taken, step: int, lr: float, foreseen: Foreseen | None) -> Row:
+def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted_step: PredictedStep | None) -> Row:
     busy = taken.busy_s.sum(axis=0)
     idle = 1 - taken.busy_s / taken.step_s
     return Row(
@@ -146,7 +146,7 @@ def _row(planned: Planned, taken: Taken, step: int, lr: float, foreseen: Foresee
         bound_s=planned.plan.bound_s,
         delay_steps=planned.draw.delay_steps,
         waiting=num_waiting(planned.draw.state),
-        predicted_s=foreseen.step_s if foreseen else 0.0,
+        predicted_s=predicted_step.step_s if predicted_step else 0.0,
         bubble_frac=float(idle.mean()),
         bubble_worst=float(idle.max()),
     )

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from .costs.memory import peaks_of_stage
 from .errors import PlanError
 from .plan.order import orders_of_stage
-from .plan.step_plan import Engine, MicroBatch, Op, Slice, StepPlan
-from .plan.token_layout import Home, attended, home_of, tokens_of_ranks
+from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan
+from .plan.token_layout import CpGroup, attended, cp_group_of, tokens_of_ranks
 from .simulate.events import play
 
-_ENGINES = get_args(Engine)
+_CP_COMMS = get_args(CpComm)
 
 
 def check(plan: StepPlan) -> None:
@@ -107,38 +107,46 @@ def _ranks_exist(plan: StepPlan) -> None:
 
 
 def _sharing(plan: StepPlan) -> None:
-    """Ranks that share a micro-batch all have tokens of it, in layouts that the attention of its engine can run."""
+    """Ranks that share a micro-batch all have tokens of it, in layouts that the attention of its cp_comm can run."""
     for name, m in _both(plan):
-        if m.engine not in _ENGINES:
-            raise PlanError("a micro-batch has an engine that does not exist", f"{name}: {m.engine!r}")
-        if len(m.ranks) == 1 and not m.homes:
+        if m.cp_comm not in _CP_COMMS:
+            raise PlanError("a micro-batch has a cp_comm that does not exist", f"{name}: {m.cp_comm!r}")
+        if len(m.ranks) == 1 and not m.cp_groups:
             continue
-        if m.homes and len(m.homes) != len(m.slices):
-            raise PlanError("a micro-batch has not one home for each slice", f"{name}: {len(m.homes)}")
-        if m.engine and m.pad_to:
+        if m.cp_groups and len(m.cp_groups) != len(m.slices):
+            raise PlanError("a micro-batch has not one CP group for each slice", f"{name}: {len(m.cp_groups)}")
+        if m.cp_comm and m.pad_to:
             raise PlanError("a shared micro-batch is padded", f"{name}: pad_to {m.pad_to}")
-        if (m.engine == "hybrid") != (m.inner > 0):
-            raise PlanError("inner belongs to the engine hybrid", f"{name}: engine {m.engine or 'none'}, {m.inner}")
-        for number in range(len(m.slices)) if m.homes else range(min(1, len(m.slices))):
+        if (m.cp_comm == "hybrid") != (m.ulysses_degree > 0):
+            raise PlanError(
+                "ulysses_degree belongs to the cp_comm hybrid",
+                f"{name}: cp_comm {m.cp_comm or 'none'}, {m.ulysses_degree}",
+            )
+        for number in range(len(m.slices)) if m.cp_groups else range(min(1, len(m.slices))):
             _home_is_possible(plan, name, m, number)
-        if m.homes and not m.remap and set(m.ranks) != {rank for home in m.homes for rank in home}:
-            raise PlanError("a micro-batch has ranks that are nobody's home", name)
+        if m.cp_groups and not m.remap and set(m.ranks) != {rank for cp_group in m.cp_groups for rank in cp_group}:
+            raise PlanError("a micro-batch has ranks that are in no slice's CP group", name)
         counts = tokens_of_ranks(m)
         if min(counts.values()) < 1:
-            found = f"{name}: {m.num_slots} tokens on {len(m.ranks)} ranks"
+            found = f"{name}: {m.num_padded_tokens} tokens on {len(m.ranks)} ranks"
             raise PlanError("a rank of a micro-batch would have no token", found)
 
 
 def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> None:
-    home, heads = home_of(m, number), plan.limits.heads
-    if not home.ranks or len(set(home.ranks)) < len(home.ranks) or not set(home.ranks) <= set(m.ranks):
-        raise PlanError("the home of a slice is not among the ranks of its micro-batch", f"{name}: {home.ranks}")
-    if len(home.ranks) > 1 and (home.inner < 1 or len(home.ranks) % home.inner):
-        raise PlanError("groups that share heads do not divide a home", f"{name}: {home.inner} of {len(home.ranks)}")
-    if m.engine == "hybrid" and not 1 < m.inner < len(m.ranks):
-        raise PlanError("inner is no part of the ranks", f"{name}: {m.inner} of {len(m.ranks)}")
-    if heads and home.inner > heads:
-        found = f"{name}: {home.inner} ranks, {heads} heads"
+    cp_group, heads = cp_group_of(m, number), plan.limits.heads
+    if not cp_group.ranks or len(set(cp_group.ranks)) < len(cp_group.ranks) or not set(cp_group.ranks) <= set(m.ranks):
+        raise PlanError(
+            "the CP group of a slice is not among the ranks of its micro-batch", f"{name}: {cp_group.ranks}"
+        )
+    if len(cp_group.ranks) > 1 and (cp_group.ulysses_degree < 1 or len(cp_group.ranks) % cp_group.ulysses_degree):
+        raise PlanError(
+            "groups that share heads do not divide a home",
+            f"{name}: {cp_group.ulysses_degree} of {len(cp_group.ranks)}",
+        )
+    if m.cp_comm == "hybrid" and not 1 < m.ulysses_degree < len(m.ranks):
+        raise PlanError("ulysses_degree does not divide the ranks", f"{name}: {m.ulysses_degree} of {len(m.ranks)}")
+    if heads and cp_group.ulysses_degree > heads:
+        found = f"{name}: {cp_group.ulysses_degree} ranks, {heads} heads"
         raise PlanError("more ranks share heads than there are", found, "use a ring, or a hybrid with smaller groups")
 
 
@@ -163,7 +171,7 @@ def _slices_ascend(plan: StepPlan) -> None:
     if plan.limits.whole_sequences:
         raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
-    home_before: dict[int, Home] = {}
+    home_before: dict[int, CpGroup] = {}
     cut = plan.cut
     for index, micro_batch in enumerate(plan.micro_batches):
         mine = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in cut]
@@ -172,21 +180,21 @@ def _slices_ascend(plan: StepPlan) -> None:
             if s.start != stop_of.get(s.sequence, 0):
                 found = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
                 raise PlanError(f"slices of sequence {s.sequence} are launched out of order", found)
-            home = home_of(micro_batch, number)
-            if s.start and not _keeps_prefix(home_before[s.sequence], home):
-                found = f"prefix on ranks {home_before[s.sequence].ranks}, micro-batch {index} on {home.ranks}"
+            cp_group = cp_group_of(micro_batch, number)
+            if s.start and not _keeps_prefix(home_before[s.sequence], cp_group):
+                found = f"prefix on ranks {home_before[s.sequence].ranks}, micro-batch {index} on {cp_group.ranks}"
                 raise PlanError(f"a slice of sequence {s.sequence} runs away from its prefix KV", found)
-            for place in range(len(home.ranks)) if len(home.ranks) > 1 and micro_batch.engine else ():
-                if not attended(s, home, place):
-                    found = f"{s.length} tokens on {len(home.ranks)} ranks in micro-batch {index}"
+            for place in range(len(cp_group.ranks)) if len(cp_group.ranks) > 1 and micro_batch.cp_comm else ():
+                if not attended(s, cp_group, place):
+                    found = f"{s.length} tokens on {len(cp_group.ranks)} ranks in micro-batch {index}"
                     raise PlanError(f"a slice of sequence {s.sequence} has ranks without a token of it", found)
             stop_of[s.sequence] = s.stop
-            home_before[s.sequence] = home
+            home_before[s.sequence] = cp_group
 
 
-def _keeps_prefix(before: Home, now: Home) -> bool:
+def _keeps_prefix(before: CpGroup, now: CpGroup) -> bool:
     """A ring may grow, since each rank brings the part of the prefix that it has; heads stay with their ranks."""
-    if before.inner == now.inner == 1:
+    if before.ulysses_degree == now.ulysses_degree == 1:
         return set(before.ranks) <= set(now.ranks)
     return before == now
 
@@ -212,7 +220,7 @@ def _backward_groups(plan: StepPlan) -> None:
     if alone:
         found = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
         raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
-    ranks_of = {s.sequence: home_of(m, k).ranks for m in plan.micro_batches for k, s in enumerate(m.slices)}
+    ranks_of = {s.sequence: cp_group_of(m, k).ranks for m in plan.micro_batches for k, s in enumerate(m.slices)}
     forward = {m for m in plan.micro_batches if len(m.ranks) > 1}
     start_of = {s.index: s.length for s in plan.sequences}
     for index, micro_batch in enumerate(plan.backward):
@@ -221,9 +229,9 @@ def _backward_groups(plan: StepPlan) -> None:
             found = f"backward micro-batch {index} on ranks {micro_batch.ranks}"
             raise PlanError("a shared micro-batch runs backward otherwise than forward", found)
         for number, s in enumerate(micro_batch.slices):
-            home = home_of(micro_batch, number).ranks
-            if set(home) != set(ranks_of[s.sequence]):
-                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {home}"
+            cp_group = cp_group_of(micro_batch, number).ranks
+            if set(cp_group) != set(ranks_of[s.sequence]):
+                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {cp_group}"
                 raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", found)
             if s.stop != start_of[s.sequence]:
                 found = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
@@ -273,8 +281,8 @@ def _order_is_complete(plan: StepPlan) -> None:
             raise PlanError("a stage does not run every pass exactly once", found)
         place = {op: at for at, op in enumerate(ops)}
         _weight_gradients(plan, stage, place)
-        for index, twin in enumerate(plan.forward_of):
-            if twin is not None and place[Op("B", index)] < place[Op("F", twin)]:
+        for index, stored_forward in enumerate(plan.forward_of):
+            if stored_forward is not None and place[Op("B", index)] < place[Op("F", stored_forward)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
         for index in plan.replayed if not plan.backward else ():
             if place[Op("B", index)] < place[Op("F", index)]:
@@ -340,8 +348,8 @@ def _regrouped(plan: StepPlan) -> set[tuple[int, int]]:
     """Forward and backward micro-batches, as pairs of numbers, that share a whole sequence in a plan of own groups."""
     if not plan.backward:
         return set()
-    home = {s.sequence: index for index, m in enumerate(plan.micro_batches) for s in m.slices}
-    return {(home[s.sequence], j) for j, m in enumerate(plan.backward) for s in m.slices}
+    cp_group = {s.sequence: index for index, m in enumerate(plan.micro_batches) for s in m.slices}
+    return {(cp_group[s.sequence], j) for j, m in enumerate(plan.backward) for s in m.slices}
 
 
 def _links_keep_their_order(plan: StepPlan) -> None:

@@ -22,7 +22,7 @@ from .errors import EvenloadError, PlanError, shorten
 from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
-from .plan.step_plan import Beside, Engine, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
+from .plan.step_plan import Beside, CpComm, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
 
 _DO = "write the plan again with `evenload plan --out`"
 
@@ -40,12 +40,15 @@ class _MicroBatch(_Form):
     slices: list[tuple[Whole, Whole, Whole]]
     ranks: list[Rank]
     pad_to: Whole = 0
-    engine: Engine = ""
+    engine: CpComm = ""
     inner: Rank = 0
     homes: list[list[Rank]] = []
     remap: StrictBool = False
     routed: StrictBool = False
 
+
+_KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
+"""Keys of a micro-batch in plan.json that are not the names of its fields."""
 
 _beside: dict[str, Any] = dict.fromkeys(Beside._fields, (Amount, ...))
 _OF_TYPE: dict[str, Any] = {"int": Whole, "float": Amount, "bool": StrictBool}
@@ -207,17 +210,17 @@ def _limits(values: dict[str, Any]) -> Limits:
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
     """Without what is at its default."""
-    values = micro_batch._asdict() | {
+    values = {_KEY_OF.get(name, name): value for name, value in micro_batch._asdict().items()} | {
         "slices": [list(s) for s in micro_batch.slices],
         "ranks": list(micro_batch.ranks),
-        "homes": [list(home) for home in micro_batch.homes],
+        "homes": [list(ranks) for ranks in micro_batch.cp_groups],
     }
     return {name: value for name, value in values.items() if value or name in ("slices", "ranks")}
 
 
 def _micro_batch(row: _MicroBatch) -> MicroBatch:
-    slices, homes = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
-    return MicroBatch(slices, tuple(row.ranks), row.pad_to, row.engine, row.inner, homes, row.remap, row.routed)
+    slices, cp_groups = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
+    return MicroBatch(slices, tuple(row.ranks), row.pad_to, row.engine, row.inner, cp_groups, row.remap, row.routed)
 
 
 def _checksum(row: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ class PluginConfig(BaseModel):
     enabled: bool = False
     """Run this plugin; a disabled plugin is the identity."""
 
-    def on_lane(self, num_ranks: int) -> PluginConfig:
+    def folded(self, num_ranks: int) -> PluginConfig:
         """The same settings where ``num_ranks`` ranks act as one: what is counted a rank is so many times as much."""
         return self
 
@@ -43,7 +43,7 @@ class PluginConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanningContext:
     """What a plugin may know when it plans: costs and traffic of a stage, machines, layout. Never tokens or torch."""
 
     costs: Costs
@@ -61,7 +61,7 @@ class HoldBack(Protocol):
     """
 
     def __call__(
-        self, lengths: npt.NDArray[np.int64], waited: npt.NDArray[np.int64], num_ranks: int, situation: Situation, /
+        self, lengths: npt.NDArray[np.int64], waited: npt.NDArray[np.int64], num_ranks: int, context: PlanningContext, /
     ) -> npt.NDArray[np.bool_]:
         """Lengths [K] in tokens and steps waited so far [K] (0: drawn now) -> which wait [K]."""
         ...
@@ -71,7 +71,7 @@ class HoldBack(Protocol):
 class Plugin:
     """One plugin: its schema and its planner.
 
-    ``plan(plan, situation, config)`` maps a plan to a lawful plan; plugins run in ascending ``stage``.
+    ``plan(plan, context, config)`` maps a plan to a lawful plan; plugins run in ascending ``stage``.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Plugin:
     papers: tuple[str, ...]
     stage: int
     config: type[PluginConfig]
-    plan: Callable[[StepPlan, Situation, Any], StepPlan]
+    plan: Callable[[StepPlan, PlanningContext, Any], StepPlan]
     places: bool = False
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
-    baselines: Mapping[str, Callable[[StepPlan, Situation, Any], StepPlan]] = field(default_factory=dict)
+    baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
     """Other people's answers to the same question, for comparison."""
     breaks: Callable[[StepPlan, Any], str] | None = None
     """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
@@ -99,8 +99,8 @@ class Plugin:
     """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
     shares: bool = False
     """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
-    branches: Callable[[Any, Situation], Mapping[str, Any]] | None = None
-    """``branches(config, situation)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
+    branches: Callable[[Any, PlanningContext], Mapping[str, Any]] | None = None
+    """``branches(config, context)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
     settings under the same caps by which a plan most likely takes it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""

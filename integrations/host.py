@@ -70,7 +70,7 @@ class Host(Protocol):
     """A trainer that runs plans. Raises EvenloadError for what it cannot honour, before the first step."""
 
     layout: Layout
-    plane_rank: int
+    dp_cp_rank: int
     pipeline_stage: int
     device: torch.device
     busy_waits: bool

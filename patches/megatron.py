@@ -9,7 +9,7 @@ from typing import Any
 from ..core.recipe.recipe import Recipe
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper
-from .slots import stranger
+from .slots import foreign_owner
 
 _SCHEDULES = "megatron.core.pipeline_parallel"
 
@@ -64,7 +64,7 @@ def _planned(recipe: Recipe | None) -> Wrapper:
             assert recipe is not None, "rows(None) are for the support table"
             made.append(unmodified.PlannedSteps(recipe))
         stock = wrapped(*args, **kwargs)
-        return made[0].around(stock, stranger(stock, "megatron.core"))
+        return made[0].around(stock, foreign_owner(stock, "megatron.core"))
 
     return call
 

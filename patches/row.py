@@ -11,7 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
-from .slots import stranger
+from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -100,7 +100,7 @@ def check_signature(row: Patch, value: Any) -> None:
 
 def check_owner(row: Patch, value: Any) -> None:
     """Raise `EvenloadError` if somebody else has replaced or wrapped what the row would take the place of."""
-    who = stranger(value, row.owner) if row.owner else ""
+    who = foreign_owner(value, row.owner) if row.owner else ""
     if who:
         raise EvenloadError(
             f"patch '{row.name}': {row.target} is already patched by someone else, whom this row would cut off",

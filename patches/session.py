@@ -39,7 +39,7 @@ class Session:
         self._ledger = ledger
 
     @property
-    def lives(self) -> bool:
+    def active(self) -> bool:
         """Whether it is on."""
         return _session is self
 
@@ -69,7 +69,7 @@ class Session:
         self.disable()
 
     def __repr__(self) -> str:
-        return f"<evenload session of {self.name}, {'on' if self.lives else 'off'}>"
+        return f"<evenload session of {self.name}, {'on' if self.active else 'off'}>"
 
 
 def enable(recipe: Recipe | str | Path) -> Session:

@@ -130,7 +130,7 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def stranger(value: Any, package: str) -> str:
+def foreign_owner(value: Any, package: str) -> str:
     """`describe` of what is not the package's own code; empty for what is, evenload's wrappers around it included."""
     while getattr(value, "_self_row", None):
         value = value.__wrapped__

@@ -122,7 +122,7 @@ class TestWorld:
         return [answers[rank][1] for rank in range(self._size)]
 
     @property
-    def lives(self) -> bool:
+    def active(self) -> bool:
         return all(process.poll() is None for process in self._processes)
 
     def close(self, kill: bool = False) -> None:
@@ -151,7 +151,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     worlds: dict[int, TestWorld] = {}
 
     def get(size: int) -> TestWorld:
-        if size not in worlds or not worlds[size].lives:
+        if size not in worlds or not worlds[size].active:
             worlds[size] = TestWorld(size, tmp_path_factory.mktemp(f"world{size}"))
         return worlds[size]
 

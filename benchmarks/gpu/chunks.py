@@ -41,7 +41,7 @@ from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, se
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import limits_of
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes
@@ -130,7 +130,7 @@ def costs_here(job: Job, shape: Shape) -> Costs:
     waiting = job.world.device.type == "cuda" or torch.get_num_threads() > 1
     # The first of each shape pays for kernels that are chosen then.
     measure(job, shape.cases())
-    found = fit_samples(measure(job, shape.cases()), job.chain.situation, waiting_counts=waiting)
+    found = fit_samples(measure(job, shape.cases()), job.chain.context, waiting_counts=waiting)
     return Costs(
         source="measured here",
         forward=found.forward,
@@ -141,11 +141,11 @@ def costs_here(job: Job, shape: Shape) -> Costs:
     )
 
 
-def row_of(name: str, plan: StepPlan, job: Job, situation: Situation) -> dict[str, Any]:
+def row_of(name: str, plan: StepPlan, job: Job, context: PlanningContext) -> dict[str, Any]:
     """One plan, predicted and measured."""
     predicted = {
-        "predicted_s": simulate(plan, situation, record=False).step_s,
-        "predicted_bytes": max(peak_activation_bytes(plan, 0, 0)[0], situation.costs.memory.update_bytes),
+        "predicted_s": simulate(plan, context, record=False).step_s,
+        "predicted_bytes": max(peak_activation_bytes(plan, 0, 0)[0], context.costs.memory.update_bytes),
     }
     tokens_of, device = random_tokens(job.recipe), job.world.device
     job.host.train_step(plan, tokens_of, lr=0.0)
@@ -180,14 +180,14 @@ def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
         chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
         job = Job(recipe, world, host, chain, source, watchdog)  # type: ignore[arg-type]  # tokens are random
         costs = costs_here(job, shape)
-        situation = replace(chain.situation, costs=costs.of_stage(chain.situation.layout))
-        for name, plan in shape.recomputed(shape.plan(limits_of(recipe, situation))):
+        context = replace(chain.context, costs=costs.of_stage(chain.context.layout))
+        for name, plan in shape.recomputed(shape.plan(limits_of(recipe, context))):
             watchdog.at(f"recomputing {name}")
             if time.monotonic() > until:
                 rows.append({"recomputed": name, "failed": "no time left"})
                 continue
             try:
-                rows.append(row_of(name, plan, job, situation))
+                rows.append(row_of(name, plan, job, context))
             except torch.OutOfMemoryError as error:
                 rows.append({"recomputed": name, "failed": str(error).partition(".")[0]})
                 torch.cuda.empty_cache()

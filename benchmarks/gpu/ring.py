@@ -2,12 +2,12 @@
 
     python benchmarks/gpu/ring.py [--json] [--tokens 65536] [--places 2,4,8] [--limit seconds] [--tiny]
 
-Every place is a thread that runs the engine as it is (`runtime.attention.sharing.ring`,
+Every place is a thread that runs the cp_comm as it is (`runtime.attention.sharing.ring`,
 `runtime.attention.sharing.gather`), one thread at a time, on a plane whose messages are copies on the card. So kernels,
 merges, tiles and what goes home are those of a real ring; only the network is missing.
 
-Part 1: two ragged sequences on several places, each engine, each row of `runtime.attention.blocks` that takes bf16 here
-and one that takes float64: relative error of output and gradients against torch's attention in float64.
+Part 1: two ragged sequences on several places, each cp_comm, each row of `runtime.attention.blocks` that takes bf16
+here and one that takes float64: relative error of output and gradients against torch's attention in float64.
 
 Part 2: one sequence, bf16, the best row: seconds of each sort of block, of the busiest place over the mean place, and
 of all blocks over one block of the whole sequence (what cutting into blocks costs). The second run counts.
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from evenload.commands._shared.show import emit, grid
-from evenload.core.plan.step_plan import Engine, MicroBatch, Slice
+from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import attended
 from evenload.runtime.attention.blocks import BLOCKS, Block, Inputs
 from evenload.runtime.attention.sharing.gather import Gather
@@ -44,7 +44,7 @@ from torch.nn.functional import scaled_dot_product_attention
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64
 """Of recipes/gpu-node.yaml."""
 ERROR_LENGTHS = (1531, 517)
-SHARED: tuple[tuple[Engine, int, int], ...] = (
+SHARED: tuple[tuple[CpComm, int, int], ...] = (
     ("ring", 2, 1),
     ("ring", 3, 1),
     ("ring", 8, 1),
@@ -52,7 +52,7 @@ SHARED: tuple[tuple[Engine, int, int], ...] = (
     ("all_to_all", 3, 3),
     ("hybrid", 4, 2),
 )
-"""(engine, places, places that share heads)."""
+"""(cp_comm, places, places that share heads)."""
 PATIENCE_S = 60.0
 
 
@@ -140,29 +140,29 @@ def together(places: int, run: Callable[[OneCard], None]) -> None:
 def shared(
     tensors: Tensors,
     lengths: Sequence[int],
-    engine: Engine,
+    cp_comm: CpComm,
     places: int,
-    inner: int,
+    ulysses_degree: int,
     block_of: Callable[[int], Block],
 ) -> Results:
     """Attention of sequences laid end to end, and its gradients, each place computing its part with its block."""
     pieces = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
-    micro_batch = MicroBatch(pieces, tuple(range(places)), engine=engine, inner=inner)
+    micro_batch = MicroBatch(pieces, tuple(range(places)), cp_comm=cp_comm, ulysses_degree=ulysses_degree)
     (job,) = jobs_of(micro_batch, 0, lambda piece: False, lambda piece, rank: 0)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     results = Results(*(torch.zeros_like(t) for t in (tensors.q, *tensors[:3])))
 
     def run(plane: OneCard) -> None:
-        own = [p for piece in pieces for p in attended(piece, job.home, plane.rank)]
+        own = [p for piece in pieces for p in attended(piece, job.cp_group, plane.rank)]
         rows = torch.cat([torch.arange(p.start, p.stop) + starts[p.sequence] for p in own]).to(tensors.q.device)
-        compute(tensors, results, rows, plane, job, engine, block_of(plane.rank))
+        compute(tensors, results, rows, plane, job, cp_comm, block_of(plane.rank))
 
     together(places, run)
     return results
 
 
 def compute(
-    tensors: Tensors, results: Results, rows: Tensor, plane: OneCard, job: Job, engine: Engine, block: Block
+    tensors: Tensors, results: Results, rows: Tensor, plane: OneCard, job: Job, cp_comm: CpComm, block: Block
 ) -> None:
     """One place's part of the results: tokens ``rows`` and some of the heads."""
     call = Call(
@@ -173,15 +173,17 @@ def compute(
         block=block,
         frozen=False,
         num_heads=(HEADS, GROUPS),
-        engine=engine,
+        cp_comm=cp_comm,
         routed=False,
     )
-    heads = heads_of(plane.rank % job.home.inner, job.home.inner, tensors.q.shape[1], tensors.k.shape[1])
+    heads = heads_of(
+        plane.rank % job.cp_group.ulysses_degree, job.cp_group.ulysses_degree, tensors.q.shape[1], tensors.k.shape[1]
+    )
     q, k, v, dout = (
         tensor[rows][:, part].contiguous()
         for tensor, part in zip(tensors, (heads.queries, heads.keys, heads.keys, heads.queries), strict=True)
     )
-    kind: type[Work] = Gather if engine == "all_gather" else Ring
+    kind: type[Work] = Gather if cp_comm == "all_gather" else Ring
     forward = kind(call, job, heads, q, (k, v))
     for _ in forward.forward():
         pass
@@ -214,17 +216,17 @@ def dense(tensors: Tensors, lengths: Sequence[int]) -> Results:
 
 
 def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[dict[str, Any]]:
-    """A row for each engine, number of places, kernel and dtype; what fails is recorded."""
+    """A row for each cp_comm, number of places, kernel and dtype; what fails is recorded."""
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
         tensors = random_tensors(sum(lengths), dtype, device)
         want = dense(tensors, lengths)
         for block in usable(dtype, device):
-            for engine, places, inner in SHARED:
+            for cp_comm, places, ulysses_degree in SHARED:
                 row: dict[str, Any] = {"kernel": block.name, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"engine": engine, "places": places}
+                row |= {"engine": cp_comm, "places": places}
                 try:
-                    found = shared(tensors, lengths, engine, places, inner, partial(_same, block))
+                    found = shared(tensors, lengths, cp_comm, places, ulysses_degree, partial(_same, block))
                     pairs = zip(Results._fields, found, want, strict=True)
                     row["error"] = {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
                 except Exception as error:
@@ -356,7 +358,7 @@ def table(result: dict[str, Any]) -> Any:
     rows: list[tuple[Any, ...]] = []
     for r in result["errors"]:
         error = r.get("failed") or f"{max(r['error'].values()):.1e}"
-        rows.append((f"{r['engine']} on {r['places']}", r["kernel"], r["dtype"], "", "", error))
+        rows.append((f"{r['cp_comm']} on {r['places']}", r["kernel"], r["dtype"], "", "", error))
     for r in result["rings"]:
         name = f"{r['tokens']} tokens on {r['places']}"
         if "failed" in r:

@@ -95,9 +95,9 @@ def naive(batch: Batch, chain: PlanChain) -> StepPlan:
         free = 0
         while long and free + -(-long[0].length // cap) <= ranks:
             s = long.pop(0)
-            home = tuple(range(free, free + -(-s.length // cap)))
-            free += len(home)
-            made.append(MicroBatch((Slice(s.index, 0, s.length),), home, 0, "ring" if len(home) > 1 else ""))
+            cp_group = tuple(range(free, free + -(-s.length // cap)))
+            free += len(cp_group)
+            made.append(MicroBatch((Slice(s.index, 0, s.length),), cp_group, 0, "ring" if len(cp_group) > 1 else ""))
         for rank in range(free, ranks):
             if packs:
                 made.append(MicroBatch(tuple(Slice(s.index, 0, s.length) for s in packs.pop()), (rank,)))
@@ -152,8 +152,8 @@ def hides_its_ring(plane: Plane) -> float:
     chain = theirs(replace(plane, ranks=64).mesh(**RING))
     n = 312 * K
     plan = StepPlan(sequences([n]), (MicroBatch((Slice(0, 0, n),), tuple(range(39)), 0, "ring"),), chain.limits)
-    traffic = replace(chain.situation.traffic, kv_bytes_per_token=0.0)
-    alone = replace(chain, situation=replace(chain.situation, traffic=traffic))
+    traffic = replace(chain.context.traffic, kv_bytes_per_token=0.0)
+    alone = replace(chain, context=replace(chain.context, traffic=traffic))
     return seconds_of(plan, chain) / seconds_of(plan, alone)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from evenload.commands._shared.show import emit, grid
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Engine, Sequence, sequences
+from evenload.core.plan.step_plan import CpComm, Sequence, sequences
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
@@ -117,7 +117,7 @@ class Machines:
     cluster: str
     launch: float = 1.0
     """Factor on the cost of a launch, for sensitivity."""
-    engine: Engine = "ring"
+    cp_comm: CpComm = "ring"
     """How a micro-batch is shared by context-parallel ranks."""
 
     @cache  # noqa: B019  # a script's settings live as long as the script
@@ -140,17 +140,17 @@ class Machines:
             }
         )
         chain = PlanChain.of_recipe(recipe, recipe.layout(self.world))
-        costs = chain.situation.costs
+        costs = chain.context.costs
         launches = {
             name: (cost := getattr(costs, name)).model_copy(update={"launch_s": cost.launch_s * self.launch})
             for name in ("forward", "backward")
         }
-        situation = replace(
-            chain.situation,
+        context = replace(
+            chain.context,
             costs=costs.model_copy(update=launches),
-            traffic=replace(chain.situation.traffic, engine=self.engine),
+            traffic=replace(chain.context.traffic, cp_comm=self.cp_comm),
         )
-        return replace(chain, situation=situation, instead="" if way.planner == "evenload" else way.planner)
+        return replace(chain, context=context, instead="" if way.planner == "evenload" else way.planner)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Timed:
 def timed(machines: Machines, way: Way, batches: Iterable[Batch]) -> Timed:
     """Plan and simulate every batch. Raises EvenloadError for what cannot be planned."""
     chain = machines.chain(way)
-    outcomes = [simulate(chain.plan(batch), chain.situation, record=False) for batch in batches]
+    outcomes = [simulate(chain.plan(batch), chain.context, record=False) for batch in batches]
     peak = max(float(o.peak_bytes.max()) for o in outcomes)
     step_s = sum(o.step_s for o in outcomes) / len(outcomes)
-    return Timed(way, step_s, peak, peak <= chain.situation.cluster.memory_bytes)
+    return Timed(way, step_s, peak, peak <= chain.context.cluster.memory_bytes)
 
 
 def fastest(machines: Machines, ways: Iterable[Way], batches: Iterable[Batch]) -> Timed:

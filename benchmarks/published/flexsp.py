@@ -16,7 +16,7 @@ gathers is in the coefficient of a launch. Seconds of a step:
                say today), and of each batch. Nothing is cut: beside a full micro-batch these cards have no room for the
                keys and values of a cut sequence
     mesh, Ulysses    the mesh plugin with what FlexSP has: all-to-all alone on powers of two of ranks, heads not counted
-    mesh       the mesh plugin with every engine (rings over the links of the cluster file, heads counted), any degree
+    mesh       the mesh plugin with every cp_comm (rings over the links of the cluster file, heads counted), any degree
 
 The first four sort: a batch, longest first, is cut into M runs whose largest holds the fewest tokens, as FlexSP's
 blaster does, for the first five M that all ranks together hold; in each, sequences go longest first to the group that
@@ -112,8 +112,8 @@ def chain_of(model: Model, degree: int) -> PlanChain:
     )
     chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=degree, dp=RANKS // degree))
     # What ZeRO-3 gathers is in the published coefficient of a launch.
-    traffic = replace(chain.situation.traffic, engine="all_to_all", gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, situation=replace(chain.situation, traffic=traffic))
+    traffic = replace(chain.context.traffic, cp_comm="all_to_all", gradient_bytes=0.0, weight_bytes=0.0)
+    return replace(chain, context=replace(chain.context, traffic=traffic))
 
 
 @cache
@@ -121,15 +121,15 @@ def mesh_of(model: Model, ulysses: bool) -> PlanChain:
     """The mesh plugin on the same machines: as FlexSP, which knows of no number of heads, or with all it has."""
     chain, cap = chain_of(model, 1), cap_of(model)
     config = (ULYSSES if ulysses else MeshConfig()).model_copy(update={"enabled": True, "max_tokens": cap})
-    heads = 0 if ulysses else chain.situation.traffic.heads
-    traffic = replace(chain.situation.traffic, heads=heads)
+    heads = 0 if ulysses else chain.context.traffic.heads
+    traffic = replace(chain.context.traffic, heads=heads)
     limits = replace(chain.limits, heads=heads)
-    situation = replace(chain.situation, traffic=traffic)
-    return replace(chain, links=((get("mesh"), config),), situation=situation, limits=limits)
+    context = replace(chain.context, traffic=traffic)
+    return replace(chain, links=((get("mesh"), config),), context=context, limits=limits)
 
 
 def step_seconds(model: Model, plan: StepPlan, degree: int = 1) -> float:
-    return simulate(plan, chain_of(model, degree).situation, record=False).step_s
+    return simulate(plan, chain_of(model, degree).context, record=False).step_s
 
 
 def chunks(batch: Batch, count: int) -> list[list[int]]:
@@ -160,7 +160,7 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
 
     None where no group has room for the next.
     """
-    costs, cap = chain_of(model, 1).situation.costs, cap_of(model) * degree
+    costs, cap = chain_of(model, 1).context.costs, cap_of(model) * degree
     done, held = np.zeros(RANKS // degree), np.zeros(RANKS // degree, dtype=np.int64)
     members: list[list[int]] = [[] for _ in done]
     for i in chunk:
@@ -252,7 +252,7 @@ def row_of(
     seconds["evenload, per batch"] = float(np.mean([min(column) for column in zip(*lanes.values(), strict=True)]))
     for name, ulysses in (("mesh, Ulysses", True), ("mesh", False)):
         chain = mesh_of(model, ulysses)
-        steps = [simulate(chain.plan(batch), chain.situation, record=False).step_s for batch in batches]
+        steps = [simulate(chain.plan(batch), chain.context, record=False).step_s for batch in batches]
         seconds[name] = float(np.mean(steps))
     lengths = [np.array([s.length for s in batch], dtype=np.float64) for batch in batches]
     return {

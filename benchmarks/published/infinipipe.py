@@ -35,7 +35,7 @@ import numpy as np
 from common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
 from evenload.commands._shared.show import grid
 from evenload.core.costs.costs import load
-from evenload.core.costs.memory import fixed_bytes, room_bytes
+from evenload.core.costs.memory import activation_budget_bytes, fixed_bytes
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, sequences
 from evenload.core.planning.chain import PlanChain
@@ -137,27 +137,27 @@ def zero_3(model: str, sp: int, tokens: int) -> PlanChain:
         }
     )
     chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=sp, dp=RANKS // sp))
-    situation = chain.situation
+    context = chain.context
     gathers = load(f"flexsp-{model.replace('llama', 'gpt')}-a100", RECIPES / "costs")
     launches = {
-        name: getattr(situation.costs, name).model_copy(update={"launch_s": getattr(gathers, name).launch_s})
+        name: getattr(context.costs, name).model_copy(update={"launch_s": getattr(gathers, name).launch_s})
         for name in ("forward", "backward")
     }
-    traffic = replace(situation.traffic, engine="all_to_all", heads=0, gradient_bytes=0.0, weight_bytes=0.0)
-    situation = replace(situation, costs=situation.costs.model_copy(update=launches), traffic=traffic)
-    return replace(chain, situation=situation, limits=replace(chain.limits, heads=0), instead="best_fit")
+    traffic = replace(context.traffic, cp_comm="all_to_all", heads=0, gradient_bytes=0.0, weight_bytes=0.0)
+    context = replace(context, costs=context.costs.model_copy(update=launches), traffic=traffic)
+    return replace(chain, context=context, limits=replace(chain.limits, heads=0), instead="best_fit")
 
 
 @cache
 def flexsp(model: str) -> PlanChain:
     """The mesh plugin with what FlexSP has, and as many tokens on a rank as fit."""
     chain, layers = zero_3(model, 1, CAP), THEIRS[model].zero_layers
-    limits, memory = chain.limits, chain.situation.costs.memory
+    limits, memory = chain.limits, chain.context.costs.memory
     kept = limits.activation_bytes_per_token * (limits.layers_per_stage - layers)
     head = memory.head_bytes_per_token + memory.head_working_bytes_per_token
     again = limits.activation_bytes_per_token * bool(layers)
     per_token = kept + limits.input_bytes_per_token * layers + head + again
-    tokens = int(room_bytes(chain.situation.cluster, memory, limits) / per_token)
+    tokens = int(activation_budget_bytes(chain.context.cluster, memory, limits) / per_token)
     config = ULYSSES.model_copy(update={"enabled": True, "max_tokens": tokens})
     return replace(chain, links=((get("mesh"), config),), instead="")
 
@@ -168,19 +168,19 @@ def pipeline(model: str, planner: str = "", cap: int = CAP, *, fsdp: bool = True
     chain = Pipeline(model, STAGES, RANKS // STAGES, CLUSTER).chain("pipeline", cap, planner)
     if not fsdp:
         return chain
-    costs = chain.situation.costs
+    costs = chain.context.costs
     memory = costs.memory.model_copy(update={"sharded_bytes": costs.memory.fixed_bytes})
-    return replace(chain, situation=replace(chain.situation, costs=costs.model_copy(update={"memory": memory})))
+    return replace(chain, context=replace(chain.context, costs=costs.model_copy(update={"memory": memory})))
 
 
 def result_of(plan: StepPlan, chain: PlanChain) -> Row:
     """Raises EvenloadError where it does not fit."""
-    over = missing_bytes(plan, chain.situation)
+    over = missing_bytes(plan, chain.context)
     if over > 0:
-        held = fixed_bytes(chain.situation.costs.memory, plan.limits)
+        held = fixed_bytes(chain.context.costs.memory, plan.limits)
         found = f"{over / 1e9:.1f} GB over, {held / 1e9:.1f} GB of states"
         raise EvenloadError("a plan does not fit into memory", found, "recompute more")
-    return judged(plan, chain.situation)
+    return judged(plan, chain.context)
 
 
 def fastest_of(options: Iterable[tuple[PlanChain, int | None]], batch: Batch) -> Row:

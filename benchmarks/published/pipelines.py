@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from common import MODELS
-from evenload.core.costs.memory import peaks_of_stage, room_bytes
+from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.events import play
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import layers_again
@@ -49,57 +49,57 @@ class Pipeline:
             }
         )
         chain = PlanChain.of_recipe(recipe, recipe.layout())
-        return replace(chain, situation=self._exchanging(chain.situation), instead=planner)
+        return replace(chain, context=self._exchanging(chain.context), instead=planner)
 
-    def _exchanging(self, situation: Situation) -> Situation:
+    def _exchanging(self, context: PlanningContext) -> PlanningContext:
         """With all-to-all, whose measured rates know no latency: that of a stage's layers counts as launch.
 
         There are two a layer and direction.
         """
-        calls_s = 2 * situation.traffic.layers * (self.sp - 1) * situation.cluster.intra.latency_s
+        calls_s = 2 * context.traffic.layers * (self.sp - 1) * context.cluster.intra.latency_s
         both = {
-            name: (cost := getattr(situation.costs, name)).model_copy(update={"launch_s": cost.launch_s + calls_s})
+            name: (cost := getattr(context.costs, name)).model_copy(update={"launch_s": cost.launch_s + calls_s})
             for name in ("forward", "backward")
         }
-        traffic = replace(situation.traffic, engine="all_to_all")
-        return replace(situation, costs=situation.costs.model_copy(update=both), traffic=traffic)
+        traffic = replace(context.traffic, cp_comm="all_to_all")
+        return replace(context, costs=context.costs.model_copy(update=both), traffic=traffic)
 
 
-def missing_bytes(plan: StepPlan, situation: Situation) -> float:
+def missing_bytes(plan: StepPlan, context: PlanningContext) -> float:
     """By how much the fullest rank has too little room; negative where all fit."""
-    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
+    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     ranks = {r for m in plan.micro_batches for r in m.ranks[:1]}  # ranks of a lane hold the same
     return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage, ranks)) - room
 
 
-def judged(plan: StepPlan, situation: Situation) -> dict[str, Any]:
+def judged(plan: StepPlan, context: PlanningContext) -> dict[str, Any]:
     """What a plan comes to.
 
     ``micro_batch_imbalance`` is the costliest micro-batch over the mean, both directions, launches left out;
     ``recompute_frac`` the share of recomputation in all compute.
     """
-    outcome = simulate(plan, situation, record=False)
+    outcome = simulate(plan, context, record=False)
     busy = float(outcome.busy_s.sum())
-    without = float(simulate(replace(plan, recompute=()), situation, record=False).busy_s.sum())
-    launch_s = situation.costs.launch_s
-    each = [sum(situation.costs.micro_batch_s(m)) - launch_s for m in plan.micro_batches if m.slices]
+    without = float(simulate(replace(plan, recompute=()), context, record=False).busy_s.sum())
+    launch_s = context.costs.launch_s
+    each = [sum(context.costs.micro_batch_s(m)) - launch_s for m in plan.micro_batches if m.slices]
     return {
         "step_s": outcome.step_s,
         "bubble_frac": outcome.bubble_frac,
         "exposed_frac": outcome.exposed_frac,
         "recompute_frac": 1.0 - without / busy,
         "peak_bytes": float(outcome.peak_bytes.max()),
-        "fits": missing_bytes(plan, situation) <= 0,
+        "fits": missing_bytes(plan, context) <= 0,
         "micro_batches": len(plan.micro_batches),
         "micro_batch_imbalance": max(each) * len(each) / sum(each),
         "layers_recomputed": layers_of(plan),
     }
 
 
-def noisy_seconds(plan: StepPlan, situation: Situation, spread: float, tries: int = 3) -> float:
+def noisy_seconds(plan: StepPlan, context: PlanningContext, spread: float, tries: int = 3) -> float:
     """Until the last pass ends, where each takes more or less than predicted by a normal share; mean of some draws."""
-    work, rng = PassTimes(plan, situation), np.random.default_rng(0)
-    waits = situation.traffic.waits_for_sends and not plan.order
+    work, rng = PassTimes(plan, context), np.random.default_rng(0)
+    waits = context.traffic.waits_for_sends and not plan.order
     ends = []
     for _ in range(tries):
         events = play(

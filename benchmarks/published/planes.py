@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from common import Degrees, Machines, Way
-from evenload.core.plan.step_plan import Engine, StepPlan
+from evenload.core.plan.step_plan import CpComm, StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import get
 from evenload.core.simulate.step import simulate
@@ -49,7 +49,7 @@ class Plane:
         return replace(chain, links=((get("mesh"), config),), instead=planner)
 
     def _linked(self, chain: PlanChain) -> PlanChain:
-        cluster = chain.situation.cluster
+        cluster = chain.context.cluster
         given = {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s}
         links = {
             name: getattr(cluster, name).model_copy(update={"bytes_per_s": rate})
@@ -57,29 +57,29 @@ class Plane:
             if rate
         }
         memory = {"memory_bytes": self.memory_bytes or cluster.memory_bytes}
-        return replace(chain, situation=replace(chain.situation, cluster=cluster.model_copy(update=links | memory)))
+        return replace(chain, context=replace(chain.context, cluster=cluster.model_copy(update=links | memory)))
 
 
 def theirs(chain: PlanChain) -> PlanChain:
     """The same as a system that is not evenload."""
-    traffic = replace(chain.situation.traffic, kv_grad_frac=1.0)
-    return replace(chain, situation=replace(chain.situation, traffic=traffic))
+    traffic = replace(chain.context.traffic, kv_grad_frac=1.0)
+    return replace(chain, context=replace(chain.context, traffic=traffic))
 
 
-def shared_by(plan: StepPlan, engine: Engine, *, routed: bool = False) -> StepPlan:
+def shared_by(plan: StepPlan, cp_comm: CpComm, *, routed: bool = False) -> StepPlan:
     """The same plan with another way to share attention."""
-    made = tuple(m._replace(engine=engine, routed=routed) if len(m.ranks) > 1 else m for m in plan.micro_batches)
+    made = tuple(m._replace(cp_comm=cp_comm, routed=routed) if len(m.ranks) > 1 else m for m in plan.micro_batches)
     return replace(plan, micro_batches=made)
 
 
 def seconds_of(plan: StepPlan, chain: PlanChain) -> float:
-    return simulate(plan, chain.situation, record=False).step_s
+    return simulate(plan, chain.context, record=False).step_s
 
 
 def described(plan: StepPlan, chain: PlanChain) -> dict[str, Any]:
     """Seconds of a step, and how busy its ranks are in compute alone: the busiest over the mean."""
     busy = np.zeros(plan.limits.num_ranks)
     for m in plan.micro_batches:
-        for own in chain.situation.costs.rank_s(m):
+        for own in chain.context.costs.rank_s(m):
             busy[list(m.ranks)] += own
     return {"step_s": seconds_of(plan, chain), "imbalance": float(busy.max() / busy.mean())}

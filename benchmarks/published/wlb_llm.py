@@ -35,7 +35,7 @@ from evenload.commands._shared.drawing import Drawing
 from evenload.commands._shared.show import grid
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.static_cp import narrow, widen
+from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
 from evenload.data.order import SampleOrder
@@ -60,7 +60,7 @@ class Setting:
     def chain(self, planner: str, recompute: bool, **packing: Any) -> PlanChain:
         d = replace(self.degrees, recompute=recompute)
         way = Way(planner, d, self.context // d.cp, packing=tuple(packing.items()))
-        return Machines(self.model, self.world, "h100", engine="all_gather").chain(way)
+        return Machines(self.model, self.world, "h100", cp_comm="all_gather").chain(way)
 
 
 SETTINGS = (
@@ -101,14 +101,14 @@ def parts_of(documents: list[int], context: int) -> list[list[int]]:
 
 def plain(chain: PlanChain, windows: list[list[int]]) -> StepPlan:
     """A window a micro-batch, dealt to the lanes in turn."""
-    limits, _ = narrow(chain.limits, chain.situation)
+    limits, _ = fold_cp(chain.limits, chain.context)
     batch = sequences(n for window in windows for n in window)
     rest = iter(batch)
     micro_batches = []
     for k, window in enumerate(windows):
         slices = tuple(Slice(s.index, 0, s.length) for _, s in zip(window, rest, strict=False))
         micro_batches.append(MicroBatch(slices, (k % limits.num_ranks,)))
-    return widen(StepPlan(batch, tuple(micro_batches), limits), chain.limits, chain.situation.layout.cp).check()
+    return unfold_cp(StepPlan(batch, tuple(micro_batches), limits), chain.limits, chain.context.layout.cp).check()
 
 
 @dataclass
@@ -122,10 +122,10 @@ class Tally:
     steps: int = 0
 
     def add(self, plan: StepPlan, chain: PlanChain) -> None:
-        outcome = simulate(plan, chain.situation, record=False)
+        outcome = simulate(plan, chain.context, record=False)
         self.seconds += outcome.step_s
         self.tokens += plan.num_tokens
-        self.imbalance += micro_batch_imbalance(plan, chain.situation.costs)[0]
+        self.imbalance += micro_batch_imbalance(plan, chain.context.costs)[0]
         self.peak_bytes = max(self.peak_bytes, float(outcome.peak_bytes.max()))
         self.steps += 1
 
@@ -158,7 +158,7 @@ def row_of(setting: Setting, count: int) -> dict[str, Any]:
         return total
 
     theirs = theirs_with(False)
-    recompute = theirs.peak_bytes > setting.chain("evenload", False).situation.cluster.memory_bytes
+    recompute = theirs.peak_bytes > setting.chain("evenload", False).context.cluster.memory_bytes
     if recompute:
         theirs = theirs_with(True)
     slices = planned("evenload", recompute)

@@ -12,7 +12,7 @@ parallelism alone. Seconds of a step of 4K tokens a rank, up to 8K on any one:
     engine     evenload's mesh plugin with rings alone, nothing routed or moved: Zeppelin's partition and its queues
     + routing  and routed where that is predicted to pay
     + remap    and tokens moved for all modules but attention, where that is predicted to pay
-    mesh       and all other engines
+    mesh       and all other cp_comm types
 
 Guessed: 4K tokens a rank (its ring step of 2.18 ms is that of a 3B model's keys and values of 4K tokens on one 200
 Gbit/s NIC), sizes of clusters, NVLink at 200 GB/s a direction, 400 Gbit/s NICs on H800. On A800 a node's border rank
@@ -117,7 +117,7 @@ def row_of(setting: Setting, count: int) -> dict[str, Any]:
 
 def hop_ms(plane: Plane, *, routed: bool) -> float:
     """Milliseconds of a hop of a ring over nodes in one layer."""
-    at = plane.static(plane.ranks).situation
+    at = plane.static(plane.ranks).context
     num_bytes = TOKENS * at.traffic.kv_bytes_per_token / at.traffic.layers
     intra, inter, members = at.cluster.intra, at.cluster.inter, at.cluster.ranks_per_node
     if not routed:

@@ -43,7 +43,7 @@ class Drawing:
     def __init__(
         self, order: SampleOrder, lengths: Ints, size: int, chain: PlanChain, waiting: Waiting | None = None
     ) -> None:
-        self._order, self._lengths, self._size, self._situation = order, lengths, size, chain.situation
+        self._order, self._lengths, self._size, self._situation = order, lengths, size, chain.context
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
         self._rules = [rule for rule in asked if rule is not None]
         self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)

@@ -61,18 +61,18 @@ class Job:
     @cached_property
     def _places(self) -> npt.NDArray[np.int64]:
         """(pipeline stage, plane rank) of every rank, int64 [world, 2]. Collective where it is first asked for."""
-        return self.gather(self.host.pipeline_stage, self.host.plane_rank).astype(np.int64)
+        return self.gather(self.host.pipeline_stage, self.host.dp_cp_rank).astype(np.int64)
 
     def of_plane(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums over the tensor- and pipeline-parallel peers of each plane rank. [world, ...] -> [plane, ...]."""
-        out = np.zeros((self.host.layout.plane_size, *per_rank.shape[1:]))
+        out = np.zeros((self.host.layout.dp_cp_size, *per_rank.shape[1:]))
         np.add.at(out, self._places[:, 1], per_rank)
         return out
 
     def of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Means over tensor-parallel peers. [world, ...] -> [stages, plane, ...]."""
         layout = self.host.layout
-        out = np.zeros((layout.pp, layout.plane_size, *per_rank.shape[1:]))
+        out = np.zeros((layout.pp, layout.dp_cp_size, *per_rank.shape[1:]))
         np.add.at(out, tuple(self._places.T), per_rank)
         return out / layout.tp
 

@@ -59,7 +59,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     recipe = with_vocabulary(recipe, source)
     chain = PlanChain.of_recipe(recipe, layout)
     # The longest samples of all: if these can be planned, no later batch has one that cannot.
-    longest = np.sort(source.lengths)[-layout.plane_size :]
+    longest = np.sort(source.lengths)[-layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(sequences(longest))
     return Preflight(recipe, layout, source, chain)

@@ -34,7 +34,7 @@ class _Recorded:
 
     @cached_property
     def predicted(self) -> tuple[Span, ...]:
-        return simulate(self.planned.plan, self.planned.chain.situation, record=True).spans
+        return simulate(self.planned.plan, self.planned.chain.context, record=True).spans
 
 
 class Recording:
@@ -74,7 +74,7 @@ class Recording:
             "recipe": self._job.recipe.model_dump(mode="json", exclude_defaults=True),
             "host": self._job.host.describe(),
             "steps": sorted({one.step for one in self._steps}),
-            "predicted with": self._steps[-1].planned.chain.situation.costs.source,
+            "predicted with": self._steps[-1].planned.chain.context.costs.source,
             "bubbles": self.bubbles(),
         }
         try:

@@ -24,7 +24,7 @@ from .job import Job, logger
 from .metrics import Taken
 
 
-class Foreseen(NamedTuple):
+class PredictedStep(NamedTuple):
     """What the cost model says of a plan."""
 
     step_s: float
@@ -35,15 +35,15 @@ class Foreseen(NamedTuple):
     """Columns for the fit, where there is one."""
 
 
-def foresee(planned: Planned, *, refits: bool) -> Foreseen:
+def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
     """Predict a plan with the costs that it was made with."""
-    situation, plan = planned.chain.situation, planned.plan
-    step_s = simulate(plan, situation, record=False).step_s
+    context, plan = planned.chain.context, planned.plan
+    step_s = simulate(plan, context, record=False).step_s
     if not refits:
-        return Foreseen(step_s, 0.0, 0.0, None)
-    compute = predict(plan, situation.costs)
-    work = refit.rows_of(plan, situation.costs.recompute)
-    return Foreseen(step_s, compute.step_s, max(compute.busy_s), work)
+        return PredictedStep(step_s, 0.0, 0.0, None)
+    compute = predict(plan, context.costs)
+    work = refit.rows_of(plan, context.costs.recompute)
+    return PredictedStep(step_s, compute.step_s, max(compute.busy_s), work)
 
 
 class Refitting:
@@ -55,20 +55,23 @@ class Refitting:
     """
 
     def __init__(self, job: Job, chain: PlanChain, state: Mapping[str, Any] | None) -> None:
-        self._job, self._prior = job, chain.situation.costs
+        self._job, self._prior = job, chain.context.costs
         self._window = refit.Window(self._prior)
         self.chain = self.first = chain
         self.on = _has_effect(job)
         if self.on and state is not None:
             self._restore(state)
 
-    def after(self, planner: Planner, step: int, planned: Planned, taken: Taken, foreseen: Foreseen | None) -> None:
-        """Learn from a step, unless it is the first of all, which warms up; ``foreseen`` on rank 0. Collective."""
+    def after(
+        self, planner: Planner, step: int, planned: Planned, taken: Taken, predicted_step: PredictedStep | None
+    ) -> None:
+        """Learn from a step, unless it is the first of all, which warms up; ``predicted_step`` on rank 0.
+        Collective."""
         if not self.on or step == 0:
             return
         newest = np.zeros(7)
-        if foreseen is not None:
-            self._add(planned, taken, foreseen)
+        if predicted_step is not None:
+            self._add(planned, taken, predicted_step)
             newest = self._window.coefficients()
         self.chain = _with(self.chain, agreed(self._job, newest))
         planner.use(self.chain)
@@ -77,14 +80,14 @@ class Refitting:
         """What a checkpoint needs; whole on rank 0."""
         if not self.on:
             return {}
-        costs = {"prior": self._prior, "ahead": planner.chain_of_next.situation.costs, "newest": self.costs}
+        costs = {"prior": self._prior, "ahead": planner.chain_of_next.context.costs, "newest": self.costs}
         named = {name: refit.coefficients(c).tolist() for name, c in costs.items()}
         return {"refit": {**named, "layout": self._layout, "window": self._window.state()}}
 
     @property
     def costs(self) -> Any:
         """The newest."""
-        return self.chain.situation.costs
+        return self.chain.context.costs
 
     def report(self) -> dict[str, list[float]] | None:
         """Coefficients of a stage at the beginning and now (`refit.coefficients`); None where nothing is fitted."""
@@ -95,20 +98,20 @@ class Refitting:
     def _layout(self) -> list[int]:
         return [self._job.host.layout.tp, self._job.host.layout.pp]
 
-    def _add(self, planned: Planned, taken: Taken, foreseen: Foreseen) -> None:
-        assert foreseen.work is not None
-        situation = planned.chain.situation
+    def _add(self, planned: Planned, taken: Taken, predicted_step: PredictedStep) -> None:
+        assert predicted_step.work is not None
+        context = planned.chain.context
         forward_s = taken.forward_s.mean(axis=0)
         backward_s = (taken.busy_s - taken.forward_s).mean(axis=0)
         rest_s = refit.rest_of_step(
             taken.step_s - taken.wait_s,
-            foreseen.step_s,
-            foreseen.compute_s,
-            (float((forward_s + backward_s).max()), foreseen.busiest_s),
-            situation.costs.update_s,
-            1 if situation.traffic.sharding == "none" else situation.layout.plane_size,
+            predicted_step.step_s,
+            predicted_step.compute_s,
+            (float((forward_s + backward_s).max()), predicted_step.busiest_s),
+            context.costs.update_s,
+            1 if context.traffic.sharding == "none" else context.layout.dp_cp_size,
         )
-        self._window.add(foreseen.work, forward_s, backward_s, rest_s)
+        self._window.add(predicted_step.work, forward_s, backward_s, rest_s)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         if state["prior"] != refit.coefficients(self._prior).tolist() or state["layout"] != self._layout:
@@ -124,8 +127,8 @@ def agreed(job: Job, mine: Floats) -> Floats:
 
 
 def _with(chain: PlanChain, values: Floats) -> PlanChain:
-    costs = refit.with_coefficients(chain.situation.costs, values)
-    return replace(chain, situation=replace(chain.situation, costs=costs))
+    costs = refit.with_coefficients(chain.context.costs, values)
+    return replace(chain, context=replace(chain.context, costs=costs))
 
 
 def _has_effect(job: Job) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...core.costs.costs import Costs
 from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import KINDS, Kind, Span, simulate
 from .._shared.pipelines import recomputed
@@ -105,8 +105,8 @@ class Facts:
     """That of the first step."""
     lengths: npt.NDArray[np.int64]
     """Tokens of every sequence of the file, as training would cut them."""
-    situation: Situation
-    evened: bool
+    context: PlanningContext
+    remapped: bool
     """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
     fixed_bytes: float
     """Weights, gradients and optimizer states of a rank, part of every peak."""
@@ -138,13 +138,13 @@ class Facts:
     @property
     def shown(self) -> tuple[Planner, ...]:
         """Those that the timelines show: stock, the strongest of the others, evenload."""
-        wanted = (self.stock, self.rival, self.ours) if self.evened else (self.stock,)
+        wanted = (self.stock, self.rival, self.ours) if self.remapped else (self.stock,)
         return tuple(one for one in wanted if one is not None)
 
     @property
     def ranked(self) -> tuple[Planner, ...]:
         """All planners, slowest first; evenload is the last of equals."""
-        if not self.evened:
+        if not self.remapped:
             return (self.stock,)
         ours_s = self.ours.step_s
 
@@ -157,11 +157,11 @@ class Facts:
 
 def facts_of(outlook: Outlook) -> Facts:
     """Gather the numbers; steps that were simulated without spans are simulated again."""
-    situation = outlook.chain.situation
+    context = outlook.chain.context
     of_name = {}
     for name in names(outlook):
-        steps = tuple(with_spans(planners(step)[name], situation) for step in outlook.steps)
-        of_name[name] = _planner(name, steps, situation)
+        steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
+        of_name[name] = _planner(name, steps, context)
     bounds = [step["bound_s"] for step in outlook.to_json()["steps"]]
     ours = of_name.pop(OURS)
     return Facts(
@@ -170,21 +170,21 @@ def facts_of(outlook: Outlook) -> Facts:
         float(np.mean(bounds)),
         bounds[0],
         outlook.lengths,
-        situation,
+        context,
         bool(outlook.chain.links),
-        fixed_bytes(situation.costs.memory, outlook.chain.limits),
+        fixed_bytes(context.costs.memory, outlook.chain.limits),
     )
 
 
-def with_spans(one: Simulated, situation: Situation) -> Simulated:
+def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
     """The same with its timeline."""
-    return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, situation, record=True))
+    return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 
-def _planner(name: str, steps: tuple[Simulated, ...], situation: Situation) -> Planner:
-    parts = [parts_of(one, situation) for one in steps]
+def _planner(name: str, steps: tuple[Simulated, ...], context: PlanningContext) -> Planner:
+    parts = [parts_of(one, context) for one in steps]
     outcomes = [one.outcome for one in steps]
-    slots = sum(one.plan.num_slots for one in steps)
+    slots = sum(one.plan.num_padded_tokens for one in steps)
     return Planner(
         name,
         steps,
@@ -198,10 +198,10 @@ def _planner(name: str, steps: tuple[Simulated, ...], situation: Situation) -> P
     )
 
 
-def parts_of(one: Simulated, situation: Situation) -> dict[Part, float]:
+def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
     """Mean seconds that a rank spends on what; they sum to the step."""
     plan, outcome = one.plan, one.outcome
-    useful = _Useful(plan, situation.costs)
+    useful = _Useful(plan, context.costs)
     places = plan.limits.num_ranks * plan.limits.num_stages
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for span in outcome.spans:
@@ -273,7 +273,7 @@ class _Useful:
         if costs.recompute:  # those of a backward hold a forward
             backward, bare_backward = backward - forward, bare_backward - bare_forward
         ahead = bare_forward / forward if forward else 1.0
-        weights = micro_batch.num_tokens / micro_batch.num_slots
+        weights = micro_batch.num_tokens / micro_batch.num_padded_tokens
         return ahead, bare_backward / backward if backward else 1.0, ahead, weights
 
 

@@ -42,12 +42,12 @@ def tracks_of(outlook: Outlook) -> list[Track]:
 
 def about(outlook: Outlook) -> dict[str, Any]:
     """What the numbers rest on."""
-    situation = outlook.chain.situation
+    context = outlook.chain.context
     return {
         "times": "predicted",
-        "costs": situation.costs.source,
-        "cluster": situation.cluster.name,
-        "layout": str(situation.layout),
+        "costs": context.costs.source,
+        "cluster": context.cluster.name,
+        "layout": str(context.layout),
         "command": command(),
     }
 

@@ -107,7 +107,7 @@ def write_plot(outlook: Outlook, path: Path) -> None:
 
 def _headline(facts: Facts) -> str:
     ours, stock, rival = facts.ours, facts.stock, facts.rival
-    if not facts.evened:
+    if not facts.remapped:
         return f"stock {seconds(stock.step_s)} a step; no plugin is switched on {facts.predicted}"
     text = f"evenload {seconds(ours.step_s)} a step, stock {seconds(stock.step_s)}: {stock.step_s / ours.step_s:.2f}x"
     if rival is not None:
@@ -121,7 +121,7 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     limits, step_s = first.plan.limits, first.outcome.step_s
     ranks, complete = shown_ranks(first, _MOST_ROWS)
     rows = list(rows_of(ranks, limits.num_stages))
-    pieces = pieces_of(first, facts.situation.costs, set(rows))
+    pieces = pieces_of(first, facts.context.costs, set(rows))
     axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
     numbered = _is_numbered(one)
     found: set[Part] = set()

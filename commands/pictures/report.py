@@ -60,9 +60,9 @@ def page_of(outlook: Outlook) -> str:
 def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
     ours, stock, rival = facts.ours, facts.stock, facts.rival
     ratio = stock.step_s / ours.step_s
-    layout, cluster = facts.situation.layout, facts.situation.cluster
+    layout, cluster = facts.context.layout, facts.context.cluster
     eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {counted(len(outlook.steps), 'step')} planned"
-    if not facts.evened:
+    if not facts.remapped:
         head = join("Stock: ", duration(ours.step_s), " a step. No plugin is switched on")
     elif ratio > 1 + _SAME:
         head = join(
@@ -95,7 +95,7 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
     over = ours.step_s / bound_s - 1 if bound_s else 0.0
     stats = [
         tag("div", tag("dt", "lower bound"), tag("dd", duration(bound_s))),
-        tag("div", tag("dt", "evenload" if facts.evened else "stock"), tag("dd", duration(ours.step_s))),
+        tag("div", tag("dt", "evenload" if facts.remapped else "stock"), tag("dd", duration(ours.step_s))),
         tag("div", tag("dt", "above the bound"), tag("dd", number(over, percent(max(0.0, over))))),
     ]
     if not any(one.plan.bound_s for one in ours.steps):
@@ -117,7 +117,7 @@ def _tables(facts: Facts, outlook: Outlook) -> Markup:
     head = (
         "",
         "step",
-        "against evenload" if facts.evened else "against stock",
+        "against evenload" if facts.remapped else "against stock",
         "imbalance",
         "padding",
         "waiting",
@@ -178,13 +178,13 @@ def _table(name: str, head: Sequence[str], rows: Sequence[tuple[bool, str, Seque
 
 
 def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
-    situation, plans = facts.situation, [step.plan_s for step in outlook.steps]
-    layout = ", ".join(f"{name} {size}" for name, size in vars(situation.layout).items())
+    context, plans = facts.context, [step.plan_s for step in outlook.steps]
+    layout = ", ".join(f"{name} {size}" for name, size in vars(context.layout).items())
     measured = f"{seconds(float(np.mean(plans)))} a step in the mean, measured where this page was made"
     lines: dict[str, str] = {
-        "ranks": f"{situation.layout.world_size:,}: {layout}",
-        "cluster": f"{situation.cluster.name}: {situation.cluster.source}",
-        "costs": situation.costs.source,
+        "ranks": f"{context.layout.world_size:,}: {layout}",
+        "cluster": f"{context.cluster.name}: {context.cluster.source}",
+        "costs": context.costs.source,
         "plugins": ", ".join(plugin.name for plugin in outlook.recipe.enabled()) or "none",
         "samples": f"{len(outlook.lengths):,} in the file, {facts.num_drawn:,} in the steps shown",
         "planning": measured,

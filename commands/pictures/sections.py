@@ -66,7 +66,7 @@ def timelines(facts: Facts) -> Markup:
         first = one.steps[0]
         ranks, complete = shown_ranks(first, _MOST_ROWS)
         all_ranks &= complete
-        pieces = pieces_of(first, facts.situation.costs, set(rows_of(ranks, num_stages)))
+        pieces = pieces_of(first, facts.context.costs, set(rows_of(ranks, num_stages)))
         rows = [
             charts.Row(_row_name(rank, stage, num_stages), pieces[stage, rank], stage == 0 and num_stages > 1)
             for stage, rank in rows_of(ranks, num_stages)
@@ -123,7 +123,7 @@ def where(facts: Facts) -> Markup:
 
 
 def memory(facts: Facts) -> Markup:
-    device = facts.situation.cluster.memory_bytes
+    device = facts.context.cluster.memory_bytes
     ranked = sorted(facts.ranked, key=lambda one: -one.peak_bytes)
     most = max(device, ranked[0].peak_bytes)
     rows = []

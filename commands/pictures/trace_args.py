@@ -46,8 +46,8 @@ class TellPass:
         }
         if len(micro_batch.ranks) > 1:
             args["on ranks"] = len(micro_batch.ranks)
-        if micro_batch.num_slots > micro_batch.num_tokens:
-            args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_slots, 4)
+        if micro_batch.num_padded_tokens > micro_batch.num_tokens:
+            args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_padded_tokens, 4)
         chunks = [s for s in micro_batch.slices if s.length < self._lengths[s.sequence]]
         if chunks:
             told = [f"{s.start} to {s.stop} of sequence {s.sequence}" for s in chunks[:_MOST_CHUNKS]]

@@ -77,7 +77,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     """
     device, recipe, host = job.world.device, job.recipe, job.host
     _refuse_stages(host.layout)
-    num_ranks, tp = host.layout.plane_size, host.layout.tp
+    num_ranks, tp = host.layout.dp_cp_size, host.layout.tp
 
     def mark(where: str) -> None:
         job.watchdog.at(f"measuring memory, {where}")
@@ -255,7 +255,7 @@ def _layers(host: Any) -> nn.ModuleList:
 
 def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[Readings]) -> float:
     """Mean absolute relative error of the predicted peaks of the steps that were measured."""
-    at = job.chain.situation
+    at = job.chain.context
     memory = memory.of_stage(at.layout)
     limits = limits_of(job.recipe, replace(at, costs=at.costs.model_copy(update={"memory": memory})))
     errors = []

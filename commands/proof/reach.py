@@ -47,7 +47,7 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
         if not chain.limits.equal_counts:
             chains[RANKS_WITHOUT_PASS] = chain
     for place, (plugin, config) in enumerate(chain.links):
-        preferring = plugin.branches(config, chain.situation) if plugin.branches else {}
+        preferring = plugin.branches(config, chain.context) if plugin.branches else {}
         for name, settings in preferring.items():
             links = (*chain.links[:place], (plugin, settings), *chain.links[place + 1 :])
             chains[name] = chain if settings == config else replace(chain, links=links)

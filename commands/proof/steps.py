@@ -192,10 +192,10 @@ class Beside:
         wanted: set[str],
     ) -> Proven:
         """The step of all ranks. Collective."""
-        own = _OfRank(self.job.host.plane_rank, result.executed, result.branches, errors, bound, reader.wrong, names)
+        own = _OfRank(self.job.host.dp_cp_rank, result.executed, result.branches, errors, bound, reader.wrong, names)
         ranks = everyone(own)
         all_errors = [one.errors for one in ranks]
-        executed = {one.plane_rank: one.executed for one in ranks}
+        executed = {one.dp_cp_rank: one.executed for one in ranks}
         missing, repeated = count_tokens(batch.plan, [s for slices in executed.values() for s in slices])
         worst = max(ranks, key=lambda one: one.errors.gradient.error / (one.bound or 1.0))
         return Proven(
@@ -223,7 +223,7 @@ class Beside:
 class _OfRank(NamedTuple):
     """What a rank says of a step."""
 
-    plane_rank: int
+    dp_cp_rank: int
     executed: tuple[Slice, ...]
     branches: tuple[str, ...]
     errors: StepErrors

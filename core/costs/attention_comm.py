@@ -1,7 +1,8 @@
-"""Seconds that ranks which share attention spend on communication, engine by engine.
+"""Seconds that ranks which share attention spend on communication, cp_comm by cp_comm.
 
-A home of d ranks is g = d / u groups of u ranks that share heads (`core.plan.token_layout`). Of all layers of a stage,
-with T tokens of the home's slices, R tokens whose keys and values they read (T and the prefixes), P (query, key) pairs:
+A CP group of d ranks is g = d / u groups of u ranks that share heads (`core.plan.token_layout`). Of all layers of a
+stage, with T tokens of the home's slices, R tokens whose keys and values they read (T and the prefixes), P (query, key)
+pairs:
 
     inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction; nothing
                     hides it. A key head that query heads of several ranks read travels to each of them. Where u does
@@ -9,9 +10,9 @@ with T tokens of the home's slices, R tokens whose keys and values they read (T 
     ring            K and V of R / d tokens a rank hop on while the block at hand is computed, P / (d g) pairs:
                         forward     g - 1 times  max(0, hop - block)
                         backward    K and V as above; their gradients follow one block later, g hops, the last of
-                                    which, home, nothing hides (Liu et al., arXiv 2310.01889, section 3)
+                                    which, CP group, nothing hides (Liu et al., arXiv 2310.01889, section 3)
     all-gather      K and V of R tokens to all; backward: again, and their gradients summed back. No attention of the
-                    home itself hides it
+                    CP group itself hides it
 
 All ranks hop at once, so a hop takes as long as the slowest of its links: ranks in the order of their nodes cross only
 at the nodes' borders. Routed, what k ranks of a node send across goes over the NICs of all x members there
@@ -19,10 +20,10 @@ at the nodes' borders. Routed, what k ranks of a node send across goes over the 
 
     hop = k n / (x b_inter) + 2 n (x - 1) / (x b_intra)         n bytes a rank, b bytes/s; plain: n / b_inter
 
-Slices of other homes on the same rank compute while a hop travels, those of one rank alone while the first hop or the
-gathering does; what a rank's homes send follows one another, as it does on one communicator.
+Slices of other CP groups on the same rank compute while a hop travels, those of one rank alone while the first hop or
+the gathering does; what a rank's CP groups send follows one another, as it does on one communicator.
 
-Engine "" is the trainer's own static context parallelism, by `Traffic.engine`: latencies of all-to-all and all-gather
+Engine "" is the trainer's own static context parallelism, by `Traffic.cp_comm`: latencies of all-to-all and all-gather
 once a pass, gradients in a ring as wide as K and V.
 """
 
@@ -38,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..machine.cluster import Cluster
-from ..plan.step_plan import Engine, MicroBatch
+from ..plan.step_plan import CpComm, MicroBatch
 from .costs import PassCost
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ Ranks = Sequence[int]
 
 
 class Load(NamedTuple):
-    """Attention of one home's slices together; each a float, or float64 [S] for S homes of the same ranks."""
+    """Attention of one home's slices together; each a float, or float64 [S] for S CP groups of the same ranks."""
 
     tokens: Any
     rows: Any
@@ -58,7 +59,7 @@ class Load(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Communication of a home in one pass, floats or float64 [S]."""
+    """Communication of a CP group in one pass, floats or float64 [S]."""
 
     open_s: Any
     """Nothing hides it."""
@@ -74,23 +75,23 @@ class Times(NamedTuple):
 
 
 def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
-    """What every home of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
+    """What every CP group of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
     ranks, pad = micro_batch.ranks, micro_batch.pad_to
     found: dict[tuple[int, ...], list[float]] = {}
-    homes = micro_batch.homes or (ranks,) * len(micro_batch.slices)
-    for (_, start, stop), home in zip(micro_batch.slices, homes, strict=True):
+    cp_groups = micro_batch.cp_groups or (ranks,) * len(micro_batch.slices)
+    for (_, start, stop), cp_group in zip(micro_batch.slices, cp_groups, strict=True):
         n = pad or stop - start
-        sums = found.get(home)
+        sums = found.get(cp_group)
         if sums is None:
-            sums = found[home] = [0, 0, 0.0]
+            sums = found[cp_group] = [0, 0, 0.0]
         sums[0] += n
         sums[1] += start + n
         sums[2] += n * (start + 0.5 * n)
-    return {home: Load(*sums) for home, sums in found.items()}
+    return {cp_group: Load(*sums) for cp_group, sums in found.items()}
 
 
 def alone_s(times: Times) -> Any:
-    """Seconds that nothing hides on a rank that has no other home."""
+    """Seconds that nothing hides on a rank that has no other CP group."""
     open_s, first, hop, grad, block, groups = times
     open_s = open_s + first
     if groups == 1:
@@ -100,21 +101,21 @@ def alone_s(times: Times) -> Any:
     return open_s + ends + (groups - 2) * between + grad
 
 
-def together_s(homes: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
+def together_s(cp_groups: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
     """Seconds that nothing hides on each of R ranks, which take turns in several homes: float64 [R].
 
     Args:
-        homes: numbers of the ranks, 0 .. R - 1, in each home and its times, floats.
+        homes: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats.
         local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
     """
-    rows = [(list(ranks), times) for ranks, times in homes]
+    rows = [(list(ranks), times) for ranks, times in cp_groups]
     if not rows:
         return np.zeros_like(local_s)
     where = np.concatenate([ranks for ranks, _ in rows])
     sizes = [len(ranks) for ranks, _ in rows]
     columns = np.array([times for _, times in rows], dtype=np.float64)[:, :, None]
     open_s, first, hop, grad, block, groups = columns.transpose(1, 0, 2)
-    # What is under way while block k is computed changes at these k only; a home's gradients go home at its k = g.
+    # What is under way while block k is computed changes at these k only; a home's gradients go CP group at its k = g.
     numbers = {1, *(times.groups for _, times in rows)} - {1}
     edges = np.array(sorted({0, 1, *(g + more for g in numbers for more in (-1, 0, 1))}))
     k, widths = edges[:-1], np.diff(edges)
@@ -136,20 +137,20 @@ def times_of(
     cluster: Cluster,
     peers: Ranks,
     load: Load,
-    engine: Engine,
-    inner: int,
+    cp_comm: CpComm,
+    ulysses_degree: int,
     cost: PassCost,
     passes: int,
     routed: bool = False,
 ) -> Times:
-    """Communication of a home whose ranks, in the order of their places, are ``peers`` of the world.
+    """Communication of a CP group whose ranks, in the order of their places, are ``peers`` of the world.
 
-    Infinite where more ranks share heads than there are. ``inner`` counts for the engine hybrid alone.
+    Infinite where more ranks share heads than there are. ``ulysses_degree`` counts for the cp_comm hybrid alone.
     """
     degree = len(peers)
-    if not engine:
+    if not cp_comm:
         return Times(_static_s(traffic, cluster, peers, load, cost, passes))
-    share = {"all_to_all": degree, "hybrid": inner}.get(engine, 1)
+    share = {"all_to_all": degree, "hybrid": ulysses_degree}.get(cp_comm, 1)
     groups = degree // share
     copies, open_s = 1.0, 0.0 * load.tokens
     if share > 1:
@@ -168,7 +169,7 @@ def times_of(
         return Times(open_s, block_s=block_s)
     sent = load.rows / degree * copies * traffic.kv_bytes_per_token
     grads = sent * traffic.kv_grad_frac if passes > 1 else 0.0
-    if engine == "all_gather":
+    if cp_comm == "all_gather":
         link = cluster.link_among(peers)
         back_s = link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s
         return Times(back_s, link.all_gather_s(sent, degree, traffic.layers))
@@ -224,11 +225,11 @@ def _hops(cluster: Cluster, peers: Ranks, step: int, routed: bool) -> _Hops:
 
 def _static_s(traffic: Traffic, cluster: Cluster, peers: Ranks, load: Load, cost: PassCost, passes: int) -> Any:
     degree = len(peers)
-    if traffic.engine == "all_to_all":
+    if traffic.cp_comm == "all_to_all":
         sent = load.tokens / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)
         return cluster.all_to_all_s(sent, peers)
     link, each = cluster.link_among(peers), load.rows / degree * traffic.kv_bytes_per_token
-    if traffic.engine == "all_gather":
+    if traffic.cp_comm == "all_gather":
         return passes * link.all_gather_s(each, degree)
     hops_s = passes * (degree - 1) * (traffic.layers * link.latency_s + each / link.bytes_per_s)
     return np.maximum(0.0, hops_s - cost.pair_s * load.pairs / degree * (degree - 1) / degree)

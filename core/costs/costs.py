@@ -67,18 +67,18 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
 
 
 def is_even(micro_batch: MicroBatch) -> bool:
-    """Whether all its ranks have the same work and traffic: its slices have no homes of their own."""
-    return not (micro_batch.homes or micro_batch.remap)
+    """Whether all its ranks have the same work and traffic: its slices have no CP groups of their own."""
+    return not (micro_batch.cp_groups or micro_batch.remap)
 
 
 def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
-    """The work of each rank of one micro-batch, whose slices may have homes of their own."""
-    if not micro_batch.homes:
+    """The work of each rank of one micro-batch, whose slices may have CP groups of their own."""
+    if not micro_batch.cp_groups:
         return dict.fromkeys(micro_batch.ranks, work_of([micro_batch]))
     pairs = dict.fromkeys(micro_batch.ranks, 0.0)
-    for s, home in zip(micro_batch.slices, micro_batch.homes, strict=True):
-        share = (s.stop - s.start) * (s.start + 0.5 * (s.stop - s.start)) / len(home)
-        for rank in home:
+    for s, cp_group in zip(micro_batch.slices, micro_batch.cp_groups, strict=True):
+        share = (s.stop - s.start) * (s.start + 0.5 * (s.stop - s.start)) / len(cp_group)
+        for rank in cp_group:
             pairs[rank] += share
     return {rank: Work(1, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
 

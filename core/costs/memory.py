@@ -11,8 +11,8 @@ A backward is highest where it begins (the head's working bytes), at its first l
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
 
 Of a shared micro-batch a rank holds the activations of its own tokens (`parts.tokens_of_ranks`), and K and V of the
-slices that are at home with it. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's share
-on its way.
+slices of whose CP group it is a member. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's
+share on its way.
 
 Left out: what one kernel takes and gives back, buffers of communication (K and V of other ranks among them, and of all
 tokens in an all-gather), key heads that several ranks keep, tensors on their way between stages, and of moved tokens
@@ -33,7 +33,7 @@ from .costs import MemoryCost, is_even
 from .offload import KEPT_LAYERS, layers_on_device
 
 
-def room_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
+def activation_budget_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
     """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves.
 
     A tenth is left free.
@@ -125,7 +125,7 @@ def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:
     """Of each of its ranks."""
     share = 1.0 / len(micro_batch.ranks)
     cut = tuple((s, share) for s in micro_batch.slices if s.sequence in plan.cut) if plan.cut else ()
-    return _Part(share * micro_batch.num_slots, cut, len(cut) == len(micro_batch.slices))
+    return _Part(share * micro_batch.num_padded_tokens, cut, len(cut) == len(micro_batch.slices))
 
 
 def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
@@ -133,13 +133,13 @@ def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, _Part]:
     tokens = tokens_of_ranks(micro_batch)
     cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
     whole: set[int] = set()
-    homes = micro_batch.homes or (micro_batch.ranks,) * len(micro_batch.slices)
-    for s, home in zip(micro_batch.slices, homes, strict=True) if plan.cut else ():
+    cp_groups = micro_batch.cp_groups or (micro_batch.ranks,) * len(micro_batch.slices)
+    for s, cp_group in zip(micro_batch.slices, cp_groups, strict=True) if plan.cut else ():
         if s.sequence not in plan.cut:
-            whole.update(home)
+            whole.update(cp_group)
             continue
-        for rank in home:
-            cut[rank].append((s, 1.0 / len(home)))
+        for rank in cp_group:
+            cut[rank].append((s, 1.0 / len(cp_group)))
     return {rank: _Part(n, tuple(cut[rank]), bool(cut[rank]) and rank not in whole) for rank, n in tokens.items()}
 
 

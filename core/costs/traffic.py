@@ -4,7 +4,7 @@
     tensor         two all-reduces of the hidden states a layer and direction, one more at the embedding and at the
                    output layer, over the tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053, section 3); nothing
                    hides them
-    attention      a micro-batch on d ranks of the plane, by engine (`sharing` has the formulas):
+    attention      a micro-batch on d ranks of the plane, by cp_comm (`sharing` has the formulas):
                      ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
                      all_to_all  Q, K, V and the output change from sequence to head shards and back
                                  (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
-from ..plan.step_plan import Engine, MicroBatch
+from ..plan.step_plan import CpComm, MicroBatch
 from ..plan.token_layout import tokens_of_ranks
 from .attention_comm import Load, Times, alone_s, loads_of, times_of, together_s
 from .costs import PassCost, is_even
@@ -57,7 +57,7 @@ class Traffic:
     """Bytes of dK and dV over those of K and V: 2 where half precision is summed in float32."""
     heads: int = 0
     """Query heads of one tensor-parallel rank; 0: not known, then ranks that share heads divide them evenly."""
-    engine: Engine = "ring"
+    cp_comm: CpComm = "ring"
     """Of micro-batches on several ranks that name none: what the trainer's static context parallelism does."""
     gradient_bytes: float = 0.0
     weight_bytes: float = 0.0
@@ -77,7 +77,7 @@ NO_TRAFFIC = Traffic()
 
 def world_ranks(layout: Layout, stage: int, plane_ranks: tuple[int, ...], tp_rank: int = 0) -> list[int]:
     """Ranks of the world at a stage for ranks of the plane."""
-    first = stage * layout.plane_size
+    first = stage * layout.dp_cp_size
     return [(first + rank) * layout.tp + tp_rank for rank in plane_ranks]
 
 
@@ -94,7 +94,7 @@ def exposed_s(
     degree = len(micro_batch.ranks)
     total = 0.0
     if layout.tp > 1 or layout.ep > 1:
-        tokens = micro_batch.num_slots / degree
+        tokens = micro_batch.num_padded_tokens / degree
         total += _modules_s(traffic, cluster, layout, stage, micro_batch.ranks[0], tokens, cost, passes)
     if degree > 1:
         load = loads_of(micro_batch).get(micro_batch.ranks) or Load(1, 1, 0.0)
@@ -115,14 +115,14 @@ def exposed_of_ranks(
         total += _modules_s(traffic, cluster, layout, stage, ranks[0], _tokens(micro_batch), cost, passes)
     number = {rank: i for i, rank in enumerate(ranks)}
     local_s = np.zeros(len(ranks))
-    homes = []
-    for home, load in loads_of(micro_batch).items():
-        if len(home) == 1:
-            local_s[number[home[0]]] += cost.pair_s * load.pairs
+    cp_groups = []
+    for cp_group, load in loads_of(micro_batch).items():
+        if len(cp_group) == 1:
+            local_s[number[cp_group[0]]] += cost.pair_s * load.pairs
         else:
-            times = _times_of(traffic, cluster, layout, stage, micro_batch, home, load, cost, passes)
-            homes.append(([number[rank] for rank in home], times))
-    total += together_s(homes, local_s)
+            times = _times_of(traffic, cluster, layout, stage, micro_batch, cp_group, load, cost, passes)
+            cp_groups.append(([number[rank] for rank in cp_group], times))
+    total += together_s(cp_groups, local_s)
     if micro_batch.remap:
         total += _remap_s(traffic, cluster, layout, stage, micro_batch)
     return total
@@ -192,8 +192,8 @@ def attention_s(
     stage: int,
     pieces: npt.ArrayLike,
     ranks: tuple[int, ...],
-    engine: Engine,
-    inner: int,
+    cp_comm: CpComm,
+    ulysses_degree: int,
     cost: PassCost,
     passes: int,
     routed: bool = False,
@@ -203,7 +203,7 @@ def attention_s(
     Args:
         pieces: (tokens, tokens before them) of S sequences, each by itself on these ranks: [S, 2].
         ranks: of the plane, in the order of their places.
-        inner: ranks of a group that shares heads, where the engine is hybrid.
+        inner: ranks of a group that shares heads, where the cp_comm is hybrid.
         cost: of the direction.
         passes: 1 for a forward, 2 for a backward.
 
@@ -216,7 +216,7 @@ def attention_s(
         return np.zeros(len(rows))
     peers = world_ranks(layout, stage, ranks)
     load = Load(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
-    times = times_of(traffic, cluster, peers, load, engine, inner, cost, passes, routed)
+    times = times_of(traffic, cluster, peers, load, cp_comm, ulysses_degree, cost, passes, routed)
     return np.asarray(alone_s(times), dtype=np.float64)
 
 
@@ -226,14 +226,14 @@ def _times_of(
     layout: Layout,
     stage: int,
     micro_batch: MicroBatch,
-    home: tuple[int, ...],
+    cp_group: tuple[int, ...],
     load: Load,
     cost: PassCost,
     passes: int,
 ) -> Times:
-    peers = world_ranks(layout, stage, home)
-    engine, inner, routed = micro_batch.engine, micro_batch.inner, micro_batch.routed
-    return times_of(traffic, cluster, peers, load, engine, inner, cost, passes, routed)
+    peers = world_ranks(layout, stage, cp_group)
+    cp_comm, ulysses_degree, routed = micro_batch.cp_comm, micro_batch.ulysses_degree, micro_batch.routed
+    return times_of(traffic, cluster, peers, load, cp_comm, ulysses_degree, cost, passes, routed)
 
 
 def offload_s(cluster: Cluster, num_bytes: Any, hiding_s: Any) -> Any:
@@ -246,16 +246,16 @@ def offload_s(cluster: Cluster, num_bytes: Any, hiding_s: Any) -> Any:
 
 def links_up(cluster: Cluster, layout: Layout, stage: int) -> list[Link]:
     """For each rank of the plane its link from a stage to the next, and back."""
-    firsts = [[(s * layout.plane_size + r) * layout.tp for r in range(layout.plane_size)] for s in (stage, stage + 1)]
+    firsts = [[(s * layout.dp_cp_size + r) * layout.tp for r in range(layout.dp_cp_size)] for s in (stage, stage + 1)]
     return [cluster.link_among(ends) for ends in zip(*firsts, strict=True)]
 
 
 def gradient_sum_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: int) -> float:
     """Seconds of the gradient sum of a stage at the end of a step, the gathering of updated weights included."""
-    if layout.plane_size == 1 or traffic.sharding == "parameters":
+    if layout.dp_cp_size == 1 or traffic.sharding == "parameters":
         return 0.0
-    peers = world_ranks(layout, stage, tuple(range(layout.plane_size)))
-    link, n = cluster.link_among(peers), layout.plane_size
+    peers = world_ranks(layout, stage, tuple(range(layout.dp_cp_size)))
+    link, n = cluster.link_among(peers), layout.dp_cp_size
     if traffic.sharding == "optimizer":
         return link.all_gather_s(traffic.gradient_bytes / n, n) + link.all_gather_s(traffic.weight_bytes / n, n)
     return link.all_reduce_s(traffic.gradient_bytes, n)
@@ -263,9 +263,9 @@ def gradient_sum_s(traffic: Traffic, cluster: Cluster, layout: Layout, stage: in
 
 def gathering_s(traffic: Traffic, cluster: Cluster, layout: Layout, passes: int) -> float:
     """Seconds of weights gathered (and gradients scattered in a backward, ``passes`` 2) in a pass with ZeRO 3."""
-    if layout.plane_size == 1 or traffic.sharding != "parameters":
+    if layout.dp_cp_size == 1 or traffic.sharding != "parameters":
         return 0.0
-    n = layout.plane_size
+    n = layout.dp_cp_size
     link = cluster.link_among(world_ranks(layout, 0, tuple(range(n))))
     total = link.all_gather_s(traffic.weight_bytes / n, n)
     return total + (link.all_gather_s(traffic.gradient_bytes / n, n) if passes > 1 else 0.0)

@@ -22,7 +22,7 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
-    def plane_size(self) -> int:
+    def dp_cp_size(self) -> int:
         return self.dp * self.cp
 
     @classmethod
@@ -37,10 +37,10 @@ class Layout:
                 f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or change parallel.*",
             )
         layout = cls(tp, pp, cp, ep, world_size // inner)
-        if layout.plane_size % ep:
+        if layout.dp_cp_size % ep:
             raise EvenloadError(
                 "parallel.ep does not divide the data-parallel ranks",
-                f"ep {ep}, dp x cp {layout.plane_size}",
+                f"ep {ep}, dp x cp {layout.dp_cp_size}",
                 "choose an ep that divides dp x cp",
             )
         return layout

@@ -31,9 +31,9 @@ SUM_AFTER_PASSES = "gradient sum after the passes"
 SUM_IN_LAST_BACKWARD = "gradient sum during the last backward"
 
 
-def sharing(engine: str) -> str:
+def sharing(cp_comm: str) -> str:
     """The branch of micro-batches whose ranks share attention in this way."""
-    return f"attention shared by {engine or 'static context parallelism'}"
+    return f"attention shared by {cp_comm or 'static context parallelism'}"
 
 
 def branches_of(plan: StepPlan) -> dict[str, int]:
@@ -41,7 +41,7 @@ def branches_of(plan: StepPlan) -> dict[str, int]:
     counts = {name: count(plan) for name, count in _COUNTS.items()}
     for m in (*plan.micro_batches, *plan.backward):
         if len(m.ranks) > 1:
-            name = sharing(m.engine)
+            name = sharing(m.cp_comm)
             counts[name] = counts.get(name, 0) + 1
     return {name: count for name, count in counts.items() if count}
 
@@ -62,14 +62,14 @@ _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     RECOMPUTED: lambda plan: sum(map(sum, plan.recompute)),
     WEIGHT_PASSES: lambda plan: sum(map(len, plan.split)),
     OFFLOADED: lambda plan: sum(share > 0 for share in plan.offload),
-    SEVERAL_GROUPS: _micro_batches(lambda m: len(set(m.homes)) > 1),
+    SEVERAL_GROUPS: _micro_batches(lambda m: len(set(m.cp_groups)) > 1),
     REMAPPED: _micro_batches(lambda m: m.remap),
     ROUTED: _micro_batches(lambda m: m.routed),
     IDLE_RANKS: _idle_ranks,
     RANKS_WITHOUT_PASS: lambda plan: sum(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks)),
     UNEQUAL_COUNTS: lambda plan: len({len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}) - 1,
     DUMMIES: _micro_batches(lambda m: not m.slices),
-    PADDED: lambda plan: plan.num_slots - plan.num_tokens,
+    PADDED: lambda plan: plan.num_padded_tokens - plan.num_tokens,
     OWN_ORDER: lambda plan: len(plan.order),
 }
 """PADDED counts tokens, dummies' included."""

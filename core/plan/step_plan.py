@@ -40,13 +40,14 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
-Engine = Literal["", "ring", "all_gather", "all_to_all", "hybrid"]
+CpComm = Literal["", "ring", "all_gather", "all_to_all", "hybrid"]
 """How ranks share the attention of a sequence: keys and values go round, or to all at once; or queries, keys and values
 change from token to head shards and back; or the latter inside groups of ranks and a ring across the groups."""
 
 
 class MicroBatch(NamedTuple):
-    """What a set of ranks runs at once. ``len(ranks)`` is its context-parallel degree, unless slices have own homes.
+    """What a set of ranks runs at once. ``len(ranks)`` is its context-parallel degree, unless slices have own CP
+    groups.
 
     A micro-batch without slices is a dummy: one token of weight zero, for hosts that need equal counts on every rank.
     How tokens are dealt to several ranks is said in `core.plan.token_layout`.
@@ -57,11 +58,11 @@ class MicroBatch(NamedTuple):
     """In the order in which they form a ring."""
     pad_to: int = 0
     """Every slice is padded to this many tokens (stock trainers do that); 0 means packed without padding."""
-    engine: Engine = ""
+    cp_comm: CpComm = ""
     """Of all slices on several ranks; empty: the trainer's static context parallelism, which plans only predict."""
-    inner: int = 0
-    """Ranks of a group that shares heads, where the engine is hybrid."""
-    homes: tuple[tuple[int, ...], ...] = ()
+    ulysses_degree: int = 0
+    """Ranks of a group that shares heads, where the cp_comm is hybrid."""
+    cp_groups: tuple[tuple[int, ...], ...] = ()
     """For each slice the ranks that share its attention, some or all of ``ranks``; empty: all share every slice."""
     remap: bool = False
     """All modules but attention run on equally many tokens on every rank."""
@@ -74,7 +75,7 @@ class MicroBatch(NamedTuple):
         return sum(s.stop - s.start for s in self.slices)
 
     @property
-    def num_slots(self) -> int:
+    def num_padded_tokens(self) -> int:
         """Tokens that are computed, padding included."""
         return max(1, len(self.slices) * self.pad_to if self.pad_to else self.num_tokens)
 
@@ -207,7 +208,7 @@ class StepPlan:
     def in_host_schedule(self) -> bool:
         """Whether the trainer's own schedule runs it; static context parallelism is the trainer's too."""
         own = self.order or self.recompute or any(self.offload)
-        return not (own or any(m.engine and len(m.ranks) > 1 for m in self.micro_batches))
+        return not (own or any(m.cp_comm and len(m.ranks) > 1 for m in self.micro_batches))
 
     @cached_property
     def orders_known(self) -> dict[int, list[list[Op]]]:
@@ -240,8 +241,8 @@ class StepPlan:
         same: dict[Any, list[int]] = {}  # dummies of a rank are all alike
         for i, m in enumerate(self.micro_batches):
             same.setdefault(m[:2], []).append(i)
-        twins = (None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
-        return tuple(found.pop(0) if found else None for found in twins)
+        stored_forwards = (None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
+        return tuple(found.pop(0) if found else None for found in stored_forwards)
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -253,21 +254,21 @@ class StepPlan:
         return sum(s.length for s in self.sequences)
 
     @cached_property
-    def num_slots(self) -> int:
+    def num_padded_tokens(self) -> int:
         """Tokens computed over all micro-batches, padding and dummies included."""
         return sum(self.slots["F"])
 
     @cached_property
     def slots(self) -> dict[PassKind, tuple[int, ...]]:
-        """`MicroBatch.num_slots` of every micro-batch of a direction."""
-        forward = tuple(m.num_slots for m in self.micro_batches)
-        backward = tuple(m.num_slots for m in self.backward) if self.backward else forward
+        """`MicroBatch.num_padded_tokens` of every micro-batch of a direction."""
+        forward = tuple(m.num_padded_tokens for m in self.micro_batches)
+        backward = tuple(m.num_padded_tokens for m in self.backward) if self.backward else forward
         return {"F": forward, "B": backward, "W": backward}
 
     @property
     def padding_frac(self) -> float:
         """Share of the computed tokens that carry no data."""
-        return 1.0 - self.num_tokens / max(1, self.num_slots)
+        return 1.0 - self.num_tokens / max(1, self.num_padded_tokens)
 
     def of_rank(self, rank: int, kind: Literal["F", "B"] = "F") -> tuple[int, ...]:
         """Indices of the micro-batches of a plane rank in a direction, in launch order."""
@@ -332,7 +333,7 @@ class StepPlan:
         return read_step(data, limits)
 
 
-_PLAIN = MicroBatch._fields.index("engine")
+_PLAIN = MicroBatch._fields.index("cp_comm")
 """Fields before this one say all of a micro-batch on one rank."""
 
 

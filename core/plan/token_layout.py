@@ -1,6 +1,6 @@
 """How the tokens of a shared micro-batch are dealt to its ranks; pure functions of the micro-batch.
 
-Two layouts. In the *attention layout* a rank of a sequence's home (the n ranks that share it) stands at place
+Two layouts. In the *attention layout* a rank of a sequence's CP group (the n ranks that share it) stands at place
 p = (j, i), group j of g = n / u and head share i of u ranks; u is 1 for a ring and n for all-to-all:
 
     group j attends for chunks j and 2g - 1 - j of the slice, cut into 2g nearly equal chunks ("zig-zag": under a causal
@@ -27,44 +27,44 @@ Ranks = tuple[int, ...]
 Pieces = tuple[Slice, ...]
 
 
-class Home(NamedTuple):
+class CpGroup(NamedTuple):
     """Where a slice is attended for."""
 
     ranks: Ranks
     """In the order of their places."""
-    inner: int
+    ulysses_degree: int
     """Neighbouring places that share heads: 1 in a ring or an all-gather, all in an all-to-all."""
 
     @property
     def groups(self) -> int:
-        return len(self.ranks) // self.inner
+        return len(self.ranks) // self.ulysses_degree
 
 
-def home_of(micro_batch: MicroBatch, number: int) -> Home:
-    """The home of a micro-batch's slice by its place in ``slices``."""
-    ranks = micro_batch.homes[number] if micro_batch.homes else micro_batch.ranks
-    return Home(ranks, _inner(micro_batch, len(ranks)))
+def cp_group_of(micro_batch: MicroBatch, number: int) -> CpGroup:
+    """The CP group of a micro-batch's slice by its place in ``slices``."""
+    ranks = micro_batch.cp_groups[number] if micro_batch.cp_groups else micro_batch.ranks
+    return CpGroup(ranks, _ulysses_degree(micro_batch, len(ranks)))
 
 
-def _inner(micro_batch: MicroBatch, degree: int) -> int:
-    """Ranks that share heads in a home of so many ranks."""
+def _ulysses_degree(micro_batch: MicroBatch, degree: int) -> int:
+    """Ranks that share heads in a CP group of so many ranks."""
     if degree == 1:
         return 1
-    return {"all_to_all": degree, "hybrid": micro_batch.inner}.get(micro_batch.engine, 1)
+    return {"all_to_all": degree, "hybrid": micro_batch.ulysses_degree}.get(micro_batch.cp_comm, 1)
 
 
-def attended(piece: Slice, home: Home, place: int) -> Pieces:
-    """Tokens that a place of a home attends for: up to two pieces, ascending."""
-    length, chunks, group = piece.length, 2 * home.groups, place // home.inner
+def attended(piece: Slice, cp_group: CpGroup, place: int) -> Pieces:
+    """Tokens that a place of a CP group attends for: up to two pieces, ascending."""
+    length, chunks, group = piece.length, 2 * cp_group.groups, place // cp_group.ulysses_degree
     bounds = ((c * length // chunks, (c + 1) * length // chunks) for c in (group, chunks - 1 - group))
     return _joined(Slice(piece.sequence, piece.start + a, piece.start + b) for a, b in bounds)
 
 
-def dealt(piece: Slice, home: Home, place: int) -> Pieces:
-    """Tokens of a slice that a place of its home has in the token layout, before any remap."""
-    pieces = attended(piece, home, place)
-    total, share = sum(p.length for p in pieces), place % home.inner
-    return _run(pieces, share * total // home.inner, (share + 1) * total // home.inner)
+def dealt(piece: Slice, cp_group: CpGroup, place: int) -> Pieces:
+    """Tokens of a slice that a place of its CP group has in the token layout, before any remap."""
+    pieces = attended(piece, cp_group, place)
+    total, share = sum(p.length for p in pieces), place % cp_group.ulysses_degree
+    return _run(pieces, share * total // cp_group.ulysses_degree, (share + 1) * total // cp_group.ulysses_degree)
 
 
 def layout_of(micro_batch: MicroBatch, node_ranks: int = 0) -> dict[int, Pieces]:
@@ -75,9 +75,9 @@ def layout_of(micro_batch: MicroBatch, node_ranks: int = 0) -> dict[int, Pieces]
     """
     held: dict[int, list[Slice]] = {rank: [] for rank in micro_batch.ranks}
     for number, piece in enumerate(micro_batch.slices):
-        home = home_of(micro_batch, number)
-        for place, rank in enumerate(home.ranks):
-            held[rank] += dealt(piece, home, place)
+        cp_group = cp_group_of(micro_batch, number)
+        for place, rank in enumerate(cp_group.ranks):
+            held[rank] += dealt(piece, cp_group, place)
     if micro_batch.remap:
         return _evened(held, node_ranks)
     return {rank: tuple(pieces) for rank, pieces in held.items()}
@@ -85,36 +85,38 @@ def layout_of(micro_batch: MicroBatch, node_ranks: int = 0) -> dict[int, Pieces]
 
 def tokens_of_ranks(micro_batch: MicroBatch) -> dict[int, int]:
     """Tokens of every rank in the token layout. Static context parallelism, which pads, counts as even."""
-    ranks, slots = micro_batch.ranks, micro_batch.num_slots
+    ranks, slots = micro_batch.ranks, micro_batch.num_padded_tokens
     if len(ranks) == 1:
         return {ranks[0]: slots}
-    if micro_batch.remap or not micro_batch.engine:
+    if micro_batch.remap or not micro_batch.cp_comm:
         return {rank: slots // len(ranks) + (i < slots % len(ranks)) for i, rank in enumerate(ranks)}
     counts = dict.fromkeys(ranks, 0)
     shared: dict[int, tuple[list[int], list[Ranks]]] = {}
-    for s, ranks_of in zip(micro_batch.slices, micro_batch.homes or (ranks,) * len(micro_batch.slices), strict=True):
+    for s, ranks_of in zip(
+        micro_batch.slices, micro_batch.cp_groups or (ranks,) * len(micro_batch.slices), strict=True
+    ):
         if len(ranks_of) == 1:
             counts[ranks_of[0]] += s.stop - s.start
         else:
-            lengths, homes = shared.setdefault(len(ranks_of), ([], []))
+            lengths, cp_groups = shared.setdefault(len(ranks_of), ([], []))
             lengths.append(s.stop - s.start)
-            homes.append(ranks_of)
-    for degree, (lengths, homes) in shared.items():
-        tokens = _tokens_of_places(np.array(lengths), degree, _inner(micro_batch, degree))
-        if not micro_batch.homes:
+            cp_groups.append(ranks_of)
+    for degree, (lengths, cp_groups) in shared.items():
+        tokens = _tokens_of_places(np.array(lengths), degree, _ulysses_degree(micro_batch, degree))
+        if not micro_batch.cp_groups:
             return dict(zip(ranks, tokens.sum(axis=0).tolist(), strict=True))
-        for home, row in zip(homes, tokens.tolist(), strict=True):
-            for rank, count in zip(home, row, strict=True):
+        for cp_group, row in zip(cp_groups, tokens.tolist(), strict=True):
+            for rank, count in zip(cp_group, row, strict=True):
                 counts[rank] += count
     return counts
 
 
-def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, inner: int) -> npt.NDArray[np.int64]:
+def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, ulysses_degree: int) -> npt.NDArray[np.int64]:
     """How many tokens `dealt` gives to each place, for slices of these lengths [S]: int64 [S, degree]."""
-    chunks, n, c = 2 * (degree // inner), lengths[:, None], np.arange(degree // inner)
+    chunks, n, c = 2 * (degree // ulysses_degree), lengths[:, None], np.arange(degree // ulysses_degree)
     of_group = (c + 1) * n // chunks - c * n // chunks + (chunks - c) * n // chunks - (chunks - 1 - c) * n // chunks
-    i, shared = np.arange(inner), of_group[:, :, None]
-    tokens: npt.NDArray[np.int64] = (i + 1) * shared // inner - i * shared // inner
+    i, shared = np.arange(ulysses_degree), of_group[:, :, None]
+    tokens: npt.NDArray[np.int64] = (i + 1) * shared // ulysses_degree - i * shared // ulysses_degree
     return tokens.reshape(len(lengths), degree)
 
 

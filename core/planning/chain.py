@@ -20,10 +20,10 @@ from ..errors import EvenloadError, nearest
 from ..machine.layout import Layout
 from ..plan.step_plan import Limits, Sequence, StepPlan
 from ..recipe.recipe import Recipe
-from ..registry import Plugin, PluginConfig, Situation
+from ..registry import PlanningContext, Plugin, PluginConfig
 from ..simulate.step import simulate
-from .setting import limits_of, situation_of
-from .static_cp import narrow, widen
+from .setting import context_of, limits_of
+from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
 
 logger = logging.getLogger("evenload")
@@ -49,7 +49,7 @@ class PlanChain:
     """Everything but the batch. Pure: the same batch gives the same plan on every rank."""
 
     links: tuple[tuple[Plugin, PluginConfig], ...]
-    situation: Situation
+    context: PlanningContext
     limits: Limits
     micro_batch_size: int = 1
     instead: str = ""
@@ -58,9 +58,9 @@ class PlanChain:
     @classmethod
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
         """The chain a recipe asks for. Raises EvenloadError."""
-        situation = situation_of(recipe, layout)
+        context = context_of(recipe, layout)
         links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled())
-        return cls(links, situation, limits_of(recipe, situation), recipe.train.micro_batch_size)
+        return cls(links, context, limits_of(recipe, context), recipe.train.micro_batch_size)
 
     @classmethod
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
@@ -92,7 +92,7 @@ class PlanChain:
     def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
         """What the trainer would do by itself."""
         if self._cp > 1:
-            return widen(self._of_lanes().stock(batch), self.limits, self._cp)
+            return unfold_cp(self._of_lanes().stock(batch), self.limits, self._cp)
         return stock_plan(batch, self.limits, self.micro_batch_size)
 
     def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
@@ -111,7 +111,7 @@ class PlanChain:
         notes: list[str] = []
         for place, (plugin, config) in enumerate(self.links):
             try:
-                plan = plugin.plan(plan, self.situation, config)
+                plan = plugin.plan(plan, self.context, config)
             except EvenloadError as error:
                 if place not in placing or place == placing[-1]:
                     raise
@@ -135,11 +135,11 @@ class PlanChain:
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
         if self._cp > 1:
-            return widen(self._of_lanes().baseline(name, batch), self.limits, self._cp).check()
+            return unfold_cp(self._of_lanes().baseline(name, batch), self.limits, self._cp).check()
         if ALIASES.get(name, name) == STOCK:
             return self.stock(batch).check()
         plugin, config = self._owner(name)
-        plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.situation, config)
+        plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.context, config)
         return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf)).check()
 
     def breaks(self, name: str, plan: StepPlan) -> str:
@@ -193,21 +193,21 @@ class PlanChain:
         """
         lanes = self._of_lanes()
         uncut = replace(lanes, links=tuple((plugin, config.uncut()) for plugin, config in lanes.links))
-        plans = [self._under_caps(widen(lanes._chained(batch), self.limits, self._cp))]
+        plans = [self._under_caps(unfold_cp(lanes._chained(batch), self.limits, self._cp))]
         if plans[0].cut:
             with suppress(EvenloadError):  # a sequence that must be cut
-                plans.append(self._under_caps(widen(uncut._chained(batch), self.limits, self._cp)))
-        return min(plans, key=lambda plan: simulate(plan, self.situation, record=False).step_s)
+                plans.append(self._under_caps(unfold_cp(uncut._chained(batch), self.limits, self._cp)))
+        return min(plans, key=lambda plan: simulate(plan, self.context, record=False).step_s)
 
     @property
     def _cp(self) -> int:
-        return self.situation.layout.cp
+        return self.context.layout.cp
 
     def _of_lanes(self) -> PlanChain:
         """The chain of a plane whose ranks are the lanes of static context parallelism."""
-        limits, situation = narrow(self.limits, self.situation)
-        links = tuple((plugin, config.on_lane(self._cp)) for plugin, config in self.links)
-        return replace(self, links=links, limits=limits, situation=situation)
+        limits, context = fold_cp(self.limits, self.context)
+        links = tuple((plugin, config.folded(self._cp)) for plugin, config in self.links)
+        return replace(self, links=links, limits=limits, context=context)
 
     @property
     def largest_slice(self) -> int:

@@ -12,14 +12,14 @@ from ..machine.layout import Layout
 from ..machine.shape import heads_of, shape_of
 from ..plan.step_plan import Limits
 from ..recipe.recipe import Recipe
-from ..registry import Situation
+from ..registry import PlanningContext
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from .stock import UNCAPPED
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 
 
-def situation_of(recipe: Recipe, layout: Layout) -> Situation:
+def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     """Cluster, costs and traffic of one stage of one tensor-parallel rank. Raises EvenloadError for unknown names."""
     cluster = clusters.load(recipe.cluster, RECIPES / "clusters")
     costs = costs_of(recipe, cluster)
@@ -30,7 +30,7 @@ def situation_of(recipe: Recipe, layout: Layout) -> Situation:
     traffic = traffic_of(recipe, layout)
     shape = shape_of(recipe.model)
     head_frac = shape.hidden_size * shape.vocab_size / shape.weights
-    return Situation(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic, head_frac)
+    return PlanningContext(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic, head_frac)
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
@@ -70,15 +70,15 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
     )
 
 
-def limits_of(recipe: Recipe, situation: Situation) -> Limits:
+def limits_of(recipe: Recipe, context: PlanningContext) -> Limits:
     """What the trainer and the machine allow. The token cap is a plugin's to set."""
-    layout, memory = situation.layout, situation.costs.memory
+    layout, memory = context.layout, context.costs.memory
     shape = shape_of(recipe.model)
     layers = max(1, shape.num_layers // layout.pp)
     value_bytes = VALUE_BYTES[recipe.train.dtype]
     kv_grad = memory.kv_bytes_per_token * _kv_grad_frac(recipe)
     return Limits(
-        num_ranks=layout.plane_size,
+        num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
         num_stages=layout.pp,
         layers_per_stage=layers,
@@ -90,7 +90,7 @@ def limits_of(recipe: Recipe, situation: Situation) -> Limits:
         input_bytes_per_token=shape.hidden_size * value_bytes,
         beside=beside_of(memory, layers),
         heads=heads_of(recipe.model) // layout.tp,
-        node_ranks=max(1, situation.cluster.ranks_per_node // layout.tp),
+        node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
         splits_backward=recipe.trainer == "megatron" or layout.pp > 1,
         deferred_bytes_per_token=shape.linear_values(layout.tp) * value_bytes,
     )

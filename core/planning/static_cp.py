@@ -16,12 +16,12 @@ from ..costs.traffic import world_ranks
 from ..machine.layout import Layout
 from ..plan.order import KINDS
 from ..plan.step_plan import Limits, MicroBatch, Op, StepPlan
-from ..registry import Situation
+from ..registry import PlanningContext
 
 
-def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
+def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
     """Limits and situation of a plane whose ranks are the lanes."""
-    layout = situation.layout
+    layout = context.layout
     share = 1.0 / layout.cp
     per_token = {
         name: getattr(limits, name) * share for name in Limits.__dataclass_fields__ if name.endswith("_per_token")
@@ -32,14 +32,12 @@ def narrow(limits: Limits, situation: Situation) -> tuple[Limits, Situation]:
     lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
     # Each rank of a lane hands over its own share, on the link of its own place.
-    traffic = replace(situation.traffic, state_bytes_per_token=situation.traffic.state_bytes_per_token * share)
-    nodes = situation.cluster.model_copy(
-        update={"ranks_per_node": max(1, situation.cluster.ranks_per_node // layout.cp)}
-    )
-    return lanes, replace(situation, costs=_shared(situation), layout=ranks, cluster=nodes, traffic=traffic)
+    traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token * share)
+    nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
+    return lanes, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
 
 
-def widen(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
+def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
     """The plan of lanes as one of ranks, under their own limits; the token cap is what the plan's becomes on a rank."""
     own = replace(
         limits,
@@ -70,7 +68,7 @@ def _on_lane(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
     if not micro_batch.slices:
         return tuple(micro_batch._replace(ranks=(rank,)) for rank in ranks)
     pad_to, count = micro_batch.pad_to, len(micro_batch.slices)
-    if micro_batch.num_slots < cp:
+    if micro_batch.num_padded_tokens < cp:
         pad_to = max(-(-cp // count), *(s.length for s in micro_batch.slices))
     return (micro_batch._replace(ranks=ranks, pad_to=pad_to),)
 
@@ -81,8 +79,8 @@ def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _shared(situation: Situation) -> Costs:
-    costs, layout = situation.costs, situation.layout
+def _shared(context: PlanningContext) -> Costs:
+    costs, layout = context.costs, context.layout
     memory, cp = costs.memory, layout.cp
     names = [name for name in type(memory).model_fields if name.endswith("_per_token")]
     held = {name: getattr(memory, name) / cp for name in names}
@@ -91,7 +89,7 @@ def _shared(situation: Situation) -> Costs:
     held["fixed_bytes"] = memory.fixed_bytes - memory.sharded_bytes + held["sharded_bytes"]
     if layout.dp == 1:
         held["fixed_bytes"] += memory.gathered_bytes
-    moves = _all_to_all(situation)
+    moves = _all_to_all(context)
     return costs.model_copy(
         update={
             "forward": costs.forward.scaled(1.0 / cp, 1.0).plus(moves),
@@ -101,10 +99,10 @@ def _shared(situation: Situation) -> Costs:
     )
 
 
-def _all_to_all(situation: Situation) -> PassCost:
+def _all_to_all(context: PlanningContext) -> PassCost:
     """What the ranks of a lane exchange in a pass of either direction, where they share heads."""
-    traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
-    if traffic.engine != "all_to_all":
+    traffic, cluster, layout = context.traffic, context.cluster, context.layout
+    if traffic.cp_comm != "all_to_all":
         return PassCost(token_s=0.0)
     peers = world_ranks(layout, 0, tuple(range(layout.cp)))
     token_bytes = (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token) / layout.cp

@@ -18,7 +18,7 @@ from ..costs.offload import KEPT_LAYERS
 from ..costs.traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import tokens_of_ranks
-from ..registry import Situation
+from ..registry import PlanningContext
 from .predict import KINDS, busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
 Floats = npt.NDArray[np.float64]
@@ -41,23 +41,23 @@ class _Unlike(NamedTuple):
 class PassTimes:
     """Seconds of every pass of a plan at every stage."""
 
-    def __init__(self, plan: StepPlan, situation: Situation) -> None:
-        self._plan, self._at = plan, situation
-        self._of_ranks = _of_ranks(plan, situation)
-        self.compute = _compute(plan, situation, self._of_ranks)
+    def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
+        self._plan, self._at = plan, context
+        self._of_ranks = _of_ranks(plan, context)
+        self.compute = _compute(plan, context, self._of_ranks)
         """By stage, direction and micro-batch, on its busiest ranks."""
-        self._costs = own_costs(plan, situation.costs)
+        self._costs = own_costs(plan, context.costs)
         self._whole_again = _forward_again(plan, self._costs)
         self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
-        self._weights_s = _weights_seconds(plan, self._costs, situation.head_frac)
-        layout, traffic = situation.layout, situation.traffic
+        self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
+        layout, traffic = context.layout, context.traffic
         experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
         self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
-        self._gathers = {k: gathering_s(traffic, situation.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
+        self._gathers = {k: gathering_s(traffic, context.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
-        self._links = [links_up(situation.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
-        self._alike = _stages_alike(plan, situation)
+        self._links = [links_up(context.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._alike = _stages_alike(plan, context)
         self._known: dict[tuple[int, Op, float], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
@@ -179,7 +179,9 @@ class PassTimes:
         if number not in plan.kept or not plan.offload[number]:
             return 0.0
         micro_batch = plan.micro_batches[number]
-        tokens = _tokens(micro_batch) if not is_even(micro_batch) else micro_batch.num_slots / len(micro_batch.ranks)
+        tokens = (
+            _tokens(micro_batch) if not is_even(micro_batch) else micro_batch.num_padded_tokens / len(micro_batch.ranks)
+        )
         hiding = max(0, layers - KEPT_LAYERS) / layers
         return offload_s(self._at.cluster, offloaded_bytes(plan, stage, number, tokens), compute_s * hiding)
 
@@ -188,25 +190,25 @@ def _tokens(micro_batch: MicroBatch) -> Floats:
     return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
 
-def _stages_alike(plan: StepPlan, situation: Situation) -> list[int]:
+def _stages_alike(plan: StepPlan, context: PlanningContext) -> list[int]:
     """For each stage one whose passes hold the same communication, if they recompute as much.
 
     First and last stage have their own. Between them nodes lie alike where every stage begins with a node.
     """
-    layout, last = situation.layout, plan.limits.num_stages - 1
-    differ = layout.plane_size * layout.tp % situation.cluster.ranks_per_node or plan.offload
+    layout, last = context.layout, plan.limits.num_stages - 1
+    differ = layout.dp_cp_size * layout.tp % context.cluster.ranks_per_node or plan.offload
     return [stage if differ or stage in (0, last) else 1 for stage in range(last + 1)]
 
 
-def _head_of_stages(situation: Situation, stages: int) -> list[float]:
+def _head_of_stages(context: PlanningContext, stages: int) -> list[float]:
     """Linear work of every stage beyond that of a mean one, over that."""
-    head = situation.head_frac if stages > 1 else 0.0
+    head = context.head_frac if stages > 1 else 0.0
     return [-head] * (stages - 1) + [head * (stages - 1)]
 
 
-def _of_ranks(plan: StepPlan, situation: Situation) -> dict[Op, list[Floats]]:
+def _of_ranks(plan: StepPlan, context: PlanningContext) -> dict[Op, list[Floats]]:
     """`rank_seconds` at every stage."""
-    costs = own_costs(plan, situation.costs)
+    costs = own_costs(plan, context.costs)
     found: dict[Op, list[Floats]] = {}
     stages = plan.limits.num_stages
     again = [layers_again(plan, stage) for stage in range(stages)]
@@ -214,21 +216,21 @@ def _of_ranks(plan: StepPlan, situation: Situation) -> dict[Op, list[Floats]]:
         kind, number = op
         micro_batch = plan.passes(kind)[number]
         linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(micro_batch)
-        rows = [mean + share * linear_s if share else mean for share in _head_of_stages(situation, stages)]
+        rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
         for stage in range(stages) if kind == "B" else ():
             if number in again[stage]:
-                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, situation, costs)
+                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, context, costs)
         found[op] = rows
     return found
 
 
-def _layers_of_ranks(micro_batch: MicroBatch, situation: Situation, costs: Costs) -> Floats:
+def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Floats:
     """Forward seconds of the layers on each rank of a micro-batch."""
-    return np.array([costs.layers_of(work, situation.head_frac) for work in rank_works(micro_batch).values()])
+    return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
 
 
-def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
-    costs = own_costs(plan, situation.costs)
+def _compute(plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
+    costs = own_costs(plan, context.costs)
     mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
     linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
 
@@ -238,7 +240,7 @@ def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Float
         rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in KINDS}
         return {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in rows.items()}
 
-    shares = _head_of_stages(situation, plan.limits.num_stages)
+    shares = _head_of_stages(context, plan.limits.num_stages)
     made = {more: stage_of(more) for more in set(shares)}
     if not of_ranks and not plan.recompute:
         return [made[more] for more in shares]
@@ -247,7 +249,7 @@ def _compute(plan: StepPlan, situation: Situation, of_ranks: dict[Op, list[Float
     for stage, seconds in enumerate(found):
         for j, share in layers_again(plan, stage).items():
             if j not in layers_s:
-                layers_s[j] = costs.layers_s(plan.passes("B")[j], situation.head_frac)
+                layers_s[j] = costs.layers_s(plan.passes("B")[j], context.head_frac)
             seconds["B"][j] += share * layers_s[j]
     for (kind, number), rows in of_ranks.items():
         for seconds, row in zip(found, rows, strict=True):
@@ -260,7 +262,8 @@ def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[flo
     if not any(plan.split):
         return []
     most = [
-        max(tokens_of_ranks(m).values()) if not is_even(m) else m.num_slots / len(m.ranks) for m in plan.passes("B")
+        max(tokens_of_ranks(m).values()) if not is_even(m) else m.num_padded_tokens / len(m.ranks)
+        for m in plan.passes("B")
     ]
     return [float(costs.weights_s(tokens, head_frac)) for tokens in most]
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..costs.memory import fixed_bytes, peaks_of_stage
 from ..costs.traffic import gradient_sum_s
 from ..plan.step_plan import StepPlan
-from ..registry import Situation
+from ..registry import PlanningContext
 from .events import Event, play
 from .passes import PassTimes
 
@@ -86,13 +86,13 @@ class Simulation:
         return max(0.0, 1.0 - working_s / self.step_s) if self.step_s else 0.0
 
 
-def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Simulation:
+def simulate(plan: StepPlan, context: PlanningContext, *, record: bool = True) -> Simulation:
     """Run a lawful plan in simulated time; ``record`` keeps the spans."""
-    work = PassTimes(plan, situation)
+    work = PassTimes(plan, context)
     shape = (plan.limits.num_stages, plan.limits.num_ranks)
     exposed, free, last_backward = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
     spans: list[Span] = []
-    waits = situation.traffic.waits_for_sends and plan.in_host_schedule
+    waits = context.traffic.waits_for_sends and plan.in_host_schedule
     for event in play(plan, work.seconds, work.hand_over, waits=waits):
         stage, op, ranks, start_s, end_s, free_s = event
         for rank in ranks:
@@ -103,12 +103,12 @@ def simulate(plan: StepPlan, situation: Situation, *, record: bool = True) -> Si
                 spans += _spans_of(event, rank, work.parts(stage, op, rank))
         if op.kind == "B":
             last_backward[stage] = max(last_backward[stage], start_s)
-    step_s = _end_of_step(plan, situation, np.array(free), exposed, last_backward, spans if record else None)
+    step_s = _end_of_step(plan, context, np.array(free), exposed, last_backward, spans if record else None)
     peaks = np.array([[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])])
-    memory = situation.costs.memory
+    memory = context.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
-    return Simulation(step_s, work.busy_s(), exposed, _update_s(situation), held, peaks, tuple(spans))
+    return Simulation(step_s, work.busy_s(), exposed, _update_s(context), held, peaks, tuple(spans))
 
 
 def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> list[Span]:
@@ -121,7 +121,7 @@ def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> l
 
 def _end_of_step(
     plan: StepPlan,
-    situation: Situation,
+    context: PlanningContext,
     free: Floats,
     exposed: Floats,
     last_backward: list[float],
@@ -131,18 +131,18 @@ def _end_of_step(
 
     ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run.
     """
-    traffic, layout = situation.traffic, situation.layout
+    traffic, layout = context.traffic, context.layout
     ends: list[tuple[float, float]] = []
     # Megatron's host overlaps in Megatron's schedule alone, and where every rank has a backward.
     busy = all(plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
     overlaps = traffic.overlap_gradients and plan.in_host_schedule and busy
     for stage, ready in enumerate(free.max(axis=1).tolist()):
-        sum_s = gradient_sum_s(traffic, situation.cluster, layout, stage)
+        sum_s = gradient_sum_s(traffic, context.cluster, layout, stage)
         if overlaps:
             sum_s = max(0.0, sum_s - (ready - last_backward[stage]))
         exposed[stage] += sum_s
         ends.append((ready, ready + sum_s))
-    update_s, begin = _update_s(situation), max(end for _, end in ends)
+    update_s, begin = _update_s(context), max(end for _, end in ends)
     for stage, (ready, end) in enumerate(ends):
         for rank in range(plan.limits.num_ranks) if spans is not None else ():
             found = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
@@ -150,6 +150,6 @@ def _end_of_step(
     return begin + update_s
 
 
-def _update_s(situation: Situation) -> float:
-    sharded = situation.traffic.sharding != "none"
-    return situation.costs.update_s / (situation.layout.plane_size if sharded else 1)
+def _update_s(context: PlanningContext) -> float:
+    sharded = context.traffic.sharding != "none"
+    return context.costs.update_s / (context.layout.dp_cp_size if sharded else 1)

@@ -72,12 +72,13 @@ def attention(
             f"attention module {type(module).__name__}, no {PACK}",
             f"call model(..., {PACK}=pack), or model.set_attn_implementation('sdpa') for batches that are not planned",
         )
-    batch, _, num_slots, head_dim = query_1HTD.shape
+    batch, _, num_padded_tokens, head_dim = query_1HTD.shape
     _refuse(module, attention_mask, dropout, sliding_window, evenload_pack, others)
-    if batch != 1 or num_slots != evenload_pack.num_slots or key_1GTD.shape[2] != num_slots:
+    if batch != 1 or num_padded_tokens != evenload_pack.num_padded_tokens or key_1GTD.shape[2] != num_padded_tokens:
         raise EvenloadError(
             "the tokens of the call are not those of its pack",
-            f"queries {tuple(query_1HTD.shape)}, {key_1GTD.shape[2]} keys, a pack of {evenload_pack.num_slots} slots",
+            f"queries {tuple(query_1HTD.shape)}, {key_1GTD.shape[2]} keys, "
+            f"a pack of {evenload_pack.num_padded_tokens} slots",
             "give input_ids [1, slots] of the same pack, and use_cache=False",
         )
     out_THD = packed_attention(

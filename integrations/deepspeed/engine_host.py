@@ -42,7 +42,7 @@ class EngineHost(ABC):
     engine: Any
     stage: int
     """Of ZeRO."""
-    plane_rank: int
+    dp_cp_rank: int
     pipeline_stage: int
     device: torch.device
     busy_waits: bool
@@ -77,7 +77,7 @@ class EngineHost(ABC):
             self._update()
             if norm is None:
                 norm = float(self.engine.get_global_grad_norm())
-        return StepResult(grad_norm=norm, **result, spans=clock.spans(self.pipeline_stage, self.plane_rank))
+        return StepResult(grad_norm=norm, **result, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, torch.Tensor]]:
         """See `Host.gradients`."""

@@ -59,7 +59,7 @@ class DeepSpeedHost(EngineHost):
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
-        self.plane_rank = world.rank
+        self.dp_cp_rank = world.rank
         model = build_model(recipe)
         refuse_unsupported(model.config, recipe.data.max_length)
         if recipe.train.recompute:
@@ -87,12 +87,12 @@ class DeepSpeedHost(EngineHost):
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
-        passes = passes_of_rank(plan, self.plane_rank, self.world.size, equal=self.stage == 3)
-        added = num_added(plan, self.plane_rank, passes) if self.stage == 3 else 0
+        passes = passes_of_rank(plan, self.dp_cp_rank, self.world.size, equal=self.stage == 3)
+        added = num_added(plan, self.dp_cp_rank, passes) if self.stage == 3 else 0
         self._tell_of_dummies(added, len(passes))
         plane = self._plane_of(plan)
         mark("loading the samples")
-        prefix = PrefixStore.of_plan(plan, self.plane_rank)
+        prefix = PrefixStore.of_plan(plan, self.dp_cp_rank)
         packs = {
             micro_batch: build_pack(micro_batch, tokens_of, self.world.device, prefix, plane=plane)
             for micro_batch in dict.fromkeys(one.micro_batch for one in passes)
@@ -173,7 +173,7 @@ class DeepSpeedHost(EngineHost):
                 "%d are dummies that keep it in step",
                 added,
                 num_passes,
-                self.plane_rank,
+                self.dp_cp_rank,
             )
 
 

@@ -86,7 +86,7 @@ def _refuse_unsupported(plan: StepPlan, num_ranks: int) -> None:
     found = ""
     if plan.limits.num_ranks != num_ranks:
         found = f"a plan for {plan.limits.num_ranks} ranks in a world of {num_ranks}"
-    elif any(len(m.ranks) > 1 and not m.engine for m in (*plan.micro_batches, *plan.backward)):
+    elif any(len(m.ranks) > 1 and not m.cp_comm for m in (*plan.micro_batches, *plan.backward)):
         found = "a micro-batch on several ranks that names no engine (static context parallelism)"
     elif len(plan.order or plan.recompute) > 1:
         found = f"a plan for {len(plan.order or plan.recompute)} pipeline stages"

@@ -57,7 +57,7 @@ class PlannedBatches(Iterator[Batch]):
     def of_rank(
         cls,
         plan: StepPlan,
-        plane_rank: int,
+        dp_cp_rank: int,
         tokens_of: TokensOf,
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
@@ -66,9 +66,9 @@ class PlannedBatches(Iterator[Batch]):
 
         ``plane`` (see `open_plane`) is what ranks share micro-batches over; without pipeline stages only.
         """
-        _refuse_unsupported(plan, plane_rank, plane)
-        batches = cls([plan.micro_batches[index] for index in plan.of_rank(plane_rank)], tokens_of, device, plane)
-        batches.numbers = plan.of_rank(plane_rank)
+        _refuse_unsupported(plan, dp_cp_rank, plane)
+        batches = cls([plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)], tokens_of, device, plane)
+        batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
 
     def __len__(self) -> int:
@@ -117,14 +117,14 @@ def is_stock(plan: StepPlan) -> bool:
     return not (plan.order or plan.recompute or plan.shared or any(plan.offload))
 
 
-def _refuse_unsupported(plan: StepPlan, plane_rank: int, plane: Plane | None) -> None:
+def _refuse_unsupported(plan: StepPlan, dp_cp_rank: int, plane: Plane | None) -> None:
     if plan.order or plan.recompute or any(plan.offload):
         raise EvenloadError(
             "Megatron's own schedule cannot run a plan with an order, recomputation or offload of its own",
             f"made by {plan.made_by or 'hand'}",
             "let MegatronHost run it, or plan with limits.whole_sequences and without plugins.pipeline",
         )
-    for index in plan.of_rank(plane_rank) if plane is None or plan.limits.num_stages > 1 else ():
+    for index in plan.of_rank(dp_cp_rank) if plane is None or plan.limits.num_stages > 1 else ():
         if len(plan.micro_batches[index].ranks) > 1:
             raise EvenloadError(
                 "a micro-batch is shared by several ranks",

@@ -57,7 +57,7 @@ class MegatronHost:
 
     def _build(self) -> None:
         recipe, device = self.recipe, self.device
-        self.plane_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.dp_cp_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
@@ -99,7 +99,7 @@ class MegatronHost:
             norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
             _, megatron_norm, _ = self.optimizer.step()
         norm = float(megatron_norm) if norm is None else norm
-        spans = clock.spans(self.pipeline_stage, self.plane_rank)
+        spans = clock.spans(self.pipeline_stage, self.dp_cp_rank)
         return replace(_result(reduction, norm, busy, executed), spans=spans)
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
@@ -176,7 +176,7 @@ class MegatronHost:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         if is_stock(plan):
-            batches = PlannedBatches.of_rank(plan, self.plane_rank, tokens_of, self.device)
+            batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device)
             executed = run_stock(self.ddp, batches, forward, reduction, mark)
         else:
             executed = self._run_order(plan, tokens_of, forward, reduction, mark, clock)
@@ -195,7 +195,7 @@ class MegatronHost:
         stage = PlannedStage(
             plan,
             self.pipeline_stage,
-            self.plane_rank,
+            self.dp_cp_rank,
             model=self.ddp,
             gpt=self.model,
             links=self._links,

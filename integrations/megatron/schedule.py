@@ -33,7 +33,7 @@ from ...core.plan.step_plan import MicroBatch, Op, PassKind, Slice, StepPlan
 from ...runtime.attention.pack import Pack, TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.measure.busy import BusyClock
-from ...runtime.stage.deferred import WeightGradients
+from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.offload import layers_of, offloading
 from ...runtime.stage.stage_links import StageLinks, taken_before
 from ...runtime.stage.tape import Tape
@@ -42,7 +42,7 @@ from ..host import Mark
 from .batch import Batch
 from .forward import Forward, headless, reaching_recomputed, recomputing
 from .model.attention import seq_params
-from .model.linears import leaving_weights
+from .model.linears import deferring_wgrads
 from .plane import meet
 
 WORDS: dict[PassKind, str] = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -70,7 +70,7 @@ class PlannedStage:
         self,
         plan: StepPlan,
         stage: int,
-        plane_rank: int,
+        dp_cp_rank: int,
         *,
         model: Any,
         gpt: Any,
@@ -84,18 +84,22 @@ class PlannedStage:
     ) -> None:
         self._plan, self._stage = plan, stage
         self._first, self._last = stage == 0, stage == plan.limits.num_stages - 1
-        self._ops = orders_of_stage(plan, stage)[plane_rank]
+        self._ops = orders_of_stage(plan, stage)[dp_cp_rank]
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
-        self._taken = {s: taken_before(orders_of_stage(plan, s)[plane_rank]) for s in neighbours}
+        self._taken = {s: taken_before(orders_of_stage(plan, s)[dp_cp_rank]) for s in neighbours}
         self._model, self._gpt, self._links, self._plane = model, gpt, links, plane
         self._forward, self._clock = forward, clock
         self._config, self._blocks = get_model_config(model), layers_of(gpt)
         self._tokens_of, self._device, self._mark = tokens_of, device, mark
-        self._prefix, self._tape = PrefixStore.of_plan(plan, plane_rank), Tape()
+        self._prefix, self._tape = PrefixStore.of_plan(plan, dp_cp_rank), Tape()
         self._graphs: dict[int, _Graph] = {}
         self._split = plan.split[stage] if plan.split else frozenset()
-        self._later = WeightGradients()
-        self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
+        self._later = WgradStore()
+        self._backward_of = {
+            stored_forward: number
+            for number, stored_forward in enumerate(plan.forward_of)
+            if stored_forward is not None
+        }
         self.executed: list[Slice] = []
         """Slices whose backward has run; of a shared micro-batch the pieces that this rank has."""
 
@@ -105,7 +109,7 @@ class PlannedStage:
         rows = self._plan.recompute
         recomputed = self._gpt.config.recompute_granularity or any(rows[self._stage] if rows else ())
         with (
-            leaving_weights(self._gpt, self._later) if self._split else nullcontext(),
+            deferring_wgrads(self._gpt, self._later) if self._split else nullcontext(),
             reaching_recomputed(self._gpt) if recomputed else nullcontext(),
         ):
             if self._links:
@@ -124,7 +128,7 @@ class PlannedStage:
     def _run_forward(self, op: Op) -> None:
         micro_batch = self._plan.micro_batches[op.micro_batch]
         batch = self._load(micro_batch)
-        received = None if self._first else self._receive(op, batch.pack.num_slots)
+        received = None if self._first else self._receive(op, batch.pack.num_padded_tokens)
         if op.micro_batch in self._plan.kept:
             output = self._compute(batch, received, op, self._layers(op, instead=None))
             self._graphs[op.micro_batch] = _Graph(received, output, batch.pack)
@@ -142,9 +146,9 @@ class PlannedStage:
             self._send(op, output)
 
     def _run_backward(self, op: Op) -> None:
-        twin = self._plan.forward_of[op.micro_batch]
-        received, output, pack = self._replay(op) if twin is None else self._graphs.pop(twin)
-        gradient = None if self._last else self._receive(op, pack.num_slots)
+        stored_forward = self._plan.forward_of[op.micro_batch]
+        received, output, pack = self._replay(op) if stored_forward is None else self._graphs.pop(stored_forward)
+        gradient = None if self._last else self._receive(op, pack.num_padded_tokens)
         meet(self._plane, self._plan, op)
         with self._splitting(op.micro_batch):
             handed_down = backward_step(received, output, gradient, get_model_type(self._model), self._config)
@@ -165,7 +169,7 @@ class PlannedStage:
         micro_batch = self._plan.passes("B")[op.micro_batch]
         batch, received = self._load(micro_batch), None
         if not self._first:
-            received = self._room(batch.pack.num_slots)
+            received = self._room(batch.pack.num_padded_tokens)
             self._tape.gather(batch.pack.slices, batch.pack.segments, received)
         # A replay is the recomputation: what the recipe recomputes need not run a third time.
         output = self._compute(batch, received, op, self._layers(op, instead=0))
@@ -234,12 +238,12 @@ def refuse_plan(plan: StepPlan, layout: Layout) -> None:
     """Raise EvenloadError for a plan of another layout, or one whose micro-batches are shared as nothing here does."""
     stages = len(plan.order or plan.recompute) or (plan.limits.num_stages if plan.shared else layout.pp)
     grouped = (*plan.micro_batches, *plan.backward)
-    static = next((i for i, m in enumerate(grouped) if len(m.ranks) > 1 and not m.engine), None)
+    static = next((i for i, m in enumerate(grouped) if len(m.ranks) > 1 and not m.cp_comm), None)
     rules = [
         (
-            plan.limits.num_ranks != layout.plane_size,
+            plan.limits.num_ranks != layout.dp_cp_size,
             "the plan was made for another number of data-parallel ranks",
-            f"a plan for {plan.limits.num_ranks} ranks, {layout.plane_size} in the job",
+            f"a plan for {plan.limits.num_ranks} ranks, {layout.dp_cp_size} in the job",
             "plan for the layout of this job",
         ),
         (

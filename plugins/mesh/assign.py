@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.balance.partition import Floats, Ints
-from .cost_table import Shares
+from .cost_table import SequenceCosts
 
 THETAS = (1.0, 0.85, 0.7, 0.5, 0.35)
 _CLOSE = 1.004
@@ -32,13 +32,13 @@ _CLOSE = 1.004
 Ranks = tuple[int, ...]
 
 
-class Placed(NamedTuple):
+class Assignment(NamedTuple):
     """Sequences on ranks."""
 
-    homes: list[Ranks]
+    cp_groups: list[Ranks]
     """Of each sequence."""
     columns: Ints
-    """[K]: the degree of each as a column of `Shares`."""
+    """[K]: the degree of each as a column of `SequenceCosts`."""
     forward: Floats
     """[N] seconds of each rank, launches left out."""
     backward: Floats
@@ -64,7 +64,7 @@ class Frame(NamedTuple):
     """A sequence on several ranks starts when all of them have done what was placed before."""
 
 
-def columns_for(shares: Shares, numbers: Ints, target_s: float) -> tuple[Ints, Floats]:
+def columns_for(shares: SequenceCosts, numbers: Ints, target_s: float) -> tuple[Ints, Floats]:
     """The degree (as a column) of least rank-seconds within a target, or the fastest; and its rank-seconds."""
     seconds, area = shares.seconds[numbers], shares.area[numbers]
     within = np.where(seconds <= target_s, area, np.inf)
@@ -72,7 +72,7 @@ def columns_for(shares: Shares, numbers: Ints, target_s: float) -> tuple[Ints, F
     return columns, area[np.arange(len(columns)), columns]
 
 
-def target_of(shares: Shares, numbers: Ints, num_ranks: int, theta: float) -> float:
+def target_of(shares: SequenceCosts, numbers: Ints, num_ranks: int, theta: float) -> float:
     """Seconds C in which all ranks together can do what sequences of at most ``theta * C`` seconds take."""
     alone = shares.alone[numbers]
     # Nothing makes the longest faster.
@@ -95,9 +95,9 @@ def target_of(shares: Shares, numbers: Ints, num_ranks: int, theta: float) -> fl
     return high
 
 
-def placed(shares: Shares, numbers: Ints, frame: Frame) -> Placed | None:
+def placed(shares: SequenceCosts, numbers: Ints, frame: Frame) -> Assignment | None:
     """The best placement over some shares of the target; None where sequences found no room. ``numbers`` int64 [k]."""
-    best: Placed | None = None
+    best: Assignment | None = None
     for theta in THETAS:
         target = target_of(shares, numbers, frame.num_ranks, theta)
         if best is not None and best.seconds <= target * _CLOSE:
@@ -111,14 +111,14 @@ def placed(shares: Shares, numbers: Ints, frame: Frame) -> Placed | None:
     return best
 
 
-def on_ranks(shares: Shares, numbers: Ints, columns: Ints, frame: Frame) -> Placed | None:
+def on_ranks(shares: SequenceCosts, numbers: Ints, columns: Ints, frame: Frame) -> Assignment | None:
     """Ranks for sequences of given degrees; a larger one for those that find no rank with room."""
     degrees = shares.degrees[columns]
     forward, backward = shares.forward[numbers, columns], shares.backward[numbers, columns]
     tokens = shares.tokens[numbers, columns]
     if not np.isfinite(forward).all():
         return None
-    board = _Board(frame, float(forward @ degrees), float(backward @ degrees), len(columns))
+    board = _RankLoads(frame, float(forward @ degrees), float(backward @ degrees), len(columns))
     seconds = forward + backward
     shared = np.flatnonzero(degrees > 1)
     for k in shared[np.lexsort((-seconds[shared], degrees[shared] <= frame.node))].tolist():
@@ -136,10 +136,10 @@ def on_ranks(shares: Shares, numbers: Ints, columns: Ints, frame: Frame) -> Plac
                 return None
             columns[k] = column
         left = left[done + 1 :]
-    return Placed(board.homes, columns, board.forward, board.backward, board.tokens, board.turn)
+    return Assignment(board.cp_groups, columns, board.forward, board.backward, board.tokens, board.turn)
 
 
-class _Board:
+class _RankLoads:
     """What ranks hold while sequences are placed."""
 
     def __init__(self, frame: Frame, forward_s: float, backward_s: float, count: int) -> None:
@@ -148,7 +148,7 @@ class _Board:
         self._even = (forward_s / n or 1.0, backward_s / n or 1.0)
         self.forward, self.backward = np.zeros(n), np.zeros(n)
         self.tokens = np.zeros(n, dtype=np.int64)
-        self.homes: list[Ranks] = [()] * count
+        self.cp_groups: list[Ranks] = [()] * count
         self.turn = [0] * count
         self._turns = 0
 
@@ -168,11 +168,11 @@ class _Board:
         self.forward[ranks] += forward
         self.backward[ranks] += backward
         self.tokens[ranks] += tokens
-        self.homes[k], self.turn[k] = tuple(ranks.tolist()), self._turns
+        self.cp_groups[k], self.turn[k] = tuple(ranks.tolist()), self._turns
         self._turns += 1
         return True
 
-    def split(self, k: int, row: int, shares: Shares) -> int:
+    def split(self, k: int, row: int, shares: SequenceCosts) -> int:
         """Put a sequence on as few ranks as have room for it; the column of their number, 0 where none are."""
         for column in range(1, len(shares.degrees)):
             each = float(shares.forward[row, column]), float(shares.backward[row, column])
@@ -203,7 +203,7 @@ class _Board:
     def fill(self, numbers: list[int], forward: list[float], backward: list[float], tokens: list[int]) -> int:
         """Put sequences in order on the least loaded ranks with room; how many, up to the first that finds none."""
         even_f, even_b = self._even
-        cap, homes = self._frame.cap, self.homes
+        cap, cp_groups = self._frame.cap, self.cp_groups
         f, b, held = self.forward.tolist(), self.backward.tolist(), self.tokens.tolist()
         heap = list(zip(self._fills().tolist(), range(len(f)), strict=True))
         heapify(heap)
@@ -219,7 +219,7 @@ class _Board:
             if not heap:
                 break
             rank = heap[0][1]
-            homes[k] = (rank,)
+            cp_groups[k] = (rank,)
             f[rank] += df
             b[rank] += db
             held[rank] += n

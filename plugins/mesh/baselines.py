@@ -21,19 +21,19 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.balance.partition import Ints, Load, balance, best_fit_decreasing
-from ...core.costs.memory import room_bytes
+from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .candidates.slice_chains import chained
 from .config import MeshConfig
-from .cost_table import Prices, Way, prices_of
+from .cost_table import CostTable, CpStrategy, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
 from .emit.micro_batches import common_way, whole
 from .emit.step import lengths_of, limits_for, step
 
 
-def cp_all(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+def cp_all(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, context, config)
     ranks = tuple(range(limits.num_ranks))
     packs: list[list[Slice]] = []
     room = 0
@@ -43,54 +43,58 @@ def cp_all(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan
             room = limits.num_ranks * (limits.max_tokens - 2)
         packs[-1].append(Slice(i, 0, n))
         room -= n + 2 * limits.num_ranks  # what uneven chunks may add on one of the ranks
-    prices = _prices(lengths, situation, config, bare)
-    made = [_on_all(pack, ranks, prices) for pack in packs]
+    cost_table = _prices(lengths, context, config, bare)
+    made = [_on_all(pack, ranks, cost_table) for pack in packs]
     cap = max([limits.max_tokens, *(-(-m.num_tokens // len(m.ranks)) + 2 * len(m.slices) for m in made)])
     return step(bare, replace(limits, max_tokens=cap), made, "cp_all")
 
 
-def _on_all(pack: list[Slice], ranks: tuple[int, ...], prices: Prices) -> MicroBatch:
+def _on_all(pack: list[Slice], ranks: tuple[int, ...], cost_table: CostTable) -> MicroBatch:
     tokens = sum(s.length for s in pack)
     ranks = ranks[:tokens]
     if len(ranks) == 1:
         return MicroBatch(tuple(pack), ranks)
-    way = common_way([(tokens, ranks)], prices) or Way("ring")
+    strategy = common_way([(tokens, ranks)], cost_table) or CpStrategy("ring")
     # Very short sequences leave ranks without a token, unless tokens are dealt anew.
     short = max(s.length for s in pack) < 2 * len(ranks)
-    return MicroBatch(tuple(pack), ranks, 0, way.engine, way.inner, remap=short, routed=way.routed)
+    return MicroBatch(
+        tuple(pack), ranks, 0, strategy.cp_comm, strategy.ulysses_degree, remap=short, routed=strategy.routed
+    )
 
 
-def cp_1(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+def cp_1(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, context, config)
     if lengths.max(initial=0) > limits.max_tokens and not limits.whole_sequences:
-        sliced = _sliced(bare, lengths, limits, situation, config)
+        sliced = _sliced(bare, lengths, limits, context, config)
         if sliced is not None:
             return sliced
-    cap, costs = limits.max_tokens, situation.costs
+    cap, costs = limits.max_tokens, context.costs
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
     packs: list[list[list[int]]] = []
     for rank in range(limits.num_ranks):
         mine = np.flatnonzero(ranks == rank).tolist()
         bins = best_fit_decreasing([int(lengths[i]) for i in mine], cap)
         packs.append([[mine[i] for i in one] for one in bins])
-    return _single(bare, limits.max_tokens, situation, config, packs, "cp_1")
+    return _single(bare, limits.max_tokens, context, config, packs, "cp_1")
 
 
-def _sliced(bare: StepPlan, lengths: Ints, limits: Limits, situation: Situation, config: MeshConfig) -> StepPlan | None:
+def _sliced(
+    bare: StepPlan, lengths: Ints, limits: Limits, context: PlanningContext, config: MeshConfig
+) -> StepPlan | None:
     """With chains of slices on single ranks; None where the cap is too small for a slice."""
-    prices = prices_of(situation, limits, config.model_copy(update={"max_degree": 1}), int(lengths.max()))
-    price, stages = situation.costs.forward.plus(situation.costs.backward), limits.num_stages
-    divisions = chained(lengths, prices, limits)
+    cost_table = cost_table_of(context, limits, config.model_copy(update={"max_degree": 1}), int(lengths.max()))
+    price, stages = context.costs.forward.plus(context.costs.backward), limits.num_stages
+    divisions = chained(lengths, cost_table, limits)
     blocks = min(divisions, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
     if blocks is None:
         return None
     return fitted(
-        in_blocks(bare, limits, blocks, "cp_1"), room_bytes(situation.cluster, situation.costs.memory, limits)
+        in_blocks(bare, limits, blocks, "cp_1"), activation_budget_bytes(context.cluster, context.costs.memory, limits)
     )
 
 
-def in_order(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+def in_order(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, context, config)
     packs: list[list[int]] = []
     room = 0
     for i, n in enumerate(lengths.tolist()):
@@ -100,13 +104,13 @@ def in_order(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPl
         packs[-1].append(i)
         room -= n
     dealt = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
-    return _single(bare, limits.max_tokens, situation, config, dealt, "in_order")
+    return _single(bare, limits.max_tokens, context, config, dealt, "in_order")
 
 
-def memory_degree(bare: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
-    cap, costs, num_ranks = limits.max_tokens, situation.costs, limits.num_ranks
-    prices = _prices(lengths, situation, config, bare)
+def memory_degree(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = lengths_of(bare), limits_for(bare, context, config)
+    cap, costs, num_ranks = limits.max_tokens, context.costs, limits.num_ranks
+    cost_table = _prices(lengths, context, config, bare)
     seconds = costs.sequence_s(lengths).tolist()
     most = 1 << (num_ranks.bit_length() - 1)
     load = np.zeros(num_ranks)
@@ -123,8 +127,12 @@ def memory_degree(bare: StepPlan, situation: Situation, config: MeshConfig) -> S
         if degree == 1:
             mine[first].append(i)
         else:
-            way = common_way([(n, ranks)], prices) or Way("ring")
-            gangs.append(MicroBatch((Slice(i, 0, n),), ranks, 0, way.engine, way.inner, routed=way.routed))
+            strategy = common_way([(n, ranks)], cost_table) or CpStrategy("ring")
+            gangs.append(
+                MicroBatch(
+                    (Slice(i, 0, n),), ranks, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed
+                )
+            )
     packs = [
         [[own[k] for k in one] for one in best_fit_decreasing([int(lengths[k]) for k in own], cap)] for own in mine
     ]
@@ -134,7 +142,7 @@ def memory_degree(bare: StepPlan, situation: Situation, config: MeshConfig) -> S
     return step(bare, replace(limits, max_tokens=int(fits)), [*gangs, *_rows(lengths, packs)], "memory_degree")
 
 
-BASELINES: dict[str, Callable[[StepPlan, Situation, MeshConfig], StepPlan]] = {
+BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]] = {
     "cp_all": cp_all,
     "cp_1": cp_1,
     "in_order": in_order,
@@ -143,9 +151,9 @@ BASELINES: dict[str, Callable[[StepPlan, Situation, MeshConfig], StepPlan]] = {
 
 
 def _single(
-    bare: StepPlan, cap: int, situation: Situation, config: MeshConfig, packs: list[list[list[int]]], name: str
+    bare: StepPlan, cap: int, context: PlanningContext, config: MeshConfig, packs: list[list[list[int]]], name: str
 ) -> StepPlan:
-    lengths, limits = lengths_of(bare), limits_for(bare, situation, config)
+    lengths, limits = lengths_of(bare), limits_for(bare, context, config)
     cap = max(cap, int(lengths.max(initial=0)))
     return step(bare, replace(limits, max_tokens=cap), _rows(lengths, packs), name)
 
@@ -160,5 +168,5 @@ def _rows(lengths: Ints, packs: list[list[list[int]]]) -> list[MicroBatch]:
     return out
 
 
-def _prices(lengths: Ints, situation: Situation, config: MeshConfig, bare: StepPlan) -> Prices:
-    return prices_of(situation, bare.limits, config, int(lengths.max(initial=1)))
+def _prices(lengths: Ints, context: PlanningContext, config: MeshConfig, bare: StepPlan) -> CostTable:
+    return cost_table_of(context, bare.limits, config, int(lengths.max(initial=1)))

@@ -13,7 +13,7 @@ hides: hops of a ring wait no longer where other sequences share its ranks.
 Slices of one sequence may run on different degrees in turn, so there the minimum is over mixtures (the lower convex
 hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
 ranks meet in every micro-batch (ZeRO 3), those beside the longest sequence have no more than their cap of tokens to
-fill the time that it takes. A millisecond, once `prices` has its table; that is read from below.
+fill the time that it takes. A millisecond, once `cost_table` has its table; that is read from below.
 
 `micro_batch_bound_s` is tighter and takes seconds: FlexSP's disjoint groups of one micro-batch, degree by degree and
 not group by group. Numbers of groups n_d are integers, the longest sequences go to one degree whole, all others may be
@@ -39,10 +39,10 @@ import numpy as np
 from ...core.balance.partition import Floats, Ints
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Limits
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .candidates.disjoint_groups import Table
 from .config import MeshConfig
-from .cost_table import Prices, prices_of
+from .cost_table import CostTable, cost_table_of
 
 _PRECISION = 1e-4
 """Relative width at which a search for the least time ends."""
@@ -62,7 +62,12 @@ _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
 
 
 def lower_bound_s(
-    lengths: Ints, limits: Limits, situation: Situation, config: MeshConfig | None = None, *, cuts: bool | None = None
+    lengths: Ints,
+    limits: Limits,
+    context: PlanningContext,
+    config: MeshConfig | None = None,
+    *,
+    cuts: bool | None = None,
 ) -> float:
     """No plan of these sequences has a busiest rank below this [s]; forward and backward, gradient sum left out.
 
@@ -74,22 +79,26 @@ def lower_bound_s(
     """
     if not len(lengths):
         return 0.0
-    config, costs, ranks = config or MeshConfig(), situation.costs, limits.num_ranks
+    config, costs, ranks = config or MeshConfig(), context.costs, limits.num_ranks
     cuts = not limits.whole_sequences if cuts is None else cuts
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
     cap, total = float(limits.max_tokens), float(lengths.sum())
-    prices = prices_of(situation, limits, config, int(lengths.max()))
+    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
     rounds = float(np.ceil(total / (ranks * cap)))
-    launches_s = prices.launch_s * (rounds if limits.equal_counts else max(1.0, total / (ranks * cap)))
+    launches_s = cost_table.launch_s * (rounds if limits.equal_counts else max(1.0, total / (ranks * cap)))
     # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
-    beside_s = launches_s if limits.equal_counts else prices.launch_s
+    beside_s = launches_s if limits.equal_counts else cost_table.launch_s
 
     linear = costs.forward.token_s + costs.backward.token_s
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
     areas = _Areas(
-        alone[long], lengths[long], prices, linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+        alone[long],
+        lengths[long],
+        cost_table,
+        linear if config.remap != "off" else 0.0,
+        cap if bound_to_ranks else np.inf,
     )
     rest = float(alone[~long].sum())
 
@@ -97,7 +106,7 @@ def lower_bound_s(
         area = areas.least(seconds - beside_s, mixed=cuts)
         return rest + area + ranks * launches_s <= ranks * seconds
 
-    found = max(linear * total / ranks + rounds * prices.launch_s, _least(possible, rest / ranks + launches_s))
+    found = max(linear * total / ranks + rounds * cost_table.launch_s, _least(possible, rest / ranks + launches_s))
     if limits.equal_counts and bound_to_ranks and long.any():
         found = max(found, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
     return found
@@ -118,12 +127,16 @@ class _Long(NamedTuple):
 class _Areas:
     """Times and rank-seconds of long sequences by degree, from below, degrees between priced ones included."""
 
-    def __init__(self, alone: Floats, lengths: Ints, prices: Prices, elsewhere: float, cap: float) -> None:
+    def __init__(self, alone: Floats, lengths: Ints, cost_table: CostTable, elsewhere: float, cap: float) -> None:
         """``elsewhere``: seconds of a token's work that other ranks may do."""
-        degrees = prices.degrees
-        priced = [_from_below(lengths, prices, j) for j in range(len(degrees))]
+        degrees = cost_table.degrees
+        priced = [_from_below(lengths, cost_table, j) for j in range(len(degrees))]
         exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
-        gaps = np.flatnonzero(np.diff(degrees) > 1) if not prices.config.powers_of_two else np.array([], dtype=np.int64)
+        gaps = (
+            np.flatnonzero(np.diff(degrees) > 1)
+            if not cost_table.config.powers_of_two
+            else np.array([], dtype=np.int64)
+        )
         least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
         # No degree between two priced ones exposes less than the better of both.
         exposed, never_hidden = (
@@ -214,14 +227,14 @@ class _Areas:
         return float(found.sum())
 
 
-def _from_below(lengths: Ints, prices: Prices, column: int) -> tuple[Floats, Floats]:
+def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floats, Floats]:
     """Communication of the best way on a priced degree, forward and backward [K]: alone, and what nothing ever hides.
 
     Hops of a ring may hide behind sequences that share its ranks. Between two lengths of the table the least of the
     chord and of its neighbours' extensions: that is below a function that bends up, one that bends down, and one with
     an edge where communication begins to hide behind attention.
     """
-    grid, (numbers, first, second) = prices.grid, prices.columns[column]
+    grid, (numbers, first, second) = cost_table.grid, cost_table.columns[column]
     if not numbers:
         return np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
     rows = first + second  # [ways, grid]
@@ -234,7 +247,7 @@ def _from_below(lengths: Ints, prices: Prices, column: int) -> tuple[Floats, Flo
     after = rows[:, at + 1] + slope[:, right] * end
     found = np.maximum(0.0, np.minimum(np.minimum(chord, before), after))
     found = np.where(lengths < grid[0], 0.0, found)
-    hides = np.array([prices.ways[number].engine in ("ring", "hybrid") for number in numbers])
+    hides = np.array([cost_table.ways[number].cp_comm in ("ring", "hybrid") for number in numbers])
     return found.min(axis=0), np.where(hides[:, None], 0.0, found).min(axis=0)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from ...core.balance.partition import Floats, Ints
 from ...core.costs.costs import PassCost
 from ...core.costs.traffic import attention_s, exposed_s, gathering_s
-from ...core.plan.step_plan import Engine, Limits, MicroBatch, Slice
-from ...core.registry import Situation
+from ...core.plan.step_plan import CpComm, Limits, MicroBatch, Slice
+from ...core.registry import PlanningContext
 from .config import MeshConfig
 
 LEAST_TOKENS = 4
@@ -30,16 +30,16 @@ _STEPS = 8
 """Degrees of more than a node to an octave."""
 
 
-class Way(NamedTuple):
+class CpStrategy(NamedTuple):
     """How ranks share attention."""
 
-    engine: Engine
-    inner: int = 0
+    cp_comm: CpComm
+    ulysses_degree: int = 0
     routed: bool = False
 
 
 @dataclass(frozen=True)
-class Shares:
+class SequenceCosts:
     """What K sequences cost on each of D degrees, and which of them may be chosen."""
 
     degrees: Ints
@@ -49,8 +49,8 @@ class Shares:
     forward: Floats
     """[K, D] seconds on each of the ranks; infinite where so many ranks may not share it."""
     backward: Floats
-    way: Ints
-    """[K, D]: number of the best way in `Prices.ways`."""
+    strategy: Ints
+    """[K, D]: number of the best way in `CostTable.ways`."""
 
     @cached_property
     def seconds(self) -> Floats:
@@ -77,7 +77,7 @@ class Shares:
         """Rank-seconds on the degree of least rank-seconds [K]."""
         return np.asarray(self.area.min(axis=1), dtype=np.float64)
 
-    def under(self, cap: float) -> Shares:
+    def under(self, cap: float) -> SequenceCosts:
         """The same where one rank holds at most ``cap`` tokens of a sequence."""
         over = self.tokens > cap
         if not over.any():
@@ -85,28 +85,28 @@ class Shares:
         forward, backward = (np.where(over, np.inf, seconds) for seconds in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
-    def launching(self, forward_s: float, backward_s: float, cap: float) -> Shares:
+    def launching(self, forward_s: float, backward_s: float, cap: float) -> SequenceCosts:
         """With launches: one for a shared sequence, for one on a single rank its part of ``cap`` tokens of a launch."""
         part = np.where(self.degrees == 1, self.tokens / cap, 1.0)
         return replace(self, forward=self.forward + forward_s * part, backward=self.backward + backward_s * part)
 
 
-class Prices:
+class CostTable:
     """The table of one situation."""
 
-    def __init__(self, situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> None:
-        self.situation, self.limits, self.config = situation, limits, config
+    def __init__(self, context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> None:
+        self.context, self.limits, self.config = context, limits, config
         self.node = min(limits.node_ranks or limits.num_ranks, limits.num_ranks)
         self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
         self.longest = 1 << max(8, int(longest - 1).bit_length())
         octaves = int(np.log2(self.longest / LEAST_TOKENS))
         self.grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
         """Lengths of the table, ascending."""
-        self.ways: list[Way] = [Way("")]
-        traffic, cluster, layout = situation.traffic, situation.cluster, situation.layout
+        self.ways: list[CpStrategy] = [CpStrategy("")]
+        traffic, cluster, layout = context.traffic, context.cluster, context.layout
         self.launch = (
-            situation.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(traffic, cluster, layout, 1),
-            situation.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
+            context.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(traffic, cluster, layout, 1),
+            context.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
         )
         """Seconds of a pass without tokens, forward and backward."""
         self.columns = [self._column(int(d)) for d in self.degrees]
@@ -119,21 +119,21 @@ class Prices:
 
     @property
     def usable(self) -> list[int]:
-        """The degrees at which some engine can share attention, ascending; the first is 1."""
+        """The degrees at which some cp_comm can share attention, ascending; the first is 1."""
         return [degree for degree, (numbers, _, _) in zip(self.degrees.tolist(), self.columns, strict=True) if numbers]
 
-    def of(self, lengths: Ints) -> Shares:
+    def of(self, lengths: Ints) -> SequenceCosts:
         """lengths int64 [K] -> what each costs on every degree."""
         n = lengths.astype(np.float64)
         shape = (len(lengths), len(self.degrees))
-        forward, backward, way = np.empty(shape), np.empty(shape), np.zeros(shape, dtype=np.int64)
+        forward, backward, strategy = np.empty(shape), np.empty(shape), np.zeros(shape, dtype=np.int64)
         tokens = np.empty(shape, dtype=np.int64)
-        costs = self.situation.costs
+        costs = self.context.costs
         whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
         mine = np.arange(len(lengths))
         for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self.columns, strict=True)):
             tokens[:, j] = most_tokens(lengths, d)
-            if not numbers:  # none of the engines allows so many
+            if not numbers:  # none of the cp_comm types allows so many
                 forward[:, j] = backward[:, j] = np.inf
                 continue
             exposed_f = np.array([np.interp(n, self.grid, row) for row in first])
@@ -141,43 +141,43 @@ class Prices:
             best = (exposed_f + exposed_b).argmin(axis=0)
             forward[:, j] = whole_f / d + exposed_f[best, mine]
             backward[:, j] = whole_b / d + exposed_b[best, mine]
-            way[:, j] = np.array(numbers)[best]
+            strategy[:, j] = np.array(numbers)[best]
             if d > 1:
                 few = n < LEAST_TOKENS * d
                 forward[few, j] = backward[few, j] = np.inf
-        return Shares(self.degrees, tokens, forward, backward, way)
+        return SequenceCosts(self.degrees, tokens, forward, backward, strategy)
 
-    def exposed(self, way: Way, length: int, degree: int) -> tuple[float, float]:
+    def exposed(self, strategy: CpStrategy, length: int, degree: int) -> tuple[float, float]:
         """Exposed seconds of a sequence, forward and backward; infinite where so many ranks may not share it so."""
-        if way.engine == "hybrid" and way.inner == degree:
-            way = way._replace(engine="all_to_all", inner=0)
+        if strategy.cp_comm == "hybrid" and strategy.ulysses_degree == degree:
+            strategy = strategy._replace(cp_comm="all_to_all", ulysses_degree=0)
         if degree <= self.node:
-            way = way._replace(routed=False)
+            strategy = strategy._replace(routed=False)
         if degree not in self._others:
             known = self.degrees.tolist()
             self._others[degree] = self.columns[known.index(degree)] if degree in known else self._column(degree)
         numbers, first, second = self._others[degree]
         names = [self.ways[number] for number in numbers]
-        if way not in names:
+        if strategy not in names:
             return float("inf"), float("inf")
-        k = names.index(way)
+        k = names.index(strategy)
         return float(np.interp(length, self.grid, first[k])), float(np.interp(length, self.grid, second[k]))
 
-    def ways_of(self, degree: int) -> list[Way]:
+    def ways_of(self, degree: int) -> list[CpStrategy]:
         """The ways in which so many ranks, in whole nodes as far as there are, may share attention."""
         if degree == 1:
-            return [Way("")]
+            return [CpStrategy("")]
         heads, node, found = self.limits.heads, self.node, []
-        for engine in self.config.engines:
-            if engine in ("ring", "all_gather") or (engine == "all_to_all" and shares_heads(heads, degree)):
-                found.append(Way(engine))
-            elif engine == "hybrid":
-                found += [Way(engine, u) for u in self._inner(degree)]
+        for cp_comm in self.config.engines:
+            if cp_comm in ("ring", "all_gather") or (cp_comm == "all_to_all" and shares_heads(heads, degree)):
+                found.append(CpStrategy(cp_comm))
+            elif cp_comm == "hybrid":
+                found += [CpStrategy(cp_comm, u) for u in self._ulysses_degree(degree)]
         if degree > node > 1 and self.config.routed == "auto":
-            found += [way._replace(routed=True) for way in found]
+            found += [strategy._replace(routed=True) for strategy in found]
         return found
 
-    def _inner(self, degree: int) -> list[int]:
+    def _ulysses_degree(self, degree: int) -> list[int]:
         """Sizes of groups that share heads: the largest that divide the parts of all nodes, and those of whole ones."""
         heads, node = self.limits.heads, self.node
         part = int(np.gcd(node, degree % node)) if degree > node else degree
@@ -188,63 +188,73 @@ class Prices:
     def _column(self, degree: int) -> tuple[list[int], Floats, Floats]:
         """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
         ways = self.ways_of(degree)
-        for way in ways:
-            if way not in self.ways:
-                self.ways.append(way)
+        for strategy in ways:
+            if strategy not in self.ways:
+                self.ways.append(strategy)
         rows = [
-            np.array([self._modules(degree, passes) + self._attention(degree, way, passes) for way in ways])
+            np.array([self._modules(degree, passes) + self._attention(degree, strategy, passes) for strategy in ways])
             for passes in (1, 2)
         ]
-        return [self.ways.index(way) for way in ways], rows[0], rows[1]
+        return [self.ways.index(strategy) for strategy in ways], rows[0], rows[1]
 
-    def _attention(self, degree: int, way: Way, passes: int) -> Floats:
+    def _attention(self, degree: int, strategy: CpStrategy, passes: int) -> Floats:
         """Of every length of the grid; infinite where there are fewer heads."""
-        at, ranks = self.situation, tuple(range(degree))
+        at, ranks = self.context, tuple(range(degree))
         pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
         total = np.zeros_like(self.grid)
         for cost, moved in self.directions(passes):
             total += attention_s(
-                at.traffic, at.cluster, at.layout, 0, pieces, ranks, way.engine, way.inner, cost, moved, way.routed
+                at.traffic,
+                at.cluster,
+                at.layout,
+                0,
+                pieces,
+                ranks,
+                strategy.cp_comm,
+                strategy.ulysses_degree,
+                cost,
+                moved,
+                strategy.routed,
             )
         return total
 
     def _modules(self, degree: int, passes: int) -> Floats:
         """What tensor and expert parallelism leave exposed of every length of the grid, beyond that of no tokens."""
-        layout = self.situation.layout
+        layout = self.context.layout
         if layout.tp == layout.ep == 1:
             return np.zeros_like(self.grid)
         each = np.array([self._one_rank(n / degree, passes) for n in self.grid])
         return np.maximum(0.0, each - self._one_rank(1, passes))
 
     def _one_rank(self, tokens: float, passes: int) -> float:
-        at, m = self.situation, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
+        at, m = self.context, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
         directions = self.directions(passes)
         return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
 
     def directions(self, passes: int) -> list[tuple[PassCost, int]]:
         """(costs, moves) of what runs in a forward (1) or a backward (2)."""
-        costs = self.situation.costs
+        costs = self.context.costs
         again = [(costs.forward, 1)] if costs.recompute else []
         return [(costs.forward, 1)] if passes == 1 else [(costs.backward, 2), *again]
 
 
-_KNOWN: list[Prices] = []
+_KNOWN: list[CostTable] = []
 """The latest tables."""
 
 
-def prices_of(situation: Situation, limits: Limits, config: MeshConfig, longest: int) -> Prices:
+def cost_table_of(context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> CostTable:
     """The table of a situation, made anew only when something that it depends on has changed."""
     for known in _KNOWN:
-        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.situation)
+        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.context)
         if longest <= known.longest and same == (
             limits.num_ranks,
             limits.heads,
             limits.node_ranks,
             config,
-            situation,
+            context,
         ):
             return known
-    made = Prices(situation, limits, config, longest)
+    made = CostTable(context, limits, config, longest)
     _KNOWN.insert(0, made)
     del _KNOWN[4:]
     return made

@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.balance.partition import Ints
-from ...core.costs.memory import fixed_bytes, room_bytes
+from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError, PlanError
 from ...core.plan.step_plan import Limits, StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.stock import UNCAPPED
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.step import simulate
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
@@ -36,7 +36,7 @@ from .candidates.host_offload import offloaded
 from .candidates.slice_chains import chained
 from .candidates.uncut import candidates
 from .config import MeshConfig
-from .cost_table import LEAST_TOKENS, Shares, prices_of
+from .cost_table import LEAST_TOKENS, SequenceCosts, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
 from .emit.step import lengths_of, limits_for, step
 from .settings import breaks
@@ -51,41 +51,44 @@ class _Judged(NamedTuple):
     held_bytes: float
 
 
-def plan(given: StepPlan, situation: Situation, config: MeshConfig) -> StepPlan:
+def plan(given: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
     """The plan of the same batch with ranks shared out anew. Raises EvenloadError for what no ranks here can hold."""
-    lengths, limits = lengths_of(given), limits_for(given, situation, config)
+    lengths, limits = lengths_of(given), limits_for(given, context, config)
     comes = _under(given, limits)
     if limits.whole_sequences:
-        return comes or _on_single_ranks(given, limits, situation, config)
+        return comes or _on_single_ranks(given, limits, context, config)
     if comes and limits.num_ranks == 1:
         return comes
     if not len(lengths):
         return step(given, limits, [], "mesh")
-    prices = prices_of(situation, limits, config, int(lengths.max()))
-    anywhere = prices.of(lengths)
+    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
+    anywhere = cost_table.of(lengths)
     shares = anywhere.under(limits.max_tokens)
-    found = [_judge(comes, situation)] if comes else []
+    found = [_judge(comes, context)] if comes else []
     too_long = not np.isfinite(shares.fastest).all()
-    for made in () if too_long else candidates(given, limits, prices, anywhere, config):
-        found += _judged(made, situation)
+    for made in () if too_long else candidates(given, limits, cost_table, anywhere, config):
+        found += _judged(made, context)
     if too_long or limits.num_stages > 1:
-        room = room_bytes(situation.cluster, situation.costs.memory, limits)
-        price = situation.costs.forward.plus(situation.costs.backward)
-        ways = sorted(chained(lengths, prices, limits), key=lambda way: compute_seconds(way, price, limits.num_stages))
+        room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+        price = context.costs.forward.plus(context.costs.backward)
+        ways = sorted(
+            chained(lengths, cost_table, limits),
+            key=lambda strategy: compute_seconds(strategy, price, limits.num_stages),
+        )
         for blocks in ways[: 2 + 2 * config.effort]:
-            found += _judged(fitted(in_blocks(given, limits, blocks, "mesh (chains)"), room), situation)
+            found += _judged(fitted(in_blocks(given, limits, blocks, "mesh (chains)"), room), context)
     if not found:
         _refuse_longer(lengths, shares, limits)
-    for other in _of_others(given, limits, situation, config):
-        found += _judged(other, situation)
-    memory = situation.costs.memory
-    room = room_bytes(situation.cluster, memory, limits) + fixed_bytes(memory, limits)
+    for other in _of_others(given, limits, context, config):
+        found += _judged(other, context)
+    memory = context.costs.memory
+    room = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
     if config.offload == "auto" and found and all(one.held_bytes > room for one in found):
         fastest = min(found, key=lambda one: one.step_s)
-        for other in offloaded(fastest.plan, situation):
-            found += _judged(other, situation)
+        for other in offloaded(fastest.plan, context):
+            found += _judged(other, context)
     found.sort(key=lambda one: (one.held_bytes > room, one.step_s))
-    bound_s = lower_bound_s(lengths, limits, situation, config)
+    bound_s = lower_bound_s(lengths, limits, context, config)
     problem: PlanError | None = None
     for one in found:
         try:
@@ -107,9 +110,9 @@ def _under(given: StepPlan, limits: Limits) -> StepPlan | None:
     return given if given.limits == limits else given.revised(limits=limits)
 
 
-def _on_single_ranks(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> StepPlan:
+def _on_single_ranks(given: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan:
     """For hosts that cut and share nothing. Raises EvenloadError for a sequence over a cap that the recipe sets."""
-    alone = cp_1(given, situation, config)
+    alone = cp_1(given, context, config)
     if alone.limits.max_tokens == limits.max_tokens:
         return alone
     longest = max(s.length for s in given.sequences)
@@ -123,29 +126,29 @@ def _on_single_ranks(given: StepPlan, limits: Limits, situation: Situation, conf
     return alone.revised(notes=(*alone.notes, note))
 
 
-def _of_others(given: StepPlan, limits: Limits, situation: Situation, config: MeshConfig) -> Iterator[StepPlan]:
+def _of_others(given: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> Iterator[StepPlan]:
     """Baselines that keep the settings. With many sequences degrees by memory alone may level best, others never do."""
     few, free = len(given.sequences) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
     for name in BASELINES if few else ("memory_degree",) if free else ():
-        other = BASELINES[name](given, situation, config)
+        other = BASELINES[name](given, context, config)
         if other.limits.max_tokens == limits.max_tokens and not breaks(other, config):
             yield replace(other, made_by=f"mesh ({name})")
 
 
-def _judged(made: StepPlan, situation: Situation) -> list[_Judged]:
+def _judged(made: StepPlan, context: PlanningContext) -> list[_Judged]:
     """Nothing for a plan whose ranks would wait for each other."""
     try:
-        return [_judge(made, situation)]
+        return [_judge(made, context)]
     except PlanError:
         return []
 
 
-def _judge(made: StepPlan, situation: Situation) -> _Judged:
-    found = simulate(made, situation, record=False)
+def _judge(made: StepPlan, context: PlanningContext) -> _Judged:
+    found = simulate(made, context, record=False)
     return _Judged(made, found.step_s, float(found.peak_bytes.max()))
 
 
-def _refuse_longer(lengths: Ints, shares: Shares, limits: Limits) -> None:
+def _refuse_longer(lengths: Ints, shares: SequenceCosts, limits: Limits) -> None:
     lost = np.flatnonzero(~np.isfinite(shares.fastest))
     if len(lost):
         index = int(lost[lengths[lost].argmax()])
@@ -153,7 +156,7 @@ def _refuse_longer(lengths: Ints, shares: Shares, limits: Limits) -> None:
             "a sequence is longer than all ranks that may share it can hold",
             f"sequence {index} has {lengths[index]} tokens, the cap of a rank is {limits.max_tokens}, and a slice has "
             f"{LEAST_TOKENS} tokens or more on each of its ranks",
-            "raise plugins.mesh.max_tokens or max_degree, allow more engines, or lower data.max_length",
+            "raise plugins.mesh.max_tokens or max_degree, allow more cp_comm types, or lower data.max_length",
         )
 
 
@@ -165,11 +168,11 @@ def _made_by(given: StepPlan, best: StepPlan) -> str:
 
 def _notes(best: _Judged, found: list[_Judged]) -> list[str]:
     degrees = sorted({len(m.ranks) for m in best.plan.micro_batches if m.slices})
-    homes = sorted({len(home) for m in best.plan.micro_batches for home in m.homes})
+    cp_groups = sorted({len(cp_group) for m in best.plan.micro_batches for cp_group in m.cp_groups})
     ways = sorted({one.plan.made_by for one in found})
     return [
         f"{best.plan.made_by}: micro-batches on {_range(degrees)} ranks"
-        + (f", sequences on {_range(homes)}" if homes else ""),
+        + (f", sequences on {_range(cp_groups)}" if cp_groups else ""),
         f"{len(found)} plans were simulated: {', '.join(ways)}",
     ]
 

@@ -27,7 +27,7 @@ import numpy as np
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import Ints, best_fit_decreasing, karmarkar_karp
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .assemble import assemble
 from .candidates import chunked
 from .config import PackingConfig
@@ -37,25 +37,25 @@ from .whole import whole_packs
 Packs = list[list[list[int]]]
 
 
-def whole(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def whole(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
     limits = replace(bare.limits, max_tokens=cap)
-    bound_s = lower_bound_s(lengths, limits, situation.costs)
-    return _planned(bare, cap, "whole", whole_packs(lengths, limits, situation.costs, bound_s))
+    bound_s = lower_bound_s(lengths, limits, context.costs)
+    return _planned(bare, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
 
 
-def chunks(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, longest = _sizes(bare, config)
     limits = config.capped(bare.limits)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=longest)
-    plan = replace(chunked(bare, lengths, limits, situation.costs, config.block_tokens), made_by="chunks")
+    plan = replace(chunked(bare, lengths, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
         return fit_memory(plan)
     return plan
 
 
-def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def in_order(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
     packs: list[list[int]] = []
     room = 0
@@ -68,15 +68,15 @@ def in_order(bare: StepPlan, situation: Situation, config: PackingConfig) -> Ste
     return _planned(bare, cap, "in_order", _deal(packs, bare.limits.num_ranks))
 
 
-def best_fit(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def best_fit(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
     packs = best_fit_decreasing(lengths.tolist(), cap)
     return _planned(bare, cap, "best_fit", _deal(packs, bare.limits.num_ranks))
 
 
-def differencing(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
-    seconds = situation.costs.sequence_s(lengths)
+    seconds = context.costs.sequence_s(lengths)
     packs: Packs = []
     for items in karmarkar_karp(seconds.tolist(), bare.limits.num_ranks):
         tokens = [int(lengths[i]) for i in items]
@@ -90,7 +90,7 @@ def differencing(bare: StepPlan, situation: Situation, config: PackingConfig) ->
     return _planned(bare, cap, "karmarkar_karp", packs)
 
 
-BASELINES: dict[str, Callable[[StepPlan, Situation, PackingConfig], StepPlan]] = {
+BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
     "whole": whole,
     "chunks": chunks,
     "in_order": in_order,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...core.plan.branches import CUT, PACKED, REGROUPED, REPLAYED
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .config import PackingConfig
 
 
-def branches(config: PackingConfig, situation: Situation) -> dict[str, PackingConfig]:
+def branches(config: PackingConfig, context: PlanningContext) -> dict[str, PackingConfig]:
     """For each branch that plans may take, settings under the same caps with which they most likely do."""
     even = config.model_copy(update={"slices": "even"})
     opened = {PACKED: config}
@@ -15,6 +15,6 @@ def branches(config: PackingConfig, situation: Situation) -> dict[str, PackingCo
         opened[CUT] = even
         if config.activation_gib:
             opened[REPLAYED] = even
-        if config.asymmetric and situation.costs.recompute:
+        if config.asymmetric and context.costs.recompute:
             opened |= {REPLAYED: even, REGROUPED: even}
     return opened

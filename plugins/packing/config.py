@@ -41,7 +41,7 @@ class PackingConfig(PluginConfig):
         """YAML reads a bare ``off`` as false."""
         return "off" if value is False else value
 
-    def on_lane(self, num_ranks: int) -> PackingConfig:
+    def folded(self, num_ranks: int) -> PackingConfig:
         # What ranks share runs backward in the groups of its forward.
         asymmetric = self.asymmetric and num_ranks == 1
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks, "asymmetric": asymmetric})

@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...core.registry import HoldBack, Situation
+from ...core.registry import HoldBack, PlanningContext
 from .config import PackingConfig
 
 Bools = npt.NDArray[np.bool_]
@@ -39,8 +39,8 @@ def hold_back(config: PackingConfig) -> HoldBack | None:
     if not config.max_delay_steps:
         return None
 
-    def rule(lengths: Ints, waited: Ints, num_ranks: int, situation: Situation) -> Bools:
-        return outliers(situation.costs.sequence_s(lengths), waited, num_ranks, config.max_delay_steps)
+    def rule(lengths: Ints, waited: Ints, num_ranks: int, context: PlanningContext) -> Bools:
+        return outliers(context.costs.sequence_s(lengths), waited, num_ranks, config.max_delay_steps)
 
     return rule
 

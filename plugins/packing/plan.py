@@ -25,10 +25,10 @@ import numpy as np
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import Ints
 from ...core.costs.costs import Costs
-from ...core.costs.memory import peaks_of_stage, room_bytes
+from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Limits, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.simulate.step import simulate
 from .candidates import portfolio, whole
@@ -41,26 +41,26 @@ WORTH_A_CUT = 0.01
 """Share of the step that cuts must save where none is needed and ``slices`` is auto."""
 
 
-def plan(bare: StepPlan, situation: Situation, config: PackingConfig) -> StepPlan:
+def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
     lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
     limits = limits_for(bare, config)
     cuts = config.slices != "off" and not limits.whole_sequences
     if not cuts:
         refuse_longer(lengths, limits, config)
-    costs, bound_s = situation.costs, lower_bound_s(lengths, limits, situation.costs)
+    costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs)
     ways = portfolio(bare, lengths, limits, costs, config, bound_s)
-    room = room_bytes(situation.cluster, costs.memory, limits)
+    room = activation_budget_bytes(context.cluster, costs.memory, limits)
     found: list[_Judged] = []
     problem: DoesNotFitError | None = None
     for candidate in ways if cuts else [whole(bare, lengths, limits, costs, bound_s)]:
         try:
-            judged = _judge(fit_memory(candidate), situation)
+            judged = _judge(fit_memory(candidate), context)
         except DoesNotFitError as error:
             problem = error
             continue
         if judged.held_bytes > room and judged.plan.order and all(one.held_bytes > room for one in found):
-            judged = _replayed(judged, room, situation)
+            judged = _replayed(judged, room, context)
         found.append(judged)
         margin = EVENNESS_COSTS if judged.plan.cut else WORTH_A_CUT
         if judged.step_s <= bound_s * (1 + margin) and judged.held_bytes <= room:
@@ -80,24 +80,24 @@ class _Judged(NamedTuple):
     """The most activations and prefix KV that any rank holds."""
 
 
-def _judge(plan: StepPlan, situation: Situation) -> _Judged:
+def _judge(plan: StepPlan, context: PlanningContext) -> _Judged:
     """On one stage nothing but compute tells plans apart; between stages hand-overs and the output layer do too."""
-    costs, stages = situation.costs, plan.limits.num_stages
+    costs, stages = context.costs, plan.limits.num_stages
     passes = pass_seconds(plan, costs)
     held = max(peak for stage in range(stages) for peak, _ in peaks_of_stage(plan, stage))
     alone = stages == 1
-    step_s = predict(plan, costs, passes).step_s if alone else simulate(plan, situation, record=False).step_s
+    step_s = predict(plan, costs, passes).step_s if alone else simulate(plan, context, record=False).step_s
     return _Judged(plan, step_s, micro_batch_imbalance(plan, costs, passes), held)
 
 
-def _replayed(judged: _Judged, room: float, situation: Situation) -> _Judged:
+def _replayed(judged: _Judged, room: float, context: PlanningContext) -> _Judged:
     """The plan with the replays that bring it into the device's memory; as it was where none do."""
     limits = judged.plan.limits
     try:
         fitted = fit_memory(replace(judged.plan, limits=replace(limits, max_activation_bytes=room)))
     except DoesNotFitError:
         return judged
-    return _judge(replace(fitted, limits=limits), situation)
+    return _judge(replace(fitted, limits=limits), context)
 
 
 def _choose(found: list[_Judged], room: float, *, needless: bool) -> _Judged:

@@ -80,7 +80,7 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     longest = max((lengths[i] for i in mine), default=0)
     per_token = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * limits.layers_per_stage
     kv = longest * per_token if mine & plan.cut else 0.0
-    tokens = max(plan.micro_batches[i].num_slots for i in plan.of_rank(rank))
+    tokens = max(plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank))
     alive = tokens * limits.activation_bytes_per_token * limits.layers_per_stage
     cap = limits.max_activation_bytes
     do = (

@@ -25,10 +25,10 @@ import numpy as np
 from ...core.balance.partition import Ints, best_fit_decreasing
 from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
-from ...core.costs.memory import peaks_of_stage, room_bytes
+from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op, Slice, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .checkpointing import fitted
 from .chunks import Pack, assembled, dealt
 from .config import PipelineConfig
@@ -42,8 +42,8 @@ SIZES = 4
 MESHES = (4, 8, 16, 32, 64)
 """Slices of the longest sequence that ``algorithm_1`` tries."""
 
-Drafts = Callable[[StepPlan, Situation, PipelineConfig], Iterator[StepPlan]]
-Change = Callable[[StepPlan, Situation, PipelineConfig], StepPlan]
+Drafts = Callable[[StepPlan, PlanningContext, PipelineConfig], Iterator[StepPlan]]
+Change = Callable[[StepPlan, PlanningContext, PipelineConfig], StepPlan]
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,37 @@ class Baseline:
     order: Change
     finish: Change
 
-    def __call__(self, bare: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+    def __call__(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
         refuse_ranks_in_step(bare.limits)
-        drafts = list(self.drafts(bare, situation, config))
-        best = self.best(drafts, situation, config)
+        drafts = list(self.drafts(bare, context, config))
+        best = self.best(drafts, context, config)
         if best is None or not best.fits:
             # A yardstick may hold more than the section's cap: what it holds is told beside its seconds.
             drafts = [replace(one, limits=replace(one.limits, max_activation_bytes=math.inf)) for one in drafts]
-            best = self.best(drafts, situation, config)
-        return best.plan if best else self.order(drafts[0], situation, config)
+            best = self.best(drafts, context, config)
+        return best.plan if best else self.order(drafts[0], context, config)
 
     def best(
-        self, drafts: Iterable[StepPlan], situation: Situation, config: PipelineConfig, bar_s: float = math.inf
+        self, drafts: Iterable[StepPlan], context: PlanningContext, config: PipelineConfig, bar_s: float = math.inf
     ) -> Judged | None:
         """The best of its drafts, ordered and finished, if it takes less than ``bar_s``."""
 
         def order(draft: StepPlan) -> StepPlan:
-            return keeping_all(self.order(draft, situation, config), situation, config)
+            return keeping_all(self.order(draft, context, config), context, config)
 
-        if situation.costs.recompute:
+        if context.costs.recompute:
             bar_s = math.inf  # drafts know only of the recipe's recomputation until they are ordered
-        return best_of(drafts, order, lambda draft: self.finish(draft, situation, config), situation, bar_s)
+        return best_of(drafts, order, lambda draft: self.finish(draft, context, config), context, bar_s)
 
 
-def whole_1f1b(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     lengths = _lengths(bare)
     ranks = bare.limits.num_ranks
     packs = [[[Slice(i, 0, int(lengths[i]))] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
     yield _uncut(bare, lengths, config, packs, "whole_1f1b")
 
 
-def in_order(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+def in_order(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     lengths = _lengths(bare)
     cap, room = max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0))), 0
     packs: list[Pack] = []
@@ -98,14 +98,14 @@ def in_order(bare: StepPlan, situation: Situation, config: PipelineConfig) -> It
     yield _uncut(bare, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
 
 
-def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+def fixed_chunks(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     lengths = _lengths(bare)
     longest = int(lengths.max(initial=1))
     uncut = bare.limits.whole_sequences or config.chunks == 1
     limits = config.capped(bare.limits) if uncut else limits_for(bare, config)
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
-    items = dealt(lengths, _price(situation), limits.num_ranks)
+    items = dealt(lengths, _price(context), limits.num_ranks)
     block = 1 if uncut else config.block_tokens
     least = max(block, -(-longest // config.chunks))
     for halving in range(1 if uncut else SIZES):
@@ -115,38 +115,38 @@ def fixed_chunks(bare: StepPlan, situation: Situation, config: PipelineConfig) -
             yield replace(assembled(bare, limits, packs), made_by="fixed_chunks")
 
 
-def algorithm_1(bare: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+def algorithm_1(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     limits = limits_for(bare, config)
     lengths = _lengths(bare)
     if limits.whole_sequences or config.chunks == 1:
         raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")
-    price = _price(situation)
+    price = _price(context)
     items = dealt(lengths, price, limits.num_ranks)
     for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
         packs = [on_one_mesh(mine, lengths, price, count, limits.max_tokens, config.block_tokens) for mine in items]
         yield replace(assembled(bare, limits, packs), made_by="algorithm_1")
 
 
-def as_the_host(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def as_the_host(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """In the order of the host's own schedule."""
     return plan
 
 
-def elastically(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def elastically(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """1F1B over chunks."""
-    return ordered(plan, situation)
+    return ordered(plan, context)
 
 
-def in_groups(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def in_groups(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """Pipelines by the dynamic program, one after the other."""
-    return flushed(plan, grouped(plan, situation, config), situation)
+    return flushed(plan, grouped(plan, context, config), context)
 
 
-def statically_recomputed(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def statically_recomputed(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """With the least number of recomputed layers, one for all chunks and stages, that fits; all where none does."""
     if config.recompute == "off":
         return plan
-    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
+    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     stages = range(plan.limits.num_stages)
 
     def recomputing(count: int) -> StepPlan:
@@ -161,9 +161,9 @@ def statically_recomputed(plan: StepPlan, situation: Situation, config: Pipeline
     return recomputing(low)
 
 
-def adaptively_recomputed(plan: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def adaptively_recomputed(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """By the tied integer program. Raises EvenloadError where nothing fits."""
-    return plan if config.recompute == "off" else fitted(plan, situation, config)
+    return plan if config.recompute == "off" else fitted(plan, context, config)
 
 
 BASELINES: dict[str, Baseline] = {
@@ -228,14 +228,14 @@ def _buckets(
     return packs
 
 
-def flushed(chunked: StepPlan, groups: list[list[int]], situation: Situation) -> StepPlan:
+def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext) -> StepPlan:
     """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
     if len(groups) < 2:
-        return ordered(chunked, situation)
+        return ordered(chunked, context)
     order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
     for group in groups:
         numbers = sorted(group)
-        alone = ordered(_part(chunked, numbers), situation)
+        alone = ordered(_part(chunked, numbers), context)
         for ops, mine in zip(order, alone.order, strict=True):
             ops += [Op(op.kind, numbers[op.micro_batch]) for op in mine]
     return chunked.revised(order=tuple(map(tuple, order)))
@@ -268,8 +268,8 @@ def _uncut(bare: StepPlan, lengths: Ints, config: PipelineConfig, packs: list[li
     return replace(assembled(bare, replace(limits, max_tokens=cap), packs), made_by=name)
 
 
-def _price(situation: Situation) -> PassCost:
-    return situation.costs.forward.plus(situation.costs.backward)
+def _price(context: PlanningContext) -> PassCost:
+    return context.costs.forward.plus(context.costs.backward)
 
 
 def _lengths(bare: StepPlan) -> Ints:

@@ -28,11 +28,11 @@ from functools import cached_property
 import numpy as np
 
 from ...core.balance.partition import Floats, Ints
-from ...core.costs.memory import fixed_bytes, room_bytes
+from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs
@@ -58,7 +58,7 @@ class DoesNotFitError(EvenloadError):
         return DoesNotFitError(self.most, self.missing_bytes, self.found, do, self.enough_gib)
 
 
-def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
+def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
     """The plan with as little recomputation as brings every rank of every stage into its memory.
 
     Args:
@@ -67,22 +67,22 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
 
     Raises DoesNotFitError, about the stage that lacks most.
     """
-    room = room_bytes(situation.cluster, situation.costs.memory, plan.limits)
+    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     bare = plan.revised(recompute=())
     if plan.backward:  # groups of its own: no law says which layers of which forward a backward would run again
         most = fullest(bare, levels_of(bare))
         if most.held_bytes > room:
-            raise _refusal(most, bare, situation, room)
+            raise _refusal(most, bare, context, room)
         return bare
     probes, layers = Probes(plan), plan.limits.layers_per_stage
     if fullest(plan, probes.levels(0)).held_bytes <= room:
         return probes.plan_of(0) if plan.limits.replay_bytes_per_token else bare
     most = fullest(plan, probes.levels(layers))
     if most.held_bytes > room:
-        raise _refusal(most, probes.plan_of(layers), situation, room)
+        raise _refusal(most, probes.plan_of(layers), context, room)
     tightened = room
     for _ in range(_ROUNDS):
-        found = _chosen(probes, plan, tightened, situation, config.solver_ms if solver else 0)
+        found = _chosen(probes, plan, tightened, context, config.solver_ms if solver else 0)
         over = fullest(found, levels_of(found)).held_bytes - room
         if over <= 0:
             return found
@@ -90,15 +90,15 @@ def fitted(plan: StepPlan, situation: Situation, config: PipelineConfig, *, solv
     return probes.plan_of(layers)
 
 
-def _chosen(probes: Probes, plan: StepPlan, room: float, situation: Situation, solver_ms: int) -> StepPlan:
+def _chosen(probes: Probes, plan: StepPlan, room: float, context: PlanningContext, solver_ms: int) -> StepPlan:
     """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
-    backwards, seconds = _backwards(plan), _layer_seconds(plan, situation)
+    backwards, seconds = _backwards(plan), _layer_seconds(plan, context)
     teams = [_Team(probes, plan, room, seconds, backwards, ranks) for ranks in _teams(plan)]
     answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
     if solver_ms:
         searched = [team.by_program(solver_ms) for team in teams]
         answers.append([a if b is None else b for a, b in zip(answers[1], searched, strict=True)])
-    ends = np.array([_ends(_with(plan, teams, one), teams, situation) for one in answers])
+    ends = np.array([_ends(_with(plan, teams, one), teams, context) for one in answers])
     soonest = alike(ends, ends.min(axis=0)).argmax(axis=0)
     return _with(plan, teams, [answers[which][at] for at, which in enumerate(soonest.tolist())])
 
@@ -160,9 +160,9 @@ def _with(plan: StepPlan, teams: list[_Team], chosen: list[Ints]) -> StepPlan:
     return plan.revised(recompute=tuple(map(tuple, layers.tolist())))
 
 
-def _ends(plan: StepPlan, teams: list[_Team], situation: Situation) -> list[float]:
+def _ends(plan: StepPlan, teams: list[_Team], context: PlanningContext) -> list[float]:
     """When each team is done, hand-overs included, for which a plan that says what it recomputes never waits [s]."""
-    times = PassTimes(plan, situation)
+    times = PassTimes(plan, context)
     done = [0.0] * plan.limits.num_ranks
     for event in play(plan, times.seconds, times.hand_over):
         for rank in event.ranks:
@@ -170,10 +170,10 @@ def _ends(plan: StepPlan, teams: list[_Team], situation: Situation) -> list[floa
     return [max(done[rank] for rank in team.ranks) for team in teams]
 
 
-def _layer_seconds(plan: StepPlan, situation: Situation) -> Floats:
+def _layer_seconds(plan: StepPlan, context: PlanningContext) -> Floats:
     """What a recomputed layer of each micro-batch costs, float64 [micro-batches]."""
-    costs = own_costs(plan, situation.costs)
-    each = [costs.layers_s(m, situation.head_frac) for m in plan.micro_batches]
+    costs = own_costs(plan, context.costs)
+    each = [costs.layers_s(m, context.head_frac) for m in plan.micro_batches]
     return np.array(each) / plan.limits.layers_per_stage
 
 
@@ -205,11 +205,11 @@ def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -
     return np.array([[known[key] for key in row] for row in keys], dtype=np.int64).reshape(stages, len(numbers))
 
 
-def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> DoesNotFitError:
+def _refusal(most: Most, plan: StepPlan, context: PlanningContext, room: float) -> DoesNotFitError:
     """With the numbers. What is said to fit does: it is what the walk found to be held, and the cluster has it."""
     missing = most.held_bytes - room
     if room <= 0:
-        memory, has = situation.costs.memory, situation.cluster.memory_bytes
+        memory, has = context.costs.memory, context.cluster.memory_bytes
         found = (
             f"weights, gradients and optimizer states of a rank take {fixed_bytes(memory, plan.limits) / GIB:.3g} GiB, "
             f"a device has {has / GIB:.3g} GiB, of which a tenth is left free"
@@ -224,7 +224,7 @@ def _refusal(most: Most, plan: StepPlan, situation: Situation, room: float) -> D
     )
     uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
     least = rounded_up(most.held_bytes / GIB)
-    if least * GIB <= room_bytes(situation.cluster, situation.costs.memory, uncapped):
+    if least * GIB <= activation_budget_bytes(context.cluster, context.costs.memory, uncapped):
         do = f"raise plugins.pipeline.activation_gib to {least:g} or more"
         return DoesNotFitError(most, missing, found, do, least)
     do = "lower plugins.pipeline.max_tokens or data.max_length, or use more tensor or pipeline parallelism"

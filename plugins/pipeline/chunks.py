@@ -30,7 +30,7 @@ from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .config import PipelineConfig
 
 Pack = list[Slice]
@@ -45,7 +45,7 @@ LARGEST = 1 << 15
 """Chunks of all ranks times stages, about, up to which smaller ones are tried: planning takes time in proportion."""
 
 
-def chunkings(bare: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> Iterator[StepPlan]:
+def chunkings(bare: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     """Plans without an order: micro-batches of each rank in forward order, most promising number of chunks first.
 
     Raises EvenloadError where a sequence is over the cap and may not be cut.
@@ -56,7 +56,7 @@ def chunkings(bare: StepPlan, limits: Limits, situation: Situation, config: Pipe
     most = 1 if limits.whole_sequences else config.chunks
     if most == 1:
         refuse_longer(lengths, limits)
-    price = situation.costs.forward.plus(situation.costs.backward)
+    price = context.costs.forward.plus(context.costs.backward)
     ranks = dealt(lengths, price, limits.num_ranks)
     seen: set[tuple[MicroBatch, ...]] = set()
     for count in counts(lengths, price, limits):

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, PassKind, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.passes import PassTimes
 
 Table = tuple[tuple[float, ...], ...]
@@ -34,14 +34,14 @@ class Clock(NamedTuple):
         return len(self.forward)
 
 
-_known: WeakKeyDictionary[StepPlan, tuple[Situation, Clock]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[StepPlan, tuple[PlanningContext, Clock]] = WeakKeyDictionary()
 
 
-def clock_of(plan: StepPlan, situation: Situation) -> Clock:
+def clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
     """The clock of a plan, whose order is not looked at. Worked out once for a plan."""
     known = _known.get(plan)
-    if known is None or known[0] is not situation:
-        known = _known[plan] = situation, _clock_of(plan, situation)
+    if known is None or known[0] is not context:
+        known = _known[plan] = context, _clock_of(plan, context)
     return known[1]
 
 
@@ -53,13 +53,13 @@ def reordered(plan: StepPlan, order: Sequence[Sequence[Op]]) -> StepPlan:
     return other
 
 
-def _clock_of(plan: StepPlan, situation: Situation) -> Clock:
+def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
     stages = range(plan.limits.num_stages)
     counts = {"F": len(plan.micro_batches), "B": len(plan.passes("B"))}
     splits = plan.limits.splits_backward
     # Only a plan that has W passes is told what they take.
     listed = tuple(Op("W", j) for j in range(counts["B"])) if splits else ()
-    times = PassTimes(replace(plan, order=(listed,) * len(stages)), situation)
+    times = PassTimes(replace(plan, order=(listed,) * len(stages)), context)
     weights = tuple(times.seconds(0, op) for op in listed) or (0.0,) * counts["B"]
 
     def moving(kind: PassKind) -> Table:
@@ -71,9 +71,9 @@ def _clock_of(plan: StepPlan, situation: Situation) -> Clock:
     return Clock(forward, backward, weights, up, moving("B") if plan.backward else up)
 
 
-def passes_s(plan: StepPlan, situation: Situation) -> float:
+def passes_s(plan: StepPlan, context: PlanningContext) -> float:
     """When the last pass of a plan ends [s], which no step takes less than; it shares nothing and does not deadlock."""
-    clock = clock_of(plan, situation)
+    clock = clock_of(plan, context)
     rows = [orders_of_stage(plan, stage) for stage in range(clock.num_stages)]
     return max(end_of(ranks, clock) for ranks in zip(*rows, strict=True))
 

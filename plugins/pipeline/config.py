@@ -43,7 +43,7 @@ class PipelineConfig(PluginConfig):
         """YAML reads bare ``on`` and ``off`` as booleans."""
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
-    def on_lane(self, num_ranks: int) -> PipelineConfig:
+    def folded(self, num_ranks: int) -> PipelineConfig:
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks})
 
     def uncut(self) -> PipelineConfig:

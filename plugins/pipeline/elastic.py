@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from ...core.plan.order import in_slots
 from ...core.plan.step_plan import Op, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .clock import Clock, clock_of, end_of, reordered
 from .weights import placed
 
@@ -54,7 +54,7 @@ class Lines(NamedTuple):
 
 def ordered(
     plan: StepPlan,
-    situation: Situation,
+    context: PlanningContext,
     *,
     extra: int = 0,
     split: bool = False,
@@ -76,7 +76,7 @@ def ordered(
     """
     limits = plan.limits
     if not (plan.backward or plan.replayed or plan.shared or limits.equal_counts):
-        clock = clock_of(plan, situation)
+        clock = clock_of(plan, context)
         kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
         orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
         for rank in range(limits.num_ranks):
@@ -85,7 +85,7 @@ def ordered(
             ):
                 ops += mine
         plan = reordered(plan, orders)
-    return placed(plan, situation) if split else plan
+    return placed(plan, context) if split else plan
 
 
 def lines_of(plan: StepPlan, rank: int, groups: Groups | None = None) -> Lines:

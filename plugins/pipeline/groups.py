@@ -23,27 +23,27 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.balance.partition import Floats
-from ...core.costs.memory import room_bytes
+from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from ...core.simulate.predict import own_costs
 from .config import PipelineConfig
 
 _IMPOSSIBLE = 100.0
 
 
-def grouped(plan: StepPlan, situation: Situation, config: PipelineConfig) -> list[list[int]]:
+def grouped(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> list[list[int]]:
     """Numbers of the micro-batches of each pipeline, in launch order; the pipeline of most chunks first.
 
     ``plan`` needs no order. ``config.recompute`` off: nothing can be recomputed, what does not fit is charged in full.
     """
     counts = _chunk_counts(plan)
     steps = sorted(set(counts))
-    sums = _sums(plan, situation, counts, steps)
+    sums = _sums(plan, context, counts, steps)
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(steps) + 1):
-        apart_s = _beyond_work_s(plan, situation, config, sums[end] - sums[:end], steps[end - 1]).tolist()
+        apart_s = _beyond_work_s(plan, context, config, sums[end] - sums[:end], steps[end - 1]).tolist()
         best.append(min((best[begin][0] + apart_s[begin], begin) for begin in range(end)))
     groups: list[list[int]] = []
     end = len(steps)
@@ -79,18 +79,18 @@ def _chunk_counts(plan: StepPlan) -> list[int]:
     return [counts[first_of(i)] for i in range(len(joined))]
 
 
-def _sums(plan: StepPlan, situation: Situation, counts: list[int], steps: list[int]) -> Floats:
+def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: list[int]) -> Floats:
     """Of the chunks of the first n of these counts, on each rank: [n, ranks, (number, both_s, layers_s, tokens)]."""
-    costs, place = own_costs(plan, situation.costs), {count: n for n, count in enumerate(steps, 1)}
+    costs, place = own_costs(plan, context.costs), {count: n for n, count in enumerate(steps, 1)}
     sums = np.zeros((len(steps) + 1, plan.limits.num_ranks, 4))
     for m, count in zip(plan.micro_batches, counts, strict=True):
-        both_s, layers_s = sum(costs.micro_batch_s(m)), costs.layers_s(m, situation.head_frac)
+        both_s, layers_s = sum(costs.micro_batch_s(m)), costs.layers_s(m, context.head_frac)
         for rank, tokens in tokens_of_ranks(m).items():
             sums[place[count], rank] += 1, both_s, layers_s, tokens
     return sums.cumsum(axis=0)
 
 
-def _beyond_work_s(plan: StepPlan, situation: Situation, config: PipelineConfig, sums: Floats, most: int) -> Floats:
+def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineConfig, sums: Floats, most: int) -> Floats:
     """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines].
 
     Args:
@@ -104,7 +104,7 @@ def _beyond_work_s(plan: StepPlan, situation: Situation, config: PipelineConfig,
     per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
     saves = mean * tokens * max(0.0, per_token - limits.input_bytes_per_token)
     kv = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * layers if most > 1 else 0.0
-    room = room_bytes(situation.cluster, situation.costs.memory, limits)
+    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     needed = np.zeros_like(number)
     for stage in range(stages):
         in_flight = np.minimum(number, most + stages - 1 - stage)

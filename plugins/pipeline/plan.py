@@ -28,12 +28,12 @@ from itertools import accumulate
 import numpy as np
 
 from ...core.balance.bound import lower_bound_s
-from ...core.costs.memory import room_bytes
+from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Limits, StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted
 from .chunks import CHEAP, chunkings
@@ -55,19 +55,19 @@ FILLED_BY_W = 0.6
 """Share of a plan's waits that these passes may fill: as far as that it may be behind the best and still get them."""
 
 
-def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def plan(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
     limits = limits_for(given, config)
     if limits.equal_counts:
-        return _alone(given, situation, config)
+        return _alone(given, context, config)
     over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
     if over > limits.max_tokens:
         note = f"pipeline: a plan with {over} tokens on a rank is over max_tokens and left out ({given.made_by})"
-        best = plan(StepPlan(given.sequences, (), given.limits), situation, config)
+        best = plan(StepPlan(given.sequences, (), given.limits), context, config)
         return best.revised(notes=(*best.notes, note))
     if given.micro_batches and limits.num_stages == 1:
-        return _alone(given, situation, config)
-    found = _Portfolio(situation, config, limits)
+        return _alone(given, context, config)
+    found = _Portfolio(context, config, limits)
     found.keep(given)
     found.improve(given)
     found.keep_baselines(given)
@@ -77,8 +77,8 @@ def plan(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepP
 class _Portfolio:
     """Plans of one batch, judged."""
 
-    def __init__(self, situation: Situation, config: PipelineConfig, limits: Limits) -> None:
-        self._at, self._config, self._limits = situation, config, limits
+    def __init__(self, context: PlanningContext, config: PipelineConfig, limits: Limits) -> None:
+        self._at, self._config, self._limits = context, config, limits
         self._found: list[Judged] = []
         self._problem: DoesNotFitError | None = None
         """Why a candidate could not be made to fit: of the one that lacks least."""
@@ -148,7 +148,10 @@ class _Portfolio:
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
-        most, room = self._config.max_extra, room_bytes(self._at.cluster, self._at.costs.memory, self._limits)
+        most, room = (
+            self._config.max_extra,
+            activation_budget_bytes(self._at.cluster, self._at.costs.memory, self._limits),
+        )
         for cap_bytes in (math.inf, room):
             order = ordered(chunked, self._at, extra=most, cap_bytes=cap_bytes)
             draft = judged(keeping_all(order, self._at, self._config), self._at)
@@ -202,9 +205,9 @@ class _Portfolio:
         )
 
 
-def _bound_s(best: StepPlan, given: StepPlan, situation: Situation) -> float:
+def _bound_s(best: StepPlan, given: StepPlan, context: PlanningContext) -> float:
     """Of the plan that came in where its ranks share sequences, if it runs as it was; without recomputation else."""
-    costs = situation.costs
+    costs = context.costs
     if best.shared:
         return 0.0 if costs.recompute and best.recompute else given.bound_s
     lengths = np.array([s.length for s in best.sequences], dtype=np.int64)
@@ -234,15 +237,15 @@ def _notes(best: StepPlan) -> list[str]:
     return notes
 
 
-def _alone(given: StepPlan, situation: Situation, config: PipelineConfig) -> StepPlan:
+def _alone(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
     in_step = given.limits.equal_counts
     if not given.micro_batches:
         refuse_ranks_in_step(given.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
     given = replace(given, limits=limits_for(given, config), notes=(*given.notes, note))
-    again = situation.costs.recompute
-    if config.recompute == "off" or (not again and judged(given, situation).fits):
+    again = context.costs.recompute
+    if config.recompute == "off" or (not again and judged(given, context).fits):
         return given
-    found = fitted(_explicit(given), situation, config)
-    return found.revised(bound_s=_bound_s(found, given, situation)) if again and found.recompute else found
+    found = fitted(_explicit(given), context, config)
+    return found.revised(bound_s=_bound_s(found, given, context)) if again and found.recompute else found

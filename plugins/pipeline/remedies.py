@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from ...core.costs.memory import beside_of, room_bytes
+from ...core.costs.memory import activation_budget_bytes, beside_of
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Limits, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
 from .config import GIB, PipelineConfig
@@ -27,9 +27,11 @@ _CHUNKINGS = 6
 """Of each setting, the most promising ones."""
 
 
-def refused(problem: DoesNotFitError, given: StepPlan, situation: Situation, config: PipelineConfig) -> DoesNotFitError:
+def refused(
+    problem: DoesNotFitError, given: StepPlan, context: PlanningContext, config: PipelineConfig
+) -> DoesNotFitError:
     """The refusal of a batch with what would fit instead of what might."""
-    found = list(_remedies(given, situation, config))
+    found = list(_remedies(given, context, config))
     if problem.enough_gib:
         alone = problem.enough_gib * GIB <= given.limits.max_activation_bytes
         name = "plugins.pipeline.activation_gib" if alone else "activation_gib of every plugin"
@@ -39,13 +41,13 @@ def refused(problem: DoesNotFitError, given: StepPlan, situation: Situation, con
     return problem.advising("this batch would fit with any of: " + "; ".join(found))
 
 
-def _remedies(given: StepPlan, situation: Situation, config: PipelineConfig) -> Iterator[str]:
+def _remedies(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[str]:
     limits = config.capped(given.limits)
 
     def fits_with(tokens: int) -> bool:
         cap = min(tokens, given.limits.max_tokens)  # another plugin's own cap holds beside this one
         changes = cap != limits.max_tokens
-        return changes and _fits(given, replace(limits, max_tokens=cap), situation, config)
+        return changes and _fits(given, replace(limits, max_tokens=cap), context, config)
 
     fewer = [times for times in _TIMES if config.max_tokens // times >= config.block_tokens]
     lowered = (n for n in fewer if fits_with(config.max_tokens // n))
@@ -57,22 +59,20 @@ def _remedies(given: StepPlan, situation: Situation, config: PipelineConfig) -> 
     yield from (f"plugins.pipeline.max_tokens {one}" for one in words)
     stages, layers = limits.num_stages, limits.layers_per_stage
     deeper = (
-        times for times in _TIMES if not layers % times and _fits(given, *_deeper(limits, situation, times), config)
+        times for times in _TIMES if not layers % times and _fits(given, *_deeper(limits, context, times), config)
     )
     yield from (f"parallel.pp={stages * times} on {times} times as many devices" for times in islice(deeper, 1))
     longest = max((s.length for s in given.sequences), default=0)
-    shorter = (
-        n for times in _TIMES if (n := longest // times) and _fits(_cut_off(given, n), limits, situation, config)
-    )
+    shorter = (n for times in _TIMES if (n := longest // times) and _fits(_cut_off(given, n), limits, context, config))
     yield from (f"data.max_length={n}" for n in islice(shorter, 1))
 
 
-def _fits(given: StepPlan, limits: Limits, situation: Situation, config: PipelineConfig) -> bool:
-    room = room_bytes(situation.cluster, situation.costs.memory, limits)
+def _fits(given: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
+    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     bare = StepPlan(given.sequences, (), limits)
     try:
-        for chunked in islice(chunkings(bare, limits, situation, config), _CHUNKINGS):
-            plan = ordered(chunked, situation)
+        for chunked in islice(chunkings(bare, limits, context, config), _CHUNKINGS):
+            plan = ordered(chunked, context)
             if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= room:
                 return True
     except EvenloadError:  # a sequence that is longer than a micro-batch, and may not be cut
@@ -84,11 +84,11 @@ def _cut_off(given: StepPlan, longest: int) -> StepPlan:
     return replace(given, sequences=tuple(s._replace(length=min(s.length, longest)) for s in given.sequences))
 
 
-def _deeper(limits: Limits, situation: Situation, times: int) -> tuple[Limits, Situation]:
+def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:
     """So many times as many stages."""
-    costs = situation.costs.of_stage(Layout(pp=times))
+    costs = context.costs.of_stage(Layout(pp=times))
     stages, layers = limits.num_stages * times, limits.layers_per_stage // times
     beside = beside_of(costs.memory, layers)
-    layout = replace(situation.layout, pp=situation.layout.pp * times)
+    layout = replace(context.layout, pp=context.layout.pp * times)
     deeper = replace(limits, num_stages=stages, layers_per_stage=layers, beside=beside)
-    return deeper, replace(situation, costs=costs, layout=layout)
+    return deeper, replace(context, costs=costs, layout=layout)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ...core.costs.memory import levels_of_stage
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, StepPlan
-from ...core.registry import Situation
+from ...core.registry import PlanningContext
 from .clock import Clock, clock_of, end_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))
@@ -41,7 +41,7 @@ ROUNDING = 1e-9
 """Share of a memory cap that is left, as sums of bytes in another order differ in their last digits."""
 
 
-def placed(plan: StepPlan, situation: Situation) -> StepPlan:
+def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     """The plan with W passes on those ranks of the plane that would end the step later without them, as predicted.
 
     Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or run in
@@ -51,7 +51,7 @@ def placed(plan: StepPlan, situation: Situation) -> StepPlan:
     hindered = plan.shared or limits.equal_counts or not limits.splits_backward
     if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
         return plan
-    clock = clock_of(plan, situation)
+    clock = clock_of(plan, context)
     rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
     levels = [levels_of_stage(plan, stage) for stage in range(limits.num_stages)]
     deferred_bytes = limits.deferred_bytes_per_token * limits.layers_per_stage

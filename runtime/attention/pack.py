@@ -92,7 +92,7 @@ class Pack:
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
 
     @property
-    def num_slots(self) -> int:
+    def num_padded_tokens(self) -> int:
         """Tokens that are computed, padding included."""
         return self.segments[-1]
 
@@ -110,7 +110,7 @@ class Pack:
     @cached_property
     def sequence_ids_T(self) -> Tensor:
         """int64; the sequence of each slot by its place in the global batch, `PADDING` on padding and in a dummy."""
-        ids = np.full(self.num_slots, PADDING, dtype=np.int64)
+        ids = np.full(self.num_padded_tokens, PADDING, dtype=np.int64)
         for piece, first in zip(self.slices, self.segments, strict=False):
             ids[first : first + piece.length] = piece.sequence
         return torch.from_numpy(ids).to(self.tokens_T.device)
@@ -198,7 +198,7 @@ def build_pack(
 
     Raises:
         EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
-            plane, or an engine that only predictions know.
+            plane, or a cp_comm that only predictions know.
     """
     shared = _shared(micro_batch, plane) if len(micro_batch.ranks) > 1 else None
     slices = shared.pieces_of(shared.plane.rank) if shared else micro_batch.slices
@@ -241,10 +241,10 @@ def build_pack(
 
 
 def _shared(micro_batch: MicroBatch, plane: Plane | None) -> Shared:
-    if plane is None or not micro_batch.engine:
+    if plane is None or not micro_batch.cp_comm:
         raise EvenloadError(
             f"ranks {micro_batch.ranks} share a micro-batch" + ("" if plane else ", and this host gives them no plane"),
-            f"engine {micro_batch.engine or 'none: the static context parallelism that only predictions know'}",
+            f"engine {micro_batch.cp_comm or 'none: the static context parallelism that only predictions know'}",
             "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
         )
     return Shared(plane, micro_batch)

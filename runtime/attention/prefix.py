@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.plan.token_layout import attended, home_of
+from ...core.plan.token_layout import attended, cp_group_of
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PrefixStore:
         self._done: set[tuple[int, int]] = set()
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, plane_rank: int | None = None) -> PrefixStore | None:
+    def of_plan(cls, plan: StepPlan, dp_cp_rank: int | None = None) -> PrefixStore | None:
         """The store of a step; None where the plan cuts no sequence.
 
         Args:
@@ -73,12 +73,12 @@ class PrefixStore:
         lengths = {s.index: s.length for s in plan.sequences if s.index in plan.cut}
         if not lengths or not plan.shared:
             return cls(lengths) if lengths else None
-        assert plane_rank is not None, "a plan that shares micro-batches has another store on each rank"
+        assert dp_cp_rank is not None, "a plan that shares micro-batches has another store on each rank"
         ranges = _ranges(plan)
         for sequence, starts in ranges.items():
-            ends = [ranks[plane_rank][1] for ranks in starts.values() if plane_rank in ranks]
+            ends = [ranks[dp_cp_rank][1] for ranks in starts.values() if dp_cp_rank in ranks]
             lengths[sequence] = max(ends, default=0)
-        return cls(lengths, ranges, plane_rank)
+        return cls(lengths, ranges, dp_cp_rank)
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._lengths
@@ -89,7 +89,7 @@ class PrefixStore:
         return piece if starts is None else Slice(piece.sequence, *starts[piece.start][self._rank])
 
     def before(self, piece: Slice, rank: int) -> int:
-        """Tokens that a plane rank of the slice's home has of the slices before it."""
+        """Tokens that a plane rank of the slice's CP group has of the slices before it."""
         starts = self._ranges.get(piece.sequence)
         return piece.start if starts is None else starts[piece.start][rank][0]
 
@@ -194,12 +194,12 @@ def _ranges(plan: StepPlan) -> Ranges:
         for number, piece in enumerate(micro_batch.slices):
             if piece.sequence not in plan.cut:
                 continue
-            home, starts = home_of(micro_batch, number), found.setdefault(piece.sequence, {})
-            spread |= {piece.sequence} if len(home.ranks) > 1 else set()
+            cp_group, starts = cp_group_of(micro_batch, number), found.setdefault(piece.sequence, {})
+            spread |= {piece.sequence} if len(cp_group.ranks) > 1 else set()
             ranks = {}
-            for place, rank in enumerate(home.ranks):
+            for place, rank in enumerate(cp_group.ranks):
                 first = max((earlier[rank][1] for earlier in starts.values() if rank in earlier), default=0)
-                ranks[rank] = first, first + sum(p.length for p in attended(piece, home, place))
+                ranks[rank] = first, first + sum(p.length for p in attended(piece, cp_group, place))
             starts[piece.start] = ranks
     return {sequence: starts for sequence, starts in found.items() if sequence in spread}
 

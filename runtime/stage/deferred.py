@@ -51,7 +51,7 @@ class _Layer(NamedTuple):
     sum_over: Any
 
 
-class WeightGradients:
+class WgradStore:
     """What backwards have left for later, by their numbers."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 
 @contextmanager
-def leaving(linears: Iterable[nn.Linear], later: WeightGradients) -> Iterator[None]:
+def deferring(linears: Iterable[nn.Linear], later: WgradStore) -> Iterator[None]:
     """These layers can leave their weight gradients to ``later``; afterwards they are as they were.
 
     Raises EvenloadError where someone else has replaced the forward of one.
@@ -157,7 +157,7 @@ def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator
         delattr(module, method)
 
 
-def _forward(layer: nn.Linear, later: WeightGradients) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, later: WgradStore) -> Callable[[Tensor], Tensor]:
     own = layer.forward
 
     def forward(x: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ def the_plan() -> StepPlan:
     """Two rings of all three ranks, one of two of them, and work of its own for the third, by turns."""
     pieces = [Slice(i, 0, n) for i, n in enumerate(LENGTHS)]
     micro_batches = (
-        MicroBatch((pieces[0],), (0, 1, 2), engine="ring"),
-        MicroBatch((pieces[1],), (2, 1), engine="ring"),
+        MicroBatch((pieces[0],), (0, 1, 2), cp_comm="ring"),
+        MicroBatch((pieces[1],), (2, 1), cp_comm="ring"),
         MicroBatch((pieces[3],), (0,)),
-        MicroBatch((pieces[2],), (1, 0, 2), engine="ring"),
+        MicroBatch((pieces[2],), (1, 0, 2), cp_comm="ring"),
     )
     return StepPlan(sequences(LENGTHS), micro_batches, Limits(RANKS, 1 << 20)).check()
 

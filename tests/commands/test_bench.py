@@ -33,13 +33,13 @@ class Machine:
     chain: PlanChain
     now: float = 0.0
     layout: Layout = field(default_factory=Layout)
-    plane_rank: int = 0
+    dp_cp_rank: int = 0
     pipeline_stage: int = 0
     ran: list[str] = field(default_factory=list)
     weighed: list[str] = field(default_factory=list)
 
     def train_step(self, plan: StepPlan, tokens_of: Any, *, lr: float, mark: Any, record: bool = False) -> Any:
-        expected = simulate(plan, self.chain.situation, record=record)
+        expected = simulate(plan, self.chain.context, record=record)
         (self.ran if record else self.weighed).append(plan.made_by)
         self.now += expected.step_s * (DISTURBED if len(self.ran) % 6 == 3 else 1.0)
         activations = [torch.empty(m.num_tokens, dtype=torch.uint8) for m in plan.micro_batches]

@@ -72,7 +72,7 @@ def test_simulated_steps_have_the_simulators_bubble(instead: str) -> None:
     )
     chain = replace(PlanChain.of_recipe(recipe, recipe.layout()), instead=instead)
     plan = chain.plan(sequences(np.random.default_rng(0).integers(10, 1500, 64)))
-    outcome = simulate(plan, chain.situation)
+    outcome = simulate(plan, chain.context)
     found = bubbles_of([outcome.spans])
     if plan.order:
         assert found.frac == pytest.approx(outcome.bubble_frac, abs=1e-9)

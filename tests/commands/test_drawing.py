@@ -180,7 +180,7 @@ def test_a_rule_that_holds_back_everything_is_our_mistake() -> None:
     from dataclasses import replace
 
     def everything(config: object) -> HoldBack:
-        return lambda lengths, waited, num_ranks, situation: np.ones(len(lengths), dtype=np.bool_)
+        return lambda lengths, waited, num_ranks, context: np.ones(len(lengths), dtype=np.bool_)
 
     made = chain(3)
     ((plugin, config),) = made.links

@@ -242,12 +242,12 @@ def test_the_numbers_of_the_page_are_those_of_json(outlook: Outlook) -> None:
     }
     mean["stock"] = mean.pop("padded")
     rows = page.rows["planners"]
-    evened = bool(outlook.chain.links)
-    assert set(rows) == (set(mean) if evened else {"stock"})
+    remapped = bool(outlook.chain.links)
+    assert set(rows) == (set(mean) if remapped else {"stock"})
     for name in rows:
         assert rows[name][0] == pytest.approx(mean[name], rel=1e-12)
         assert rows[name][1] == pytest.approx(mean[name] / mean["evenload"], rel=1e-12)
-    if evened:
+    if remapped:
         assert rows["evenload"][2] == pytest.approx(np.mean([s["imbalance"] for s in result]))
         assert rows["evenload"][4] == pytest.approx(np.mean([s["bubble_frac"] for s in result]))
         assert rows["evenload"][5] == pytest.approx(np.mean([s["exposed_frac"] for s in result]))
@@ -282,10 +282,10 @@ def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(outlook: Outloo
 
 def test_strings_of_users_are_escaped(simple: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<script>alert('x')</script>&\"$body"
-    situation = simple.chain.situation
-    costs = situation.costs.model_copy(update={"source": evil})
-    cluster = situation.cluster.model_copy(update={"name": evil, "source": evil})
-    chain = replace(simple.chain, situation=replace(situation, costs=costs, cluster=cluster))
+    context = simple.chain.context
+    costs = context.costs.model_copy(update={"source": evil})
+    cluster = context.cluster.model_copy(update={"name": evil, "source": evil})
+    chain = replace(simple.chain, context=replace(context, costs=costs, cluster=cluster))
     monkeypatch.setattr(sys, "argv", ["evenload", "plan", evil])
     text = page_of(replace(simple, chain=chain))
     assert "<script" not in text
@@ -305,35 +305,35 @@ def test_markup_escapes_everything_but_markup(inside: str) -> None:
 
 
 def test_the_parts_of_a_step_are_the_step(outlook: Outlook) -> None:
-    situation = outlook.chain.situation
+    context = outlook.chain.context
     for name in names(outlook):
         one = planners(outlook.steps[0])[name]
-        parts = parts_of(one, situation)
+        parts = parts_of(one, context)
         assert sum(parts.values()) == pytest.approx(one.outcome.step_s)
         assert all(taken >= 0 for taken in parts.values())
         computed = parts["forward"] + parts["backward"] + parts["again"] + parts["padding"]
         assert computed == pytest.approx(one.outcome.busy_s.mean())
-        assert (parts["again"] > 0) == situation.costs.recompute or one.plan.replayed
-    stock = parts_of(outlook.steps[0].baselines["padded"], situation)
+        assert (parts["again"] > 0) == context.costs.recompute or one.plan.replayed
+    stock = parts_of(outlook.steps[0].baselines["padded"], context)
     assert stock["padding"] > 0
-    assert parts_of(outlook.steps[0].ours, situation)["padding"] <= stock["padding"]
+    assert parts_of(outlook.steps[0].ours, context)["padding"] <= stock["padding"]
 
 
 def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Outlook) -> None:
-    costs = simple.chain.situation.costs
+    costs = simple.chain.context.costs
     one = simple.steps[0].baselines["padded"]
     bare = replace(one.plan, micro_batches=tuple(m._replace(pad_to=0) for m in one.plan.micro_batches))
     wanted = sum(
         sum(costs.micro_batch_s(m)) - sum(costs.micro_batch_s(b))
         for m, b in zip(one.plan.micro_batches, bare.micro_batches, strict=True)
     )
-    assert parts_of(one, simple.chain.situation)["padding"] == pytest.approx(wanted / one.plan.limits.num_ranks)
+    assert parts_of(one, simple.chain.context)["padding"] == pytest.approx(wanted / one.plan.limits.num_ranks)
 
 
 def test_pieces_cover_a_ranks_spans_in_order(outlook: Outlook) -> None:
     one = outlook.steps[0].baselines["padded"]
     stage = one.plan.limits.num_stages - 1
-    pieces = pieces_of(one, outlook.chain.situation.costs, {(stage, 1)})[stage, 1]
+    pieces = pieces_of(one, outlook.chain.context.costs, {(stage, 1)})[stage, 1]
     spans = [s for s in one.outcome.spans if (s.stage, s.rank) == (stage, 1)]
     assert sum(p.end_s - p.start_s for p in pieces) == pytest.approx(sum(s.end_s - s.start_s for s in spans))
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(pieces))
@@ -369,7 +369,7 @@ def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple: Outl
 def test_spans_that_were_not_recorded_are_simulated_again(simple: Outlook, place: Path) -> None:
     bare = look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1)
     assert not bare.steps[0].ours.outcome.spans
-    again = facts_module.with_spans(bare.steps[0].ours, bare.chain.situation)
+    again = facts_module.with_spans(bare.steps[0].ours, bare.chain.context)
     assert again.outcome.spans == simple.steps[0].ours.outcome.spans
 
 

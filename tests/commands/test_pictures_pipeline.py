@@ -59,7 +59,7 @@ def outlook(tmp_path_factory: pytest.TempPathFactory) -> Outlook:
         recompute=RECOMPUTE,
         made_by="hand",
     ).check()
-    ours = Simulated(plan, simulate(plan, found.chain.situation))
+    ours = Simulated(plan, simulate(plan, found.chain.context))
     return replace(found, steps=(replace(found.steps[0], ours=ours),))
 
 
@@ -91,13 +91,13 @@ def test_the_table_of_plan_has_a_row_a_stage(outlook: Outlook) -> None:
 
 def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(outlook: Outlook) -> None:
     step = step_of(outlook)
-    situation = outlook.chain.situation
+    context = outlook.chain.context
     ours = replace(step.ours, plan=replace(step.ours.plan, limits=replace(step.ours.plan.limits, max_tokens=1024)))
-    assert "a micro-batch is over the token cap" in (over_caps(step.baselines["padded"], ours, situation) or "")
+    assert "a micro-batch is over the token cap" in (over_caps(step.baselines["padded"], ours, context) or "")
     chunks = step.baselines["chunks"]
-    assert over_caps(chunks, ours, situation) is None
-    held = replace(chunks.outcome, peak_bytes=chunks.outcome.peak_bytes + situation.cluster.memory_bytes)
-    assert "of the device" in (over_caps(replace(chunks, outcome=held), ours, situation) or "")
+    assert over_caps(chunks, ours, context) is None
+    held = replace(chunks.outcome, peak_bytes=chunks.outcome.peak_bytes + context.cluster.memory_bytes)
+    assert "of the device" in (over_caps(replace(chunks, outcome=held), ours, context) or "")
     for step_s, is_said in ((1e-9, False), (1e9, True)):
         timed = replace(step, ours=replace(ours, outcome=replace(ours.outcome, step_s=step_s)))
         console = Console(width=160, record=True, file=StringIO())
@@ -120,8 +120,8 @@ def test_one_stage_that_recomputes_nothing_is_no_pipeline(outlook: Outlook) -> N
 
 
 def test_weight_gradients_are_a_part_and_the_parts_are_the_step(outlook: Outlook) -> None:
-    one, situation = step_of(outlook).ours, outlook.chain.situation
-    parts = parts_of(one, situation)
+    one, context = step_of(outlook).ours, outlook.chain.context
+    parts = parts_of(one, context)
     assert set(parts) == set(PARTS)
     assert sum(parts.values()) == pytest.approx(one.outcome.step_s)
     spans = [s.end_s - s.start_s for s in one.outcome.spans if s.kind == "W"]
@@ -132,7 +132,7 @@ def test_weight_gradients_are_a_part_and_the_parts_are_the_step(outlook: Outlook
 
 def test_pieces_tell_their_number_and_what_runs_again(outlook: Outlook) -> None:
     one = step_of(outlook).ours
-    pieces = pieces_of(one, outlook.chain.situation.costs, {(0, 0)})[0, 0]
+    pieces = pieces_of(one, outlook.chain.context.costs, {(0, 0)})[0, 0]
     told = {(p.part, p.number): p for p in pieces if p.number >= 0}
     assert [(p.part[0].upper(), p.number) for p in pieces if p.number >= 0] == [tuple(op) for op in ops(ORDER[0])]
     assert told["forward", 0].again == 1.0

@@ -23,7 +23,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
 from evenload.core.planning.setting import RECIPES
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.held import free_bytes, held_for_backward, live_bytes
 
@@ -39,11 +39,11 @@ def rest_of(case: Case) -> float:
     return CONSTANT_S + LAUNCH_S * case.work.launches + TOKEN_S * case.work.tokens
 
 
-def situation(num_ranks: int = 2, **traffic: Any) -> Situation:
+def context(num_ranks: int = 2, **traffic: Any) -> PlanningContext:
     layout = Layout(dp=num_ranks)
     cluster = clusters.load("local", RECIPES / "clusters")
     link = clusters.Link(latency_s=0.0, bytes_per_s=2e9)
-    return Situation(PLANTED, layout, cluster.model_copy(update={"intra": link}), Traffic(**traffic))
+    return PlanningContext(PLANTED, layout, cluster.model_copy(update={"intra": link}), Traffic(**traffic))
 
 
 @pytest.mark.parametrize(("max_length", "max_tokens"), [(8192, 16384), (64, 64), (100, 1000), (32768, 8192), (2, 2)])
@@ -69,7 +69,7 @@ def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case: Case, nu
         mine = [plan.micro_batches[i] for i in plan.of_rank(rank)]
         assert cost_models.work_of(mine) == pytest.approx(case.work)
         assert len(mine) == case.count * case.cuts == case.work.launches
-        assert max(m.num_slots for m in mine) == case.slots
+        assert max(m.num_padded_tokens for m in mine) == case.slots
     assert case.work.pairs == pytest.approx(case.count * case.num * case.length**2 / 2)
     assert bool(plan.order) == (case.cuts > 1) == bool(plan.cut)
 
@@ -85,7 +85,7 @@ def samples_of(planted: Costs, **changed: Any) -> list[Sample]:
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
 def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
-    at = situation(2, sharding=sharding)
+    at = context(2, sharding=sharding)
     found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
     assert max(found.errors.values()) < 1e-6
     half = PassCost(launch_s=LAUNCH_S / 2, token_s=TOKEN_S / 2)
@@ -96,7 +96,7 @@ def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
 
 
 def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
-    at = replace(situation(1), layout=Layout(tp=2))
+    at = replace(context(1), layout=Layout(tp=2))
     found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
     whole = Costs(source="", forward=found.forward, backward=found.backward, update_s=found.update_s)
     rank = whole.of_stage(at.layout)
@@ -108,7 +108,7 @@ def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
 
 def test_what_the_simulator_adds_to_a_step_is_not_counted_twice() -> None:
     """Where waiting counts, the rest holds the gradient sum, which the links predict."""
-    at = situation(2, gradient_bytes=1e7)
+    at = context(2, gradient_bytes=1e7)
     costs = replace(at, costs=PLANTED)
     sum_s = {float(simulate(case.plan(2), costs, record=False).exposed_s.max()) for case in cases(4096, 16384)[:3]}
     assert len(sum_s) == 1
@@ -127,7 +127,7 @@ def test_what_the_simulator_adds_to_a_step_is_not_counted_twice() -> None:
 def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
     """Attention that costs every slice its whole sequence again: not linear in launches, tokens and pairs."""
     samples = [replace(s, backward_s=s.backward_s * s.cuts) for s in samples_of(PLANTED)]
-    errors = fit_samples(samples, situation(), waiting_counts=False).errors
+    errors = fit_samples(samples, context(), waiting_counts=False).errors
     assert errors["forward"] < 1e-6
     assert errors["backward"] > 0.1
     assert errors["step"] > 0.05
@@ -135,7 +135,7 @@ def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
 
 def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient() -> None:
     samples = [replace(s, step_s=1.2 * s.step_s) for s in samples_of(PLANTED)]
-    slow, fast = (fit_samples(found, situation(), waiting_counts=False) for found in (samples, samples_of(PLANTED)))
+    slow, fast = (fit_samples(found, context(), waiting_counts=False) for found in (samples, samples_of(PLANTED)))
     assert slow.errors == pytest.approx(fast.errors, abs=1e-6)
     assert slow.update_s == pytest.approx(1.2 * fast.update_s)
     for name in ("forward", "backward"):
@@ -145,7 +145,7 @@ def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient() -> None:
 
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(EvenloadError, match="too few shapes"):
-        fit_samples(samples_of(PLANTED)[:3], situation(), waiting_counts=False)
+        fit_samples(samples_of(PLANTED)[:3], context(), waiting_counts=False)
 
 
 @dataclass
@@ -178,7 +178,7 @@ def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
         world=SimpleNamespace(size=1, device=CPU),
         gather=lambda *values: np.array([values]),
         watchdog=SimpleNamespace(at=lambda where: None),
-        chain=SimpleNamespace(situation=SimpleNamespace(costs=PLANTED)),
+        chain=SimpleNamespace(context=SimpleNamespace(costs=PLANTED)),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from evenload.commands._shared.job import Job
 from evenload.commands._shared.metrics import Taken
-from evenload.commands._shared.refitting import Refitting, foresee
+from evenload.commands._shared.refitting import Refitting, predict_step
 from evenload.core.costs import refit
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
@@ -51,17 +51,17 @@ class Draws:
 
 def run(refitting: Refitting, planner: Planner, first: int, steps: int) -> list[tuple[bytes, list[float]]]:
     """Plans and newest costs of some steps, in which attention took 30 times what the recipe's costs say."""
-    truth = refit.coefficients(chain_of().situation.costs)[:6] * [1, 1, 30, 1, 1, 30]
+    truth = refit.coefficients(chain_of().context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     found = []
     for step in range(first, first + steps):
         planned = planner.next()
-        foreseen = foresee(planned, refits=True)
-        assert foreseen.work is not None
-        forward_s, backward_s = (foreseen.work @ truth).T[:, None]
+        predicted_step = predict_step(planned, refits=True)
+        assert predicted_step.work is not None
+        forward_s, backward_s = (predicted_step.work @ truth).T[:, None]
         busy_s = forward_s + backward_s
         taken = Taken(None, float(busy_s.max()) + 0.5, 0.0, 0.0, busy_s, forward_s)  # type: ignore[arg-type]
-        refitting.after(planner, step, planned, taken, foreseen)
-        found.append((planned.plan.digest, refit.coefficients(refitting.chain.situation.costs).tolist()))
+        refitting.after(planner, step, planned, taken, predicted_step)
+        found.append((planned.plan.digest, refit.coefficients(refitting.chain.context.costs).tolist()))
     return found
 
 
@@ -88,14 +88,14 @@ def test_without_a_state_that_fits_the_recipe_counts() -> None:
     planner = Planner(begun.chain, Draws(), budget_s=60)
     run(begun, planner, 0, 5)
     state = begun.state(planner)["refit"]
-    prior = chain_of().situation.costs
-    assert begun.chain.situation.costs != prior
+    prior = chain_of().context.costs
+    assert begun.chain.context.costs != prior
     for found in (
         Refitting(job(), chain_of(), None),
         Refitting(job(pp=2), chain_of(), state),
         Refitting(job(), chain_of(), {**state, "prior": [0.0] * 7}),
     ):
-        assert found.chain.situation.costs == found.first.situation.costs == prior
+        assert found.chain.context.costs == found.first.context.costs == prior
 
 
 def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,4 +118,4 @@ def test_ranks_take_the_numbers_of_rank_0() -> None:
     refitting = Refitting(other, chain_of(), None)
     planner = Planner(refitting.chain, Draws())
     refitting.after(planner, 1, planner.next(), None, None)  # type: ignore[arg-type]
-    assert refit.coefficients(refitting.chain.situation.costs).tolist() == [7.0] * 7
+    assert refit.coefficients(refitting.chain.context.costs).tolist() == [7.0] * 7

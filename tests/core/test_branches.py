@@ -59,7 +59,7 @@ def test_every_way_to_run_a_plan_has_a_name(changes: dict[str, object], name: st
 
 
 def test_shared_micro_batches_are_counted_by_how_they_share() -> None:
-    shared = MicroBatch((Slice(0, 0, 12), Slice(1, 0, 5)), (0, 1), 0, "ring", homes=((0, 1), (1, 0)), remap=True)
+    shared = MicroBatch((Slice(0, 0, 12), Slice(1, 0, 5)), (0, 1), 0, "ring", cp_groups=((0, 1), (1, 0)), remap=True)
     gathered = MicroBatch((Slice(2, 0, 3),), (1, 2), 0, "all_gather", routed=True)
     taken = branches_of(replace(PLAN, micro_batches=(shared, gathered)))
     for name in (branches.sharing("ring"), branches.sharing("all_gather"), branches.SEVERAL_GROUPS, branches.REMAPPED):

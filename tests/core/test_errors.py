@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary())
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=20
+    LEAVES,
+    lambda ulysses_degree: st.one_of(st.lists(ulysses_degree), st.dictionaries(st.text(), ulysses_degree)),
+    max_leaves=20,
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.core.costs.memory import peaks_of_stage, room_bytes
+from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.plan.step_plan import Op, sequences
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.planning.static_cp import narrow, widen
+from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import load
 from evenload.core.simulate.passes import PassTimes
@@ -39,7 +39,7 @@ def test_every_planner_is_lawful_on_lanes(lengths: list[int], cp: int) -> None:
         lanes = {tuple(range(first, first + cp)) for first in range(0, 2 * cp, cp)}
         assert {m.ranks for m in plan.micro_batches} <= lanes
         assert plan.num_tokens == sum(lengths)
-        assert simulate(plan, made.situation, record=False).step_s > 0
+        assert simulate(plan, made.context, record=False).step_s > 0
 
 
 def test_ranks_that_share_and_recompute_run_backward_as_forward() -> None:
@@ -58,9 +58,9 @@ def test_a_lane_holds_as_many_tokens_as_its_ranks_together() -> None:
 def test_a_lane_holds_what_each_of_its_ranks_holds() -> None:
     made = chain(4, 2, "costs=auto")
     assert made.limits.beside.head_bytes_per_token > 0
-    limits, _ = narrow(made.limits, made.situation)
+    limits, _ = fold_cp(made.limits, made.context)
     lanes = stock_plan(sequences([800, 1200, 400, 1600]), limits)
-    on_ranks = widen(lanes, made.limits, 4).check()
+    on_ranks = unfold_cp(lanes, made.limits, 4).check()
     held = [peak for peak, _ in peaks_of_stage(lanes, 0)]
     assert [peak for peak, _ in peaks_of_stage(on_ranks, 0)] == pytest.approx([peak for peak in held for _ in range(4)])
 
@@ -68,8 +68,8 @@ def test_a_lane_holds_what_each_of_its_ranks_holds() -> None:
 def test_a_lane_computes_as_fast_as_its_ranks_together() -> None:
     batch = sequences([1000] * 8)
     one, four = chain(1, 2), chain(4, 2)
-    seconds = [predict(c.plan(batch), c.situation.costs).step_s for c in (one, four)]
-    launches = one.situation.costs.launch_s
+    seconds = [predict(c.plan(batch), c.context.costs).step_s for c in (one, four)]
+    launches = one.context.costs.launch_s
     assert seconds[1] == pytest.approx(seconds[0] / 4, abs=4 * launches)
     assert four.plan(batch).bound_s == pytest.approx(one.plan(batch).bound_s / 4, abs=launches)
 
@@ -77,19 +77,19 @@ def test_a_lane_computes_as_fast_as_its_ranks_together() -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_lane_has_room_for_what_each_of_its_ranks_has(dp: int) -> None:
     made = chain(4, dp, "costs=auto", "cluster=a100", "train.dtype=bf16")
-    limits, situation = narrow(made.limits, made.situation)
-    memory = made.situation.costs.memory
+    limits, context = fold_cp(made.limits, made.context)
+    memory = made.context.costs.memory
     assert 0 < memory.sharded_bytes < memory.fixed_bytes
-    own = room_bytes(made.situation.cluster, memory, made.limits)
-    assert room_bytes(situation.cluster, situation.costs.memory, limits) == pytest.approx(own)
+    own = activation_budget_bytes(made.context.cluster, memory, made.limits)
+    assert activation_budget_bytes(context.cluster, context.costs.memory, limits) == pytest.approx(own)
 
 
 def test_a_lane_takes_as_long_as_its_ranks_with_their_all_to_all() -> None:
     made = chain(4, 1, "cluster=a100")
-    situation = replace(made.situation, traffic=replace(made.situation.traffic, engine="all_to_all"))
-    limits, of_lane = narrow(made.limits, situation)
+    context = replace(made.context, traffic=replace(made.context.traffic, cp_comm="all_to_all"))
+    limits, of_lane = fold_cp(made.limits, context)
     lanes = stock_plan(sequences([800, 1200, 400]), limits)
-    on_ranks = simulate(widen(lanes, made.limits, 4).check(), situation)
+    on_ranks = simulate(unfold_cp(lanes, made.limits, 4).check(), context)
     assert on_ranks.exposed_s.max() > 0
     ends = [max(s.end_s for s in found.spans if s.kind in "FBC") for found in (simulate(lanes, of_lane), on_ranks)]
     assert ends[0] == pytest.approx(ends[1])
@@ -97,10 +97,10 @@ def test_a_lane_takes_as_long_as_its_ranks_with_their_all_to_all() -> None:
 
 def test_a_lane_hands_over_in_the_time_of_its_ranks() -> None:
     made = chain(4, 2, "parallel.pp=2")
-    limits, of_lane = narrow(made.limits, made.situation)
+    limits, of_lane = fold_cp(made.limits, made.context)
     lanes = stock_plan(sequences([800, 1200]), limits)
-    on_ranks = widen(lanes, made.limits, 4)
-    times = [PassTimes(lanes, of_lane), PassTimes(on_ranks, made.situation)]
+    on_ranks = unfold_cp(lanes, made.limits, 4)
+    times = [PassTimes(lanes, of_lane), PassTimes(on_ranks, made.context)]
     each = [[of.hand_over(0, Op("F", i)) for i in range(2)] for of in times]
     assert each[0] == pytest.approx(each[1])
     assert each[0][1] > each[0][0] > 0
@@ -128,11 +128,11 @@ def test_lanes_without_work_run_a_dummy_on_every_rank() -> None:
 
 def test_each_rank_of_a_lane_leaves_as_much_in_host_memory() -> None:
     made = chain(2, 2)
-    limits, _ = narrow(made.limits, made.situation)
+    limits, _ = fold_cp(made.limits, made.context)
     lanes = stock_plan(sequences([10]), limits)
     lanes = replace(lanes, offload=tuple(0.5 if m.slices else 0.0 for m in lanes.micro_batches)).check()
     assert len(lanes.micro_batches) == 2
-    assert widen(lanes, made.limits, 2).check().offload == (0.5, 0.0, 0.0)
+    assert unfold_cp(lanes, made.limits, 2).check().offload == (0.5, 0.0, 0.0)
 
 
 def test_a_pipelined_chain_keeps_its_order_on_lanes() -> None:
@@ -146,9 +146,9 @@ def test_a_pipelined_chain_keeps_its_order_on_lanes() -> None:
 def test_slices_on_lanes_pay_for_their_prefixes() -> None:
     """Over slow links the plan without cuts wins, although by compute alone equal slices do."""
     made = chain(8, 1, "parallel.pp=4", "plugins.packing.slices=even")
-    slow = made.situation.cluster.intra.model_copy(update={"bytes_per_s": 1e8})
-    cluster = made.situation.cluster.model_copy(update={"intra": slow, "inter": slow})
+    slow = made.context.cluster.intra.model_copy(update={"bytes_per_s": 1e8})
+    cluster = made.context.cluster.model_copy(update={"intra": slow, "inter": slow})
     batch = sequences([4 * CAP] * 3 + [300] * 20)
-    fast_links, slow_links = made.plan(batch), replace(made, situation=replace(made.situation, cluster=cluster))
+    fast_links, slow_links = made.plan(batch), replace(made, context=replace(made.context, cluster=cluster))
     assert fast_links.cut
     assert not slow_links.plan(batch).cut

@@ -156,13 +156,13 @@ BROKEN = {
         replace(SPLIT, order=(ops("F0 F1 F2 B1 W1 B0 B2 W1"), LAWFUL.order[1])),
         "computed twice",
     ),
-    "unknown engine": (with_batches(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), engine="tree")), "engine"),  # type: ignore[arg-type]
-    "a home elsewhere": (
+    "unknown engine": (with_batches(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), cp_comm="tree")), "cp_comm"),  # type: ignore[arg-type]
+    "a CP group elsewhere": (
         replace(
             LAWFUL,
             micro_batches=(
                 LAWFUL.micro_batches[0],
-                MicroBatch((Slice(0, 7, 12), Slice(2, 0, 3)), (1,), homes=((0,), (1,))),
+                MicroBatch((Slice(0, 7, 12), Slice(2, 0, 3)), (1,), cp_groups=((0,), (1,))),
                 LAWFUL.micro_batches[2],
             ),
         ),
@@ -172,7 +172,7 @@ BROKEN = {
     "in step, a pass of nothing": (
         replace(
             WHOLE,
-            micro_batches=(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), engine="ring"),),
+            micro_batches=(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), cp_comm="ring"),),
             limits=replace(WHOLE.limits, equal_counts=True),
             order=(ops("F0 B1"),),
         ),
@@ -314,9 +314,9 @@ def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations(
 
 
 SHARED = (
-    MicroBatch((Slice(0, 0, 8),), (0, 1), engine="ring"),
+    MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"),
     MicroBatch((Slice(1, 0, 4),), (1,)),
-    MicroBatch((Slice(2, 0, 8),), (0, 1), engine="ring"),
+    MicroBatch((Slice(2, 0, 8),), (0, 1), cp_comm="ring"),
 )
 STUCK = StepPlan(sequences([8, 4, 8]), SHARED, LIMITS)
 

@@ -35,7 +35,7 @@ class Store:
 
     def __init__(self, length: int) -> None:
         self.length, self.written, self.unsettled = length, 0, length
-        self.home: list[frozenset[int]] = []
+        self.cp_group: list[frozenset[int]] = []
         """The ranks of every token that has run forward."""
 
 
@@ -59,20 +59,20 @@ class Stage:
         for s in m.slices:
             store = self.stores[s.sequence]
             require(s.start == store.written and store.unsettled == store.length, "a slice without its prefix")
-            require(all(home <= set(m.ranks) for home in store.home), "a prefix on another rank")
+            require(all(cp_group <= set(m.ranks) for cp_group in store.cp_group), "a prefix on another rank")
             store.written = s.stop
-            store.home += [frozenset(m.ranks)] * s.length
+            store.cp_group += [frozenset(m.ranks)] * s.length
         self.graphs[op.micro_batch] += op.micro_batch in self.plan.kept
 
     def backward(self, op: Op) -> None:
-        m, twin = self.plan.passes("B")[op.micro_batch], self.plan.forward_of[op.micro_batch]
-        if twin is not None:
-            require(self.graphs[twin] == 1, "a backward without a graph")
-            self.graphs[twin] -= 1
+        m, stored_forward = self.plan.passes("B")[op.micro_batch], self.plan.forward_of[op.micro_batch]
+        if stored_forward is not None:
+            require(self.graphs[stored_forward] == 1, "a backward without a graph")
+            self.graphs[stored_forward] -= 1
         for s in m.slices:
             store = self.stores[s.sequence]
             require(store.written == store.length and s.stop == store.unsettled, "a backward out of order")
-            require(set(store.home[s.start : s.stop]) == {frozenset(m.ranks)}, "a backward away from its tokens")
+            require(set(store.cp_group[s.start : s.stop]) == {frozenset(m.ranks)}, "a backward away from its tokens")
             store.unsettled = s.start
         self.left[op.micro_batch] += op.micro_batch in self.splits
 
@@ -103,9 +103,14 @@ def _refuse_nonsense(plan: StepPlan) -> None:
     ranks, count = set(range(plan.limits.num_ranks)), len(plan.passes("B"))
     for m in (*plan.micro_batches, *plan.backward):
         require(bool(m.ranks) and set(m.ranks) <= ranks and len(set(m.ranks)) == len(m.ranks), "no such rank")
-        require(m.engine == "ring" or (m.engine == "" and len(m.ranks) == 1), "no such engine")
-        require(len(m.homes) in (0, len(m.slices)) and all(set(h) <= set(m.ranks) for h in m.homes), "no such home")
-        require(not m.homes or {rank for home in m.homes for rank in home} == set(m.ranks), "ranks without a token")
+        require(m.cp_comm == "ring" or (m.cp_comm == "" and len(m.ranks) == 1), "no such engine")
+        require(
+            len(m.cp_groups) in (0, len(m.slices)) and all(set(h) <= set(m.ranks) for h in m.cp_groups), "no such home"
+        )
+        require(
+            not m.cp_groups or {rank for cp_group in m.cp_groups for rank in cp_group} == set(m.ranks),
+            "ranks without a token",
+        )
         require(len({s.sequence for s in m.slices}) == len(m.slices), "one prefix for two slices")
         require(all(0 <= s.sequence < len(plan.sequences) and s.start < s.stop for s in m.slices), "no such tokens")
     require(len(plan.order) == plan.limits.num_stages, "no such stage")
@@ -113,7 +118,7 @@ def _refuse_nonsense(plan: StepPlan) -> None:
     for rows, sign in ((plan.micro_batches, 1), (plan.backward, -1)):
         starts = [(s.sequence, sign * s.start) for m in rows for s in m.slices]
         require(sorted(starts) == sorted(starts, key=lambda one: one[0]), "numbers that are no launch order")
-    alone = {j for j, twin in enumerate(plan.forward_of) if twin is None} - set(plan.replayed)
+    alone = {j for j, stored_forward in enumerate(plan.forward_of) if stored_forward is None} - set(plan.replayed)
     require(not alone, "a backward of no forward")
     require(not (plan.backward and plan.recompute), "nobody says which layers of which forward")
     shape = [len(row) for row in plan.recompute]
@@ -159,10 +164,12 @@ def lawful(draw: st.DrawFn) -> StepPlan:
     micro_batches = []
     for index, n in enumerate(lengths):
         first = draw(st.integers(0, ranks - 1))
-        home = tuple(range(ranks)) if ranks > 1 and draw(st.integers(0, 3)) == 0 else (first,)
+        cp_group = tuple(range(ranks)) if ranks > 1 and draw(st.integers(0, 3)) == 0 else (first,)
         bounds = [*range(0, n - 7, size), n] if n >= 16 else [0, n]
         for start, stop in pairwise(bounds):
-            micro_batches.append(MicroBatch((Slice(index, start, stop),), home, engine="ring" if home[1:] else ""))
+            micro_batches.append(
+                MicroBatch((Slice(index, start, stop),), cp_group, cp_comm="ring" if cp_group[1:] else "")
+            )
     plan = StepPlan(sequences(lengths), tuple(micro_batches), limits)
     count = len(micro_batches)
     last = {s.sequence: i for i, m in enumerate(micro_batches) for s in m.slices}
@@ -185,12 +192,12 @@ def lawful(draw: st.DrawFn) -> StepPlan:
 
 def _regrouped(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     """The same with groups of its own in the backward pass, all of them replayed but for those that are alike."""
-    home = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
+    cp_group = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
     groups: list[MicroBatch] = []
     for index, n, _ in plan.sequences:
         cut = draw(st.integers(1, n))
         bounds = [(cut, n), (0, cut)] if cut < n else [(0, n)]
-        groups += [MicroBatch((Slice(index, *pair),), home[index]) for pair in bounds]
+        groups += [MicroBatch((Slice(index, *pair),), cp_group[index]) for pair in bounds]
     replayed = tuple(j for j, m in enumerate(groups) if m not in plan.micro_batches)
     passes = [*(Op("F", i) for i in range(len(plan.micro_batches))), *(Op("B", j) for j in range(len(groups)))]
     order = (tuple(passes),) * plan.limits.num_stages
@@ -233,13 +240,13 @@ def _groups(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     slices = st.sampled_from([_with(m.slices, 0, s) for s in _near(m.slices[0], step)] if m.slices else [()])
     changed = {
         "ranks": _with(rows, at, m._replace(ranks=(rank,))),
-        "one more": _with(rows, at, m._replace(ranks=(*m.ranks, rank), engine="ring")),
+        "one more": _with(rows, at, m._replace(ranks=(*m.ranks, rank), cp_comm="ring")),
         "slice": _with(rows, at, m._replace(slices=draw(slices))),
         "both": _with(rows, at, m._replace(slices=m.slices + rows[to].slices)),
         "empty": _with(rows, at, m._replace(slices=())),
-        "engine": _with(rows, at, m._replace(engine="tree")),
-        "home": _with(rows, at, m._replace(homes=((max(0, rank),),))),
-        "away": _with(rows, at, m._replace(ranks=(max(0, rank),), homes=(m.ranks,))),
+        "engine": _with(rows, at, m._replace(cp_comm="tree")),
+        "home": _with(rows, at, m._replace(cp_groups=((max(0, rank),),))),
+        "away": _with(rows, at, m._replace(ranks=(max(0, rank),), cp_groups=(m.ranks,))),
         "swap": _with(_with(rows, at, rows[to]), to, m),
     }
     return replace(plan, micro_batches=changed[draw(st.sampled_from(sorted(changed)))])

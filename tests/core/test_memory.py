@@ -9,7 +9,7 @@ from evenload.core.costs.costs import MemoryCost
 from evenload.core.costs.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.core.planning.setting import limits_of, situation_of
+from evenload.core.planning.setting import context_of, limits_of
 from evenload.core.planning.states import states_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
@@ -154,7 +154,7 @@ def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
 
 def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
     """40 tokens on ranks 0 and 1, 10 more on rank 1."""
-    m = MicroBatch((Slice(0, 0, 40), Slice(1, 0, 10)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    m = MicroBatch((Slice(0, 0, 40), Slice(1, 0, 10)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     plan = StepPlan(sequences([40, 10]), (m,), replace(LIMITS, num_ranks=2)).check()
     assert [peak for peak, _ in peaks_of_stage(plan, 0)] == [20 * 250 + 7, 30 * 250 + 7]
     moved = replace(plan, micro_batches=(m._replace(remap=True),)).check()
@@ -163,7 +163,7 @@ def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
 
 def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
     """Three slices of 10: on rank 0, on rank 0, on ranks 0 and 1 beside 6 tokens of rank 1 alone."""
-    grown = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 6)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    grown = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 6)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
     limits = replace(LIMITS, num_ranks=2)
     plan = StepPlan(sequences([30, 6]), (*alone, grown), limits, (ops("F0 F1 F2 B2 B1 B0"),)).check()
@@ -176,7 +176,7 @@ def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
 
 def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
     """The same with a large gradient of K and V: rank 0 has 20 tokens before the last slice, rank 1 none."""
-    grown = MicroBatch((Slice(0, 20, 30),), (0, 1), engine="ring")
+    grown = MicroBatch((Slice(0, 20, 30),), (0, 1), cp_comm="ring")
     alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
     order = (ops("F0 F1 F2 B2 B1 B0"),)
     peaks = {}
@@ -248,17 +248,17 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
 def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
     assert states_of(recipe)[: len(expected)] == expected
-    memory = situation_of(recipe, Layout()).costs.memory
+    memory = context_of(recipe, Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
 
 
 def test_a_simulated_rank_holds_its_states_and_the_larger_of_passes_and_update() -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"num_layers": 2, "vocab_size": 256}})
-    situation = situation_of(recipe, Layout())
+    context = context_of(recipe, Layout())
     peaks = {}
     for update_bytes in (0.0, 1e9):
         memory = MEMORY.model_copy(update={"update_bytes": update_bytes})
-        at = replace(situation, costs=situation.costs.model_copy(update={"memory": memory}))
+        at = replace(context, costs=context.costs.model_copy(update={"memory": memory}))
         plan = whole(10, limits=replace(limits_of(recipe, at), max_tokens=100))
         peaks[update_bytes] = float(simulate(plan, at).peak_bytes[0, 0])
     passes = max(10 * (64 + 12 + 4), 200 + 10 * (32 + 6)) + 8

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import Engine, Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.core.plan.token_layout import Home, attended, dealt, home_of, layout_of, tokens_of_ranks
+from evenload.core.plan.step_plan import CpComm, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.token_layout import CpGroup, attended, cp_group_of, dealt, layout_of, tokens_of_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,31 +21,31 @@ def pairs(pieces: tuple[Slice, ...]) -> float:
 
 @given(st.integers(1, 200), st.integers(0, 50), st.integers(1, 6), st.integers(1, 4))
 def test_every_token_is_attended_for_by_each_place_of_one_group_and_dealt_once(
-    length: int, start: int, groups: int, inner: int
+    length: int, start: int, groups: int, ulysses_degree: int
 ) -> None:
-    piece, home = Slice(3, start, start + length), Home(tuple(range(groups * inner)), inner)
+    piece, cp_group = Slice(3, start, start + length), CpGroup(tuple(range(groups * ulysses_degree)), ulysses_degree)
     wanted = set(range(start, start + length))
-    tokens = [{t for p in dealt(piece, home, place) for t in range(p.start, p.stop)} for place in home.ranks]
+    tokens = [{t for p in dealt(piece, cp_group, place) for t in range(p.start, p.stop)} for place in cp_group.ranks]
     assert sum(map(len, tokens)) == length
     assert set().union(*tokens) == wanted
-    for place in home.ranks:
-        group = {t for p in attended(piece, home, place) for t in range(p.start, p.stop)}
-        first = place // inner * inner
-        assert group == set().union(*tokens[first : first + inner])
+    for place in cp_group.ranks:
+        group = {t for p in attended(piece, cp_group, place) for t in range(p.start, p.stop)}
+        first = place // ulysses_degree * ulysses_degree
+        assert group == set().union(*tokens[first : first + ulysses_degree])
 
 
 def test_zig_zag_chunks_give_every_group_the_same_number_of_pairs() -> None:
-    home = Home((0, 1, 2, 3), 1)
-    work = [pairs(attended(Slice(0, 0, 64), home, place)) for place in range(4)]
+    cp_group = CpGroup((0, 1, 2, 3), 1)
+    work = [pairs(attended(Slice(0, 0, 64), cp_group, place)) for place in range(4)]
     assert work == [512.0] * 4
-    assert attended(PIECE, home, 3) == (Slice(0, 124, 140),)  # the two middle chunks lie side by side
+    assert attended(PIECE, cp_group, 3) == (Slice(0, 124, 140),)  # the two middle chunks lie side by side
 
 
 def test_heads_are_shared_by_neighbours_and_tokens_by_all() -> None:
-    whole = MicroBatch((PIECE,), (3, 1, 2, 0), engine="all_to_all")
-    assert home_of(whole, 0) == Home((3, 1, 2, 0), 4)
+    whole = MicroBatch((PIECE,), (3, 1, 2, 0), cp_comm="all_to_all")
+    assert cp_group_of(whole, 0) == CpGroup((3, 1, 2, 0), 4)
     assert layout_of(whole) == {r: (Slice(0, 100 + 16 * i, 116 + 16 * i),) for i, r in enumerate((3, 1, 2, 0))}
-    hybrid = whole._replace(engine="hybrid", inner=2)
+    hybrid = whole._replace(cp_comm="hybrid", ulysses_degree=2)
     assert layout_of(hybrid)[3] == (Slice(0, 100, 116),)
     assert layout_of(hybrid)[1] == (Slice(0, 148, 164),)
 
@@ -54,10 +54,10 @@ def test_heads_are_shared_by_neighbours_and_tokens_by_all() -> None:
 def shared(draw: st.DrawFn) -> MicroBatch:
     num_ranks = draw(st.integers(2, 6))
     lengths = draw(st.lists(st.integers(num_ranks, 60), min_size=1, max_size=5))
-    homes = [tuple(draw(st.permutations(range(num_ranks)))[: draw(st.integers(1, num_ranks))]) for _ in lengths]
+    cp_groups = [tuple(draw(st.permutations(range(num_ranks)))[: draw(st.integers(1, num_ranks))]) for _ in lengths]
     ranks = tuple(range(num_ranks))
     slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
-    return MicroBatch(slices, ranks, engine="ring", homes=tuple(homes), remap=draw(st.booleans()))
+    return MicroBatch(slices, ranks, cp_comm="ring", cp_groups=tuple(cp_groups), remap=draw(st.booleans()))
 
 
 @given(shared(), st.integers(0, 3))
@@ -72,9 +72,9 @@ def test_layouts_hold_every_token_once_and_a_remap_evens_them(micro_batch: Micro
 
 
 def test_a_remap_moves_tokens_inside_a_node_before_it_crosses() -> None:
-    homes = ((0,), (1,), (2,), (3,))
+    cp_groups = ((0,), (1,), (2,), (3,))
     slices = tuple(Slice(i, 0, n) for i, n in enumerate((6, 10, 10, 6)))
-    layout = layout_of(MicroBatch(slices, (0, 1, 2, 3), engine="ring", homes=homes, remap=True), node_ranks=2)
+    layout = layout_of(MicroBatch(slices, (0, 1, 2, 3), cp_comm="ring", cp_groups=cp_groups, remap=True), node_ranks=2)
     assert layout[0] == (Slice(0, 0, 6), Slice(1, 8, 10))
     assert layout[3] == (Slice(3, 0, 6), Slice(2, 8, 10))
 
@@ -93,13 +93,13 @@ BOTH = (Slice(0, 0, 40), Slice(1, 0, 9))
 @pytest.mark.parametrize(
     ("broken", "word"),
     [
-        (MicroBatch(BOTH, ALL, engine="ring", homes=(ALL,)), "one home for each slice"),
-        (MicroBatch(BOTH, ALL, engine="ring", homes=((0, 1), (2,))), "nobody's home"),
-        (MicroBatch(BOTH, (0, 1), engine="ring", homes=((0, 2), (1,))), "not among the ranks"),
-        (MicroBatch(BOTH, ALL, engine="ring", inner=2), "belongs to the engine hybrid"),
-        (MicroBatch(BOTH, ALL, engine="hybrid", inner=3), "do not divide"),
-        (MicroBatch(BOTH, (0, 1, 2), engine="hybrid", inner=3), "no part of the ranks"),
-        (MicroBatch(BOTH, ALL, engine="ring", pad_to=40), "is padded"),
+        (MicroBatch(BOTH, ALL, cp_comm="ring", cp_groups=(ALL,)), "one CP group for each slice"),
+        (MicroBatch(BOTH, ALL, cp_comm="ring", cp_groups=((0, 1), (2,))), "no slice's CP group"),
+        (MicroBatch(BOTH, (0, 1), cp_comm="ring", cp_groups=((0, 2), (1,))), "not among the ranks"),
+        (MicroBatch(BOTH, ALL, cp_comm="ring", ulysses_degree=2), "belongs to the cp_comm hybrid"),
+        (MicroBatch(BOTH, ALL, cp_comm="hybrid", ulysses_degree=3), "do not divide"),
+        (MicroBatch(BOTH, (0, 1, 2), cp_comm="hybrid", ulysses_degree=3), "no part of the ranks"),
+        (MicroBatch(BOTH, ALL, cp_comm="ring", pad_to=40), "is padded"),
     ],
 )
 def test_layouts_that_no_attention_runs_are_refused(broken: MicroBatch, word: str) -> None:
@@ -109,34 +109,34 @@ def test_layouts_that_no_attention_runs_are_refused(broken: MicroBatch, word: st
 
 def test_more_ranks_than_heads_and_ranks_without_tokens_are_refused() -> None:
     with pytest.raises(PlanError, match="more ranks share heads than there are"):
-        plan(MicroBatch(BOTH, ALL, engine="all_to_all"), limits=replace(LIMITS, heads=3)).check()
+        plan(MicroBatch(BOTH, ALL, cp_comm="all_to_all"), limits=replace(LIMITS, heads=3)).check()
     with pytest.raises(PlanError, match="would have no token"):
-        plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, engine="ring"), lengths=(1, 3)).check()
+        plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, cp_comm="ring"), lengths=(1, 3)).check()
 
 
 def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
     chunks = [Slice(0, a, b) for a, b in ((0, 20), (20, 40))]
     order = ((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),)
 
-    def chain(*ranks: tuple[int, ...], engine: str = "ring") -> StepPlan:
-        rows = [MicroBatch((c,), r, engine=engine) for c, r in zip(chunks, ranks, strict=True)]  # type: ignore[arg-type]
+    def chain(*ranks: tuple[int, ...], cp_comm: str = "ring") -> StepPlan:
+        rows = [MicroBatch((c,), r, cp_comm=cp_comm) for c, r in zip(chunks, ranks, strict=True)]  # type: ignore[arg-type]
         return replace(plan(*rows, lengths=(40,)), order=order)
 
     chain((1,), (2, 1, 0)).check()
-    chain((1, 2), (1, 2), engine="all_to_all").check()
-    for ranks, engine in ((((0, 1), (1, 2, 3)), "ring"), (((1, 2), (1, 2, 3)), "all_to_all")):
+    chain((1, 2), (1, 2), cp_comm="all_to_all").check()
+    for ranks, cp_comm in ((((0, 1), (1, 2, 3)), "ring"), (((1, 2), (1, 2, 3)), "all_to_all")):
         with pytest.raises(PlanError, match="runs away from its prefix"):
-            chain(*ranks, engine=engine).check()
+            chain(*ranks, cp_comm=cp_comm).check()
 
 
 def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> None:
-    first = plan(MicroBatch(BOTH, ALL, engine="ring"))
+    first = plan(MicroBatch(BOTH, ALL, cp_comm="ring"))
     other = [
-        MicroBatch(BOTH, ALL, engine="all_gather"),
-        MicroBatch(BOTH, ALL, engine="hybrid", inner=2),
-        MicroBatch(BOTH, ALL, engine="ring", homes=((0, 1, 2), (3,))),
-        MicroBatch(BOTH, ALL, engine="ring", remap=True),
-        MicroBatch(BOTH, ALL, engine="ring", routed=True),
+        MicroBatch(BOTH, ALL, cp_comm="all_gather"),
+        MicroBatch(BOTH, ALL, cp_comm="hybrid", ulysses_degree=2),
+        MicroBatch(BOTH, ALL, cp_comm="ring", cp_groups=((0, 1, 2), (3,))),
+        MicroBatch(BOTH, ALL, cp_comm="ring", remap=True),
+        MicroBatch(BOTH, ALL, cp_comm="ring", routed=True),
     ]
     digests = {plan(m).digest for m in other} | {first.digest, replace(first, offload=(0.5,)).digest}
     assert len(digests) == 7
@@ -151,13 +151,13 @@ def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> Non
     st.booleans(),
 )
 def test_counts_of_ranks_are_those_of_the_layout(
-    lengths: list[int], shared: tuple[Engine, int, int], own_homes: bool
+    lengths: list[int], shared: tuple[CpComm, int, int], own_cp_groups: bool
 ) -> None:
-    engine, inner, degree = shared
+    cp_comm, ulysses_degree, degree = shared
     slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
     ranks = tuple(reversed(range(degree)))
-    homes = tuple(ranks if i % 2 == 0 else (i % degree,) for i in range(len(slices))) if own_homes else ()
-    m = MicroBatch(slices, ranks, engine=engine, inner=inner, homes=homes)
+    cp_groups = tuple(ranks if i % 2 == 0 else (i % degree,) for i in range(len(slices))) if own_cp_groups else ()
+    m = MicroBatch(slices, ranks, cp_comm=cp_comm, ulysses_degree=ulysses_degree, cp_groups=cp_groups)
     counts = {rank: sum(p.length for p in pieces) for rank, pieces in layout_of(m).items()}
     assert tokens_of_ranks(m) == counts
     assert list(tokens_of_ranks(m)) == list(ranks)

@@ -59,7 +59,7 @@ def test_an_order_of_its_own_is_followed() -> None:
 def test_ranks_with_homes_of_their_own_have_their_own_work() -> None:
     """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more: the pass takes what rank 1 does."""
     costs = Costs(source="test", forward=PassCost(token_s=1.0, pair_s=0.25), backward=PassCost(token_s=2.0))
-    m = MicroBatch((Slice(0, 0, 8), Slice(1, 0, 4)), (0, 1), engine="ring", homes=((0, 1), (1,)))
+    m = MicroBatch((Slice(0, 0, 8), Slice(1, 0, 4)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     made = StepPlan(sequences([8, 4]), (m,), Limits(2, 10)).check()
     result = predict(made, costs)
     assert result.busy_s == (4 + 4 + 8, 8 + 4 + 2 + 16)

@@ -11,13 +11,13 @@ from evenload.core import registry
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.recipe import recipe as recipes
-from evenload.core.registry import Plugin, PluginConfig, Situation
+from evenload.core.registry import PlanningContext, Plugin, PluginConfig
 from evenload.face import load_plugins
 
 load_plugins()
 
 
-def leave_alone(plan: StepPlan, situation: Situation, config: PluginConfig) -> StepPlan:
+def leave_alone(plan: StepPlan, context: PlanningContext, config: PluginConfig) -> StepPlan:
     return plan
 
 

@@ -17,7 +17,7 @@ from evenload.core.costs.costs import PassCost
 from evenload.core.costs.traffic import Traffic, attention_s, exposed_of_ranks, exposed_s, moved_tokens
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.step_plan import Engine, MicroBatch, Slice
+from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import layout_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,24 +34,26 @@ NODES_OF_4 = Cluster(
 LAYOUT = Layout(dp=16)
 TRAFFIC = Traffic(query_bytes_per_token=3.0, kv_bytes_per_token=2.0, kv_grad_frac=2.0)
 COST = PassCost(token_s=1.0, pair_s=0.25)
-ENGINES: tuple[Engine, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
+ENGINES: tuple[CpComm, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
 
 
 def exposed(
     tokens: int,
     ranks: tuple[int, ...],
-    engine: Engine,
+    cp_comm: CpComm,
     passes: int,
     *,
     prefix: int = 0,
-    inner: int = 0,
+    ulysses_degree: int = 0,
     routed: bool = False,
     cluster: Cluster = NODES_OF_4,
     **changes: Any,
 ) -> float:
     traffic = replace(TRAFFIC, **changes)
     rows = [(tokens, prefix)]
-    return float(attention_s(traffic, cluster, LAYOUT, 0, rows, ranks, engine, inner, COST, passes, routed)[0])
+    return float(
+        attention_s(traffic, cluster, LAYOUT, 0, rows, ranks, cp_comm, ulysses_degree, COST, passes, routed)[0]
+    )
 
 
 def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
@@ -60,7 +62,7 @@ def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
     assert exposed(8, ranks, "ring", 1) == 3 * (4 - block)
     # Backward: the gradients, 8 bytes, follow one block later and need a hop more.
     assert exposed(8, ranks, "ring", 2) == (4 - block) + 2 * (4 + 8 - block) + (8 - block) + 8
-    # 64 tokens: blocks of 32 s hide hops of 32 s, and the last hop home is always seen.
+    # 64 tokens: blocks of 32 s hide hops of 32 s, and the last hop CP group is always seen.
     assert exposed(64, ranks, "ring", 1) == 0
     assert exposed(64, ranks, "ring", 2) == 2 * (32 + 64 - 32) + (64 - 32) + 64
 
@@ -77,12 +79,12 @@ def test_every_layer_and_hop_has_its_latency() -> None:
     slow = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.25, bytes_per_s=1.0)})
     ranks = (0, 1, 2, 3)
     more = {
-        engine: [
-            exposed(8, ranks, engine, passes, inner=2 * (engine == "hybrid"), cluster=slow, layers=3)
-            - exposed(8, ranks, engine, passes, inner=2 * (engine == "hybrid"), layers=3)
+        cp_comm: [
+            exposed(8, ranks, cp_comm, passes, ulysses_degree=2 * (cp_comm == "hybrid"), cluster=slow, layers=3)
+            - exposed(8, ranks, cp_comm, passes, ulysses_degree=2 * (cp_comm == "hybrid"), layers=3)
             for passes in (1, 2)
         ]
-        for engine in ENGINES
+        for cp_comm in ENGINES
     }
     assert more == {
         "ring": [3 * 0.75, (3 + 4) * 0.75],
@@ -110,11 +112,11 @@ def test_nothing_hides_an_exchange() -> None:
 
 def test_a_hybrid_exchanges_inside_groups_and_hops_across() -> None:
     # Half of 2 tokens' 8 bytes leaves; hops of 2 tokens' K and V hide behind blocks of 0.25 * 32 / 4 / 2 s.
-    assert exposed(8, (0, 1, 2, 3), "hybrid", 1, inner=2) == 8 + (4 - 1)
+    assert exposed(8, (0, 1, 2, 3), "hybrid", 1, ulysses_degree=2) == 8 + (4 - 1)
     # Groups inside nodes: only hops cross.
-    assert exposed(8, (2, 3, 4, 5), "hybrid", 1, inner=2) == 8 + (8 - 1)
+    assert exposed(8, (2, 3, 4, 5), "hybrid", 1, ulysses_degree=2) == 8 + (8 - 1)
     # One group in two nodes: its exchange crosses, and all wait for it.
-    assert exposed(8, (3, 4, 0, 1), "hybrid", 1, inner=2) == 16 + (8 - 1)
+    assert exposed(8, (3, 4, 0, 1), "hybrid", 1, ulysses_degree=2) == 16 + (8 - 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
 
 def test_more_ranks_than_heads_cannot_share_them() -> None:
     assert exposed(8, (0, 1, 2), "all_to_all", 1, heads=2) == float("inf")
-    assert exposed(8, (0, 1, 2, 3), "hybrid", 2, inner=2, heads=1) == float("inf")
+    assert exposed(8, (0, 1, 2, 3), "hybrid", 2, ulysses_degree=2, heads=1) == float("inf")
     assert exposed(8, (0, 1, 2), "ring", 1, heads=2) < float("inf")
 
 
@@ -160,7 +162,7 @@ FAST_INSIDE = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.0, bytes_p
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engine", "inner", "hop"),
+    ("ranks", "cp_comm", "ulysses_degree", "hop"),
     [
         # 4 bytes over 4 NICs, three quarters of them to and from the neighbours.
         ((0, 1, 2, 3, 4, 5, 6, 7), "ring", 0, 4 / 4 / 0.5 + 2 * 3 / 8),
@@ -172,9 +174,11 @@ FAST_INSIDE = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.0, bytes_p
         ((0, 1, 2, 3), "ring", 0, 4 / 8),
     ],
 )
-def test_routed_hops_use_all_links_of_a_node(ranks: tuple[int, ...], engine: Engine, inner: int, hop: float) -> None:
+def test_routed_hops_use_all_links_of_a_node(
+    ranks: tuple[int, ...], cp_comm: CpComm, ulysses_degree: int, hop: float
+) -> None:
     load = Load(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
-    times = times_of(TRAFFIC, FAST_INSIDE, ranks, load, engine, inner, COST, 1, routed=True)
+    times = times_of(TRAFFIC, FAST_INSIDE, ranks, load, cp_comm, ulysses_degree, COST, 1, routed=True)
     assert times.hop_s == hop
 
 
@@ -189,10 +193,10 @@ def test_routed_hops_take_three_latencies() -> None:
     assert hops == [10 + 4 / 0.5, 12 + 4 / 2 / 0.5 + 2 * 4 / 2 / 8]
 
 
-def micro_batch(homes: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], **more: Any) -> MicroBatch:
-    ranks = tuple(sorted({rank for home in homes for rank in home}))
+def micro_batch(cp_groups: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], **more: Any) -> MicroBatch:
+    ranks = tuple(sorted({rank for cp_group in cp_groups for rank in cp_group}))
     slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
-    return MicroBatch(slices, ranks, **{"engine": "ring", "homes": homes, **more})
+    return MicroBatch(slices, ranks, **{"cp_comm": "ring", "cp_groups": cp_groups, **more})
 
 
 def of_ranks(m: MicroBatch, passes: int, traffic: Traffic = TRAFFIC, layout: Layout = LAYOUT) -> list[float]:
@@ -209,7 +213,7 @@ def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
 
 def test_short_sequences_hide_a_gathering_but_not_the_way_back() -> None:
     """8 tokens on ranks 0 and 1: 8 s there, 16 s back; 4 tokens more on rank 1 alone, 2 s."""
-    m = micro_batch(((0, 1), (1,)), (8, 4), engine="all_gather")
+    m = micro_batch(((0, 1), (1,)), (8, 4), cp_comm="all_gather")
     assert of_ranks(m, 1) == [8, 8 - 2]
     assert of_ranks(m, 2) == [8 + 16, 8 - 2 + 16]
 
@@ -218,15 +222,15 @@ def test_hops_of_two_homes_follow_one_another_behind_both_blocks() -> None:
     """Rank 1 sends for two homes: 8 + 4 s behind 2 + 0.5 s."""
     m = micro_batch(((0, 1), (1, 2)), (8, 4))
     assert of_ranks(m, 1) == [6, 12 - 2.5, 4 - 0.5]
-    # The home hop of one overlaps with nothing: both end with their second block.
+    # The CP group hop of one overlaps with nothing: both end with their second block.
     assert of_ranks(m, 2)[1] == (12 - 2.5) + (24 - 2.5) + 24
 
 
 def test_a_larger_ring_computes_while_a_smaller_one_sends_home() -> None:
     """Ranks 0-2 share 24 tokens (hops of 16 s, blocks of 8 s), ranks 0 and 1 another 8 (8 s, 2 s)."""
     m = micro_batch(((0, 1, 2), (0, 1)), (24, 8))
-    first, second, third, home = 16 + 8 - 10, (16 + 32) + 16 - 10, 32 + 16 - 8, 32
-    assert of_ranks(m, 2)[0] == first + second + third + home
+    first, second, third, cp_group = 16 + 8 - 10, (16 + 32) + 16 - 10, 32 + 16 - 8, 32
+    assert of_ranks(m, 2)[0] == first + second + third + cp_group
     assert of_ranks(m, 1)[0] == (16 + 8 - 10) + (16 - 10)
 
 
@@ -238,16 +242,20 @@ def test_a_larger_ring_computes_while_a_smaller_one_sends_home() -> None:
     st.booleans(),
 )
 def test_homes_of_all_ranks_are_no_homes(
-    engine: Engine, lengths: list[int], degree: int, passes: int, routed: bool
+    cp_comm: CpComm, lengths: list[int], degree: int, passes: int, routed: bool
 ) -> None:
     ranks = tuple(range(degree))
     m = micro_batch(
-        (ranks,) * len(lengths), tuple(lengths), engine=engine, inner=2 * (engine == "hybrid"), routed=routed
+        (ranks,) * len(lengths),
+        tuple(lengths),
+        cp_comm=cp_comm,
+        ulysses_degree=2 * (cp_comm == "hybrid"),
+        routed=routed,
     )
-    if engine == "hybrid" and degree == 2:
-        m = m._replace(engine="all_to_all", inner=0)
+    if cp_comm == "hybrid" and degree == 2:
+        m = m._replace(cp_comm="all_to_all", ulysses_degree=0)
     traffic = replace(TRAFFIC, heads=8)
-    whole = exposed_s(traffic, NODES_OF_4, LAYOUT, 0, m._replace(homes=()), COST, passes)
+    whole = exposed_s(traffic, NODES_OF_4, LAYOUT, 0, m._replace(cp_groups=()), COST, passes)
     assert of_ranks(m, passes, traffic) == pytest.approx([whole] * degree)
 
 
@@ -264,10 +272,10 @@ def test_homes_of_all_ranks_are_no_homes(
 def test_ranks_in_several_homes_take_turns_round_by_round(
     drawn: list[tuple[list[int], tuple[int, ...]]], local: list[int]
 ) -> None:
-    homes = [(ranks, Times(*map(float, five), groups=len(ranks))) for ranks, five in drawn]
+    cp_groups = [(ranks, Times(*map(float, five), groups=len(ranks))) for ranks, five in drawn]
     expected = []
     for rank in range(6):
-        mine = [times for ranks, times in homes if rank in ranks]
+        mine = [times for ranks, times in cp_groups if rank in ranks]
         total = sum(t.open_s for t in mine)
         for k in range(8):
             under_way = sum(t.hop_s * (k < t.groups - 1) + t.grad_s * (1 <= k <= t.groups) for t in mine)
@@ -275,22 +283,22 @@ def test_ranks_in_several_homes_take_turns_round_by_round(
             computed = sum(t.block_s * (k < t.groups) for t in mine) + local[rank] * (k == 0)
             total += max(0.0, under_way - computed)
         expected.append(total)
-    assert together_s(homes, np.array(local, dtype=np.float64)).tolist() == pytest.approx(expected)
-    for _, times in homes:
+    assert together_s(cp_groups, np.array(local, dtype=np.float64)).tolist() == pytest.approx(expected)
+    for _, times in cp_groups:
         ring = times._replace(first_s=0.0)
         assert together_s([([0], ring)], np.zeros(1))[0] == pytest.approx(alone_s(ring))
 
 
 def test_a_table_is_its_entries() -> None:
     pieces = [(n, p) for n in (8, 100, 999) for p in (0, 64)]
-    for engine, passes in product(("", *ENGINES), (1, 2)):
-        inner = 2 * (engine == "hybrid")
-        table = attention_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, pieces, (0, 1, 4, 5), engine, inner, COST, passes)
+    for cp_comm, passes in product(("", *ENGINES), (1, 2)):
+        ulysses_degree = 2 * (cp_comm == "hybrid")
+        table = attention_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, pieces, (0, 1, 4, 5), cp_comm, ulysses_degree, COST, passes)
         for (n, p), seconds in zip(pieces, table.tolist(), strict=True):
-            m = MicroBatch((Slice(0, p, p + n),), (0, 1, 4, 5), engine=engine, inner=inner)
+            m = MicroBatch((Slice(0, p, p + n),), (0, 1, 4, 5), cp_comm=cp_comm, ulysses_degree=ulysses_degree)
             assert seconds == pytest.approx(exposed_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, m, COST, passes))
     assert attention_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, pieces, (3,), "ring", 0, COST, 1).tolist() == [0] * 6
-    assert set(get_args(Engine)) == {"", *ENGINES}
+    assert set(get_args(CpComm)) == {"", *ENGINES}
 
 
 def test_moved_tokens_travel_there_and_their_outputs_back() -> None:

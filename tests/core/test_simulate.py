@@ -15,7 +15,7 @@ from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.events import play
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import Simulation, simulate
@@ -42,8 +42,8 @@ def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> St
     return StepPlan(sequences(lengths), batches, limits).check()
 
 
-def situation(layout: Layout, costs: Costs = ONE, **traffic: object) -> Situation:
-    return Situation(costs, layout, PLAIN, Traffic(**traffic))  # type: ignore[arg-type]
+def context(layout: Layout, costs: Costs = ONE, **traffic: object) -> PlanningContext:
+    return PlanningContext(costs, layout, PLAIN, Traffic(**traffic))  # type: ignore[arg-type]
 
 
 def by_rank(result: Simulation) -> dict[tuple[int, int], list[tuple[str, float, float]]]:
@@ -54,7 +54,7 @@ def by_rank(result: Simulation) -> dict[tuple[int, int], list[tuple[str, float, 
 
 
 def test_ranks_work_side_by_side() -> None:
-    result = simulate(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), situation(Layout(dp=2)))
+    result = simulate(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), context(Layout(dp=2)))
     assert result.step_s == 12
     assert result.busy_s.tolist() == [[12, 6]]
     assert result.imbalance == pytest.approx(12 / 9)
@@ -64,7 +64,7 @@ def test_ranks_work_side_by_side() -> None:
 
 def test_a_stage_starts_when_the_state_has_arrived() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
-    result = simulate(made, situation(Layout(pp=2), state_bytes_per_token=0.5))
+    result = simulate(made, context(Layout(pp=2), state_bytes_per_token=0.5))
     # Stage 1: F0 1.5..2.5, B0 ..4.5, F1 (sent at 2, there at 2.5) ..5.5, B1 ..7.5; stage 0: B0 5..7, B1 8..10.
     assert by_rank(result)[1, 0] == [("F", 1.5, 2.5), ("B", 2.5, 4.5), ("F", 4.5, 5.5), ("B", 5.5, 7.5)]
     assert by_rank(result)[0, 0] == [("F", 0, 1), ("F", 1, 2), ("B", 5, 7), ("B", 8, 10)]
@@ -75,14 +75,14 @@ def test_weight_gradients_that_run_later_let_the_stage_before_begin_sooner() -> 
     """A backward of 2 s a token is 1 s of its input's gradient and 1 s of its weights'."""
     made = plan([1], [(0,)], Limits(1, 10, num_stages=2, splits_backward=True))
     split = replace(made, order=((Op("F", 0), Op("B", 0), Op("W", 0)),) * 2).check()
-    found = by_rank(simulate(split, situation(Layout(pp=2))))
+    found = by_rank(simulate(split, context(Layout(pp=2))))
     assert found[1, 0] == [("F", 1, 2), ("B", 2, 3), ("W", 3, 4)]
     assert found[0, 0] == [("F", 0, 1), ("B", 3, 4), ("W", 4, 5)]
-    whole, apart = (simulate(one, situation(Layout(pp=2))) for one in (made, split))
+    whole, apart = (simulate(one, context(Layout(pp=2))) for one in (made, split))
     assert (whole.step_s, apart.step_s) == (6, 5)
     assert whole.busy_s.tolist() == apart.busy_s.tolist()
     # A quarter of the linear work is the output layer's, whose weight gradients stay where they are.
-    last = by_rank(simulate(split, replace(situation(Layout(pp=2)), head_frac=0.25)))[1, 0]
+    last = by_rank(simulate(split, replace(context(Layout(pp=2)), head_frac=0.25)))[1, 0]
     assert [end - start for _, start, end in last] == [1.25, 1.75, 0.75]
 
 
@@ -92,19 +92,19 @@ def test_a_plan_says_itself_what_is_recomputed() -> None:
     made = replace(made, recompute=((0,), (2,))).check()
     launching = Costs(source="", forward=PassCost(launch_s=1, token_s=1), backward=PassCost(launch_s=2, token_s=2))
     for costs in (launching, launching.recomputed(1.0)):
-        found = simulate(made, situation(Layout(pp=2), costs))
+        found = simulate(made, context(Layout(pp=2), costs))
         assert [(kind, end - start) for kind, start, end in by_rank(found)[1, 0]] == [("F", 4), ("R", 1.5), ("B", 8)]
         assert [(kind, end - start) for kind, start, end in by_rank(found)[0, 0]] == [("F", 4), ("B", 8)]
         assert predict(made, costs).busy_s == (4 + 8 + 0.75,)
     # The output layer does not run again.
-    headed = simulate(made, replace(situation(Layout(pp=2), launching), head_frac=0.5))
+    headed = simulate(made, replace(context(Layout(pp=2), launching), head_frac=0.5))
     assert by_rank(headed)[1, 0][1][0] == "R"
     assert np.diff(by_rank(headed)[1, 0][1][1:]) == 0.75
 
 
 def test_the_last_stage_has_the_output_layer() -> None:
     made = plan([3], [(0,)], Limits(1, 10, num_stages=3))
-    result = simulate(made, replace(situation(Layout(pp=3)), head_frac=0.25))
+    result = simulate(made, replace(context(Layout(pp=3)), head_frac=0.25))
     # A mean stage takes 3 s forward; a quarter of all linear work, 2.25 of 9 s, is the last one's alone.
     assert result.busy_s.tolist() == [[2.25 * 3], [2.25 * 3], [4.5 * 3]]
     assert by_rank(result)[2, 0] == [("F", 4.5, 9.0), ("B", 9.0, 18.0)]
@@ -113,7 +113,7 @@ def test_the_last_stage_has_the_output_layer() -> None:
 
 def test_a_host_that_waits_for_its_sends_loses_their_time() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
-    waits = simulate(made, situation(Layout(pp=2), state_bytes_per_token=0.5, waits_for_sends=True))
+    waits = simulate(made, context(Layout(pp=2), state_bytes_per_token=0.5, waits_for_sends=True))
     assert by_rank(waits)[0, 0][:2] == [("F", 0, 1), ("F", 1.5, 2.5)]
     assert waits.exposed_s.tolist() == [[1.0], [1.0]]
     assert waits.step_s > 10
@@ -123,14 +123,14 @@ def test_a_link_carries_one_tensor_at_a_time() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
     order = tuple(tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1))) for _ in range(2))
     made = replace(made, order=order).check()  # type: ignore[arg-type]
-    result = simulate(made, situation(Layout(pp=2), state_bytes_per_token=3.0))
+    result = simulate(made, context(Layout(pp=2), state_bytes_per_token=3.0))
     # The first forward arrives at 1 + 3, the second, ready at 2, at 4 + 3.
     assert [start for kind, start, _ in by_rank(result)[1, 0] if kind == "F"] == [4, 7]
 
 
 def test_stages_of_other_nodes_use_the_slower_link() -> None:
     made = plan([1] * 4, [(0,), (1,), (2,), (3,)], Limits(4, 10, num_stages=2))
-    result = simulate(made, situation(Layout(dp=4, pp=2), state_bytes_per_token=1.0))
+    result = simulate(made, context(Layout(dp=4, pp=2), state_bytes_per_token=1.0))
     assert by_rank(result)[1, 0][0] == ("F", 3.0, 4.0)
 
 
@@ -138,7 +138,7 @@ RING = PassCost(token_s=1.0, pair_s=0.25)
 
 
 @pytest.mark.parametrize(
-    ("engine", "forward_s", "backward_s"),
+    ("cp_comm", "forward_s", "backward_s"),
     [
         # 8 tokens on 2 ranks. Keys and values of 4 tokens, 2 bytes each, go round once; attention takes
         # 0.25 * 8 * 4 / 2 = 4 s a rank, half of it while the other half is on its way.
@@ -148,11 +148,11 @@ RING = PassCost(token_s=1.0, pair_s=0.25)
         ("all_gather", 8, 16),
     ],
 )
-def test_shared_sequences_pay_for_what_attention_cannot_hide(engine: str, forward_s: float, backward_s: float) -> None:
+def test_shared_sequences_pay_for_what_attention_cannot_hide(cp_comm: str, forward_s: float, backward_s: float) -> None:
     costs = Costs(source="test", forward=RING, backward=RING)
     made = plan([8], [(0, 1)], Limits(2, 8))
-    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "engine": engine}
-    result = simulate(made, situation(Layout(dp=2), costs, **traffic))
+    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "cp_comm": cp_comm}
+    result = simulate(made, context(Layout(dp=2), costs, **traffic))
     compute = 8 / 2 + 0.25 * 8 * 4 / 2
     assert by_rank(result)[0, 0] == [
         ("F", 0, compute),
@@ -165,8 +165,8 @@ def test_shared_sequences_pay_for_what_attention_cannot_hide(engine: str, forwar
 
 def test_measured_rates_of_all_to_all_come_first() -> None:
     made = plan([8], [(0, 1)], Limits(2, 8))
-    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "engine": "all_to_all"}
-    at = situation(Layout(dp=2), **traffic)
+    traffic = {"query_bytes_per_token": 3.0, "kv_bytes_per_token": 2.0, "cp_comm": "all_to_all"}
+    at = context(Layout(dp=2), **traffic)
     at = replace(at, cluster=PLAIN.model_copy(update={"all_to_all_bytes_per_s": {2: 16.0}}))
     assert simulate(made, at).exposed_s[0, 0] == 2 * 32 / 16
 
@@ -180,27 +180,27 @@ def test_a_prefix_goes_round_with_its_slice() -> None:
         Limits(2, 4),
         order=((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),),
     ).check()
-    result = simulate(made, situation(Layout(dp=2), kv_bytes_per_token=2.0))
+    result = simulate(made, context(Layout(dp=2), kv_bytes_per_token=2.0))
     exposed = [end - start for kind, start, end in by_rank(result)[0, 0] if kind == "C"]
     assert exposed == [4, 8, 16, 8]
 
 
 def test_tensor_parallel_ranks_reduce_hidden_states() -> None:
     made = plan([8], [(0,)], Limits(1, 8))
-    result = simulate(made, situation(Layout(tp=2), layers=3, state_bytes_per_token=1.0))
+    result = simulate(made, context(Layout(tp=2), layers=3, state_bytes_per_token=1.0))
     # 2 all-reduces a layer and direction, one at the embedding, one at the output; each 2 * (8 / 2) bytes long.
     assert result.exposed_s.tolist() == [[2 * (2 * 3 + 1) * 8.0]]
     stages = plan([8], [(0,)], Limits(1, 8, num_stages=3))
-    result = simulate(stages, situation(Layout(tp=2, pp=3), layers=3, state_bytes_per_token=1.0))
+    result = simulate(stages, context(Layout(tp=2, pp=3), layers=3, state_bytes_per_token=1.0))
     assert result.exposed_s.tolist() == [[(4 * 3 + 1) * 8.0], [4 * 3 * 8.0], [(4 * 3 + 1) * 8.0]]
 
 
 def test_experts_cost_their_tokens_and_what_weights_compute_cannot_hide() -> None:
     made = plan([8, 8], [(0,), (1,)], Limits(2, 8))
     layout = Layout(dp=2, ep=2)
-    tokens = simulate(made, situation(layout, expert_bytes_per_token=1.0))
+    tokens = simulate(made, context(layout, expert_bytes_per_token=1.0))
     assert tokens.exposed_s[0, 0] == 2 * 2 * 8 / 2
-    weights = simulate(made, situation(layout, expert_bytes_per_token=1.0, expert_weight_bytes=40.0))
+    weights = simulate(made, context(layout, expert_bytes_per_token=1.0, expert_weight_bytes=40.0))
     # 20 s of weights behind 8 s of forward and 16 s of backward.
     assert weights.exposed_s[0, 0] - tokens.exposed_s[0, 0] == 12 + 4
 
@@ -216,7 +216,7 @@ def test_experts_cost_their_tokens_and_what_weights_compute_cannot_hide() -> Non
 def test_gradients_are_summed_when_the_last_rank_is_done(traffic: dict[str, object], seconds: float) -> None:
     made = plan([1, 2], [(0,), (1,)], Limits(2, 8))
     costs = ONE.model_copy(update={"update_s": 1.0})
-    result = simulate(made, situation(Layout(dp=2), costs, gradient_bytes=8.0, weight_bytes=4.0, **traffic))
+    result = simulate(made, context(Layout(dp=2), costs, gradient_bytes=8.0, weight_bytes=4.0, **traffic))
     update = 0.5 if traffic.get("sharding") else 1.0
     assert result.step_s == 6 + seconds + update
     rank = by_rank(result)[0, 0]
@@ -238,11 +238,11 @@ def test_a_gradient_sum_hides_behind_the_last_backward_of_the_hosts_own_schedule
 ) -> None:
     """Not behind a longer one before it, not where a rank has none, not in an order that the host does not know."""
     made = plan([4, 4, 1, 1], ranks, Limits(2, 8))
-    shared = tuple(m._replace(engine="ring") if len(m.ranks) > 1 else m for m in made.micro_batches)
+    shared = tuple(m._replace(cp_comm="ring") if len(m.ranks) > 1 else m for m in made.micro_batches)
     ops = tuple(Op(word[0], int(word[1:])) for word in order)  # type: ignore[arg-type]
     made = replace(made, micro_batches=shared, order=(ops,) if ops else ()).check()
     late, early = (
-        simulate(made, situation(Layout(dp=2), gradient_bytes=80.0, overlap_gradients=overlaps)).step_s
+        simulate(made, context(Layout(dp=2), gradient_bytes=80.0, overlap_gradients=overlaps)).step_s
         for overlaps in (False, True)
     )
     assert late - early == hidden_s
@@ -251,11 +251,11 @@ def test_a_gradient_sum_hides_behind_the_last_backward_of_the_hosts_own_schedule
 def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
     limits = Limits(2, 10, equal_counts=True)
     made = plan([4, 1, 1, 4], [(0,), (1,), (0,), (1,)], limits)
-    bare = simulate(made, situation(Layout(dp=2)))
+    bare = simulate(made, context(Layout(dp=2)))
     assert bare.step_s == 24
     assert bare.step_s == predict(made, ONE).step_s
     traffic = {"sharding": "parameters", "weight_bytes": 2.0, "gradient_bytes": 4.0}
-    result = simulate(made, situation(Layout(dp=2), **traffic))
+    result = simulate(made, context(Layout(dp=2), **traffic))
     # One byte gathered in every pass, two scattered in a backward.
     assert result.step_s == 24 + 2 * (1 + 1 + 2)
     assert result.exposed_s.tolist() == [[8, 8]]
@@ -263,7 +263,7 @@ def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
 
 def test_replays_run_their_forward_again() -> None:
     made = replace(plan([2], [(0,)], Limits(1, 8)), replayed=(0,), order=((Op("F", 0), Op("B", 0)),)).check()
-    result = simulate(made, situation(Layout()))
+    result = simulate(made, context(Layout()))
     assert by_rank(result)[0, 0] == [("F", 0, 2), ("R", 2, 4), ("B", 4, 8)]
     assert result.busy_s.tolist() == [[8]]
 
@@ -282,7 +282,7 @@ def pipelines(draw: st.DrawFn) -> tuple[StepPlan, Layout]:
 @given(pipelines(), st.floats(0, 2))
 def test_no_rank_does_two_things_at_once_and_nothing_is_lost(drawn: tuple[StepPlan, Layout], state: float) -> None:
     made, layout = drawn
-    result = simulate(made, situation(layout, state_bytes_per_token=state, gradient_bytes=3.0))
+    result = simulate(made, context(layout, state_bytes_per_token=state, gradient_bytes=3.0))
     total = 0.0
     for spans in by_rank(result).values():
         assert all(before[2] <= after[1] + 1e-9 for before, after in pairwise(spans))
@@ -291,7 +291,7 @@ def test_no_rank_does_two_things_at_once_and_nothing_is_lost(drawn: tuple[StepPl
     assert 0 <= result.bubble_frac < 1
     passes = sum(len(row) for stage in range(layout.pp) for row in orders_of_stage(made, stage))
     assert sum(span.kind in "FB" for span in result.spans) == passes
-    plain = simulate(made, situation(layout), record=False)
+    plain = simulate(made, context(layout), record=False)
     assert plain.step_s == pytest.approx(predict(made, ONE).step_s)
     assert plain.spans == ()
     assert result.step_s >= plain.step_s
@@ -327,9 +327,9 @@ def test_a_link_is_busy_with_what_ranks_share_too() -> None:
 def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
     """Ranks that share run it over links that never wait; static context parallelism is the host's."""
     made = plan([2, 2], [(0, 1), (0, 1)], Limits(2, 10, num_stages=2))
-    ring = replace(made, micro_batches=tuple(m._replace(engine="ring") for m in made.micro_batches)).check()
+    ring = replace(made, micro_batches=tuple(m._replace(cp_comm="ring") for m in made.micro_batches)).check()
     traffic = {"state_bytes_per_token": 4.0, "waits_for_sends": True}
-    static, shared = (simulate(one, situation(Layout(dp=2, pp=2), **traffic)) for one in (made, ring))
+    static, shared = (simulate(one, context(Layout(dp=2, pp=2), **traffic)) for one in (made, ring))
     assert [len(by_rank(one)[0, 0]) for one in (static, shared)] == [4, 4]
     assert static.exposed_s.max() > 0 == shared.exposed_s.max()
 
@@ -346,33 +346,33 @@ def test_orders_that_wait_in_a_circle_are_refused() -> None:
     rows = ((("F", 0), ("B", 0), ("F", 1), ("B", 1)), (("F", 1), ("F", 0), ("B", 0), ("B", 1)))
     stuck = replace(made, order=tuple(tuple(Op(k, i) for k, i in row) for row in rows))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="deadlocks"):
-        simulate(stuck, situation(Layout(pp=2)))
+        simulate(stuck, context(Layout(pp=2)))
 
 
 def test_memory_is_what_stays_and_what_passes_hold() -> None:
     limits = Limits(2, 8, layers_per_stage=2, activation_bytes_per_token=3.0)
     made = plan([4, 1], [(0,), (1,)], limits)
     memory = ONE.memory.model_copy(update={"fixed_bytes": 16.0})
-    result = simulate(made, situation(Layout(dp=2), ONE.model_copy(update={"memory": memory})))
+    result = simulate(made, context(Layout(dp=2), ONE.model_copy(update={"memory": memory})))
     assert np.diff(result.peak_bytes).tolist() == [[-2 * 3 * 3]]
     assert result.peak_bytes[0, 0] > 24
 
 
 def homes_plan(limits: Limits, **more: object) -> StepPlan:
     """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more and rank 2 another 9."""
-    slices, homes = (Slice(0, 0, 8), Slice(1, 0, 4), Slice(2, 0, 9)), ((0, 1), (1,), (2,))
-    m = MicroBatch(slices, (0, 1, 2), engine="ring", homes=homes, **more)  # type: ignore[arg-type]
+    slices, cp_groups = (Slice(0, 0, 8), Slice(1, 0, 4), Slice(2, 0, 9)), ((0, 1), (1,), (2,))
+    m = MicroBatch(slices, (0, 1, 2), cp_comm="ring", cp_groups=cp_groups, **more)  # type: ignore[arg-type]
     return StepPlan(sequences([8, 4, 9]), (m,), limits).check()
 
 
 def test_the_slowest_rank_of_a_micro_batch_with_homes_decides() -> None:
     costs = Costs(source="test", forward=RING, backward=RING)
-    result = simulate(homes_plan(Limits(3, 12)), situation(Layout(dp=3), costs, kv_bytes_per_token=2.0))
+    result = simulate(homes_plan(Limits(3, 12)), context(Layout(dp=3), costs, kv_bytes_per_token=2.0))
     # Rank 0: 4 tokens, 0.25 * 32 / 2 s of attention; rank 1: 4 tokens and 2 s more; rank 2: 9 tokens, 10.125 s.
     own = [4 + 4, 8 + 4 + 2, 9 + 10.125]
     assert result.busy_s.tolist() == [[2 * s for s in own]]
     # A hop of 4 tokens' K and V takes 8 s: behind a block of 2 s, on rank 1 also behind its 4 tokens; backward the
-    # gradients follow behind the other block and go home.
+    # gradients follow behind the other block and go CP group.
     forward, backward = [8 - 2, 8 - 4, 0], [(8 - 2) + (8 - 2) + 8, (8 - 4) + (8 - 2) + 8, 0]
     assert result.exposed_s.tolist() == [[f + b for f, b in zip(forward, backward, strict=True)]]
     longest = max(14 + 4, 19.125), max(14 + 18, 8 + 20)
@@ -387,7 +387,7 @@ def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
     made = homes_plan(Limits(3, 12))
     order = tuple((Op("F", 0), Op("B", 0)) for _ in range(2))
     made = replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)).check()
-    at = replace(situation(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
+    at = replace(context(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
     result = simulate(made, at)
     # Linear work: half of a mean stage's on the first, one and a half on the last; a replay runs a mean forward again.
     linear, attention, tokens = [0.5, 1.5], [4, 6, 10.125], [4, 8, 9]
@@ -400,7 +400,7 @@ def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
 
 def test_moved_tokens_even_all_modules_but_attention() -> None:
     costs = Costs(source="test", forward=RING, backward=RING)
-    result = simulate(homes_plan(Limits(3, 12), remap=True), situation(Layout(dp=3), costs))
+    result = simulate(homes_plan(Limits(3, 12), remap=True), context(Layout(dp=3), costs))
     assert result.busy_s.tolist() == [[2 * (7 + 4), 2 * (7 + 6), 2 * (7 + 10.125)]]
 
 
@@ -408,7 +408,7 @@ def test_with_sharded_parameters_homes_keep_step() -> None:
     traffic = {"sharding": "parameters", "weight_bytes": 3.0, "gradient_bytes": 6.0}
     bare = homes_plan(Limits(3, 12, equal_counts=True))
     costs = Costs(source="test", forward=RING, backward=RING)
-    result = simulate(bare, situation(Layout(dp=3), costs, **traffic))
+    result = simulate(bare, context(Layout(dp=3), costs, **traffic))
     assert result.step_s == 2 * 19.125 + 2 + 2 + 4
     assert result.exposed_s.tolist() == [[8, 8, 8]]
 
@@ -416,7 +416,7 @@ def test_with_sharded_parameters_homes_keep_step() -> None:
 def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
     limits = Limits(1, 10, layers_per_stage=6, activation_bytes_per_token=4.0)
     made = replace(plan([10], [(0,)], limits), offload=(0.5,)).check()
-    at = situation(Layout())
+    at = context(Layout())
     # Half of 4 layers' 40 bytes: 80 bytes at 4 a second, behind 4 of 6 layers of 10 s forward and 20 s backward.
     rate = {"host_bytes_per_s": 4.0}
     result = simulate(made, replace(at, cluster=PLAIN.model_copy(update=rate)))
@@ -434,7 +434,7 @@ def test_ranks_of_homes_offload_what_they_have() -> None:
     limits = Limits(3, 12, layers_per_stage=4, activation_bytes_per_token=2.0)
     made = replace(homes_plan(limits), offload=(1.0,)).check()
     costs = Costs(source="test", forward=PassCost(token_s=1.0), backward=PassCost(token_s=1.0))
-    at = situation(Layout(dp=3), costs)
+    at = context(Layout(dp=3), costs)
     result = simulate(made, replace(at, cluster=PLAIN.model_copy(update={"host_bytes_per_s": 1.0})))
     # Two of four layers, 2 bytes a token each, behind half of the compute.
     assert result.exposed_s.tolist() == [[2 * (4 * n - n / 2) for n in (4, 8, 9)]]

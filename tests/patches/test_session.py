@@ -62,7 +62,7 @@ def stub(host, monkeypatch):
 def test_enable_and_disable_by_path_and_by_recipe(stub, path):
     for recipe in (path, str(path), load_recipe(path)):
         on = session.enable(recipe)
-        assert on.lives
+        assert on.active
         assert stub.step(1) == 20
         assert {(s.row.name, s.state) for s in on.table()} == {
             ("step", "applied"),
@@ -70,7 +70,7 @@ def test_enable_and_disable_by_path_and_by_recipe(stub, path):
             ("late", "pending"),
         }
         on.disable()
-        assert not on.lives
+        assert not on.active
         assert stub.step is stub.ORIGINALS["step"]
         assert vars(stub.Engine)["run"] is stub.ORIGINALS["run"]
     assert Stub.released == 3
@@ -82,8 +82,8 @@ def test_a_second_enable_names_the_first(stub, path):
             session.enable(load_recipe(path))
         assert str(path) in refused.value.found
         assert "deepspeed: packing" in refused.value.found
-        assert first.lives
-    assert not first.lives
+        assert first.active
+    assert not first.active
     assert stub.step is stub.ORIGINALS["step"]
 
 
@@ -93,7 +93,7 @@ def test_disabling_what_is_off_does_nothing(stub, path):
     session.disable()
     with session.enabled(path) as second:
         first.disable()
-        assert second.lives
+        assert second.active
         assert stub.step(1) == 20
     assert Stub.released == 2
 
@@ -109,7 +109,7 @@ def test_a_strangers_wrapper_keeps_the_session_on(stub, path):
     ours, stub.step = stub.step, lambda value: value
     with pytest.raises(EvenloadError, match="somebody has changed"):
         session.disable()
-    assert on.lives
+    assert on.active
     assert Stub.released == 0
     assert stub.Engine().run(1) == 20
     stub.step = ours

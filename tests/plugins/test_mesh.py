@@ -41,17 +41,17 @@ def chain(
     )
     found = PlanChain.of_recipe(recipe, recipe.layout())
     # What no plan changes is left out.
-    traffic = replace(found.situation.traffic, gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(found, situation=replace(found.situation, traffic=traffic))
+    traffic = replace(found.context.traffic, gradient_bytes=0.0, weight_bytes=0.0)
+    return replace(found, context=replace(found.context, traffic=traffic))
 
 
 def planned(made: PlanChain, lengths: list[int], **config: object) -> StepPlan:
     bare = StepPlan(sequences(lengths), (), made.limits)
-    return plan(bare, made.situation, MeshConfig.model_validate(config))
+    return plan(bare, made.context, MeshConfig.model_validate(config))
 
 
 def seconds(made: PlanChain, step: StepPlan) -> float:
-    return simulate(step, made.situation, record=False).step_s
+    return simulate(step, made.context, record=False).step_s
 
 
 def degree_of(step: StepPlan, sequence: int) -> int:
@@ -59,7 +59,7 @@ def degree_of(step: StepPlan, sequence: int) -> int:
     for m in step.micro_batches:
         for number, s in enumerate(m.slices):
             if s.sequence == sequence:
-                return len(m.homes[number] if m.homes else m.ranks)
+                return len(m.cp_groups[number] if m.cp_groups else m.ranks)
     raise AssertionError(sequence)
 
 
@@ -81,15 +81,15 @@ def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
     config = MeshConfig.model_validate({"engines": engines, "max_tokens": cap})
     if max(lengths) > cap * ranks:
         return
-    found = plan(bare, made.situation, config)
+    found = plan(bare, made.context, config)
     assert found.made_by.endswith("mesh")
     assert found.limits.max_tokens == cap
-    assert all(m.engine in engines for m in found.micro_batches if len(m.ranks) > 1)
-    assert found.digest == plan(bare, made.situation, config).digest, "the same on every rank"
+    assert all(m.cp_comm in engines for m in found.micro_batches if len(m.ranks) > 1)
+    assert found.digest == plan(bare, made.context, config).digest, "the same on every rank"
     taken = seconds(made, found)
     assert taken >= found.bound_s * (1 - 1e-6)
     for name, baseline in BASELINES.items():
-        other = baseline(bare, made.situation, config).check()
+        other = baseline(bare, made.context, config).check()
         if other.limits.max_tokens <= cap and pp == 1 and max(lengths) >= 8 * ranks:
             assert taken <= 1.1 * seconds(made, other), name
 
@@ -106,7 +106,7 @@ def test_one_long_sequence_no_longer_bounds_the_step(seed: int, zero: int | None
     made = chain(8, 1, zero)
     lengths = [60_000, *heavy_tail(seed, 255, 16_000)]
     found = planned(made, lengths, max_tokens=16384)
-    alone = float(made.situation.costs.sequence_s(np.array([60_000.0]))[0])
+    alone = float(made.context.costs.sequence_s(np.array([60_000.0]))[0])
     assert seconds(made, found) < 0.5 * alone
     assert seconds(made, found) <= 1.1 * found.bound_s
     assert degree_of(found, 0) > 4
@@ -137,14 +137,14 @@ def test_a_plan_of_one_rank_stays_as_it_came() -> None:
     made = chain(1)
     found = planned(made, [5, 900, 40], max_tokens=1024)
     assert sorted(s for m in found.micro_batches for s in m.slices) == [(0, 0, 5), (1, 0, 900), (2, 0, 40)]
-    assert plan(found, made.situation, MeshConfig()) is found
+    assert plan(found, made.context, MeshConfig()) is found
 
 
 def test_a_plan_over_the_cap_does_not_come_in() -> None:
     for ranks in (1, 4):
         made = chain(ranks)
         came = planned(made, [900, 300, 200], max_tokens=1024, max_degree=1)
-        found = plan(came, made.situation, MeshConfig(max_tokens=500)).check()
+        found = plan(came, made.context, MeshConfig(max_tokens=500)).check()
         assert found.limits.max_tokens == 500
         assert "packing" not in found.made_by
 
@@ -164,7 +164,7 @@ def test_hosts_of_whole_sequences_keep_the_cap_that_was_asked_for() -> None:
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize(("ranks", "pp", "zero"), [(3, 2, None), (2, 1, None), (3, 1, 3), (1, 4, None)])
 def test_any_engines_plan(engines: list[str], heads: int, ranks: int, pp: int, zero: int | None) -> None:
-    """Also where no engine shares a sequence among so many ranks, and where chains are tried."""
+    """Also where no cp_comm shares a sequence among so many ranks, and where chains are tried."""
     for cap in (256, 1 << 20):
         lengths = [1000 + 13 * k for k in range(9)]
         found = planned(chain(ranks, pp, zero, heads=heads), lengths, max_tokens=cap, engines=engines).check()
@@ -181,9 +181,9 @@ def test_one_rank_a_sequence_in_several_rounds(zero: int | None) -> None:
 def test_costs_without_launches_have_a_bound() -> None:
     """One long sequence alone, and nothing that takes time without it: the search for the bound begins at nothing."""
     made = chain(11)
-    costs = made.situation.costs
+    costs = made.context.costs
     free = {name: getattr(costs, name).model_copy(update={"launch_s": 0.0}) for name in ("forward", "backward")}
-    made = replace(made, situation=replace(made.situation, costs=costs.model_copy(update=free)))
+    made = replace(made, context=replace(made.context, costs=costs.model_copy(update=free)))
     found = planned(made, [77], max_tokens=11, remap="off", powers_of_two=True)
     assert 0 < found.bound_s <= seconds(made, found) * (1 + 1e-6)
 
@@ -203,7 +203,7 @@ def test_costs_without_launches_have_a_bound() -> None:
     ],
 )
 def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(settings: dict[str, object], broken: str) -> None:
-    one = MicroBatch((Slice(0, 0, 90),), (0, 1, 2), engine="ring", remap=True, routed=True)
+    one = MicroBatch((Slice(0, 0, 90),), (0, 1, 2), cp_comm="ring", remap=True, routed=True)
     made = StepPlan(sequences([90]), (one,), chain(3).limits, offload=(0.5,))
     assert breaks(made, MeshConfig.model_validate(settings)) == (f"plugins.mesh.{broken}" if broken else "")
 
@@ -211,16 +211,16 @@ def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(settings: d
 def test_baselines_that_ignore_settings_are_said_to_and_never_taken() -> None:
     made, lengths = chain(4), [6000, 5000, 400, 300]
     bare, config = StepPlan(sequences(lengths), (), made.limits), MeshConfig(max_tokens=1 << 20, max_degree=2)
-    assert "4 ranks share" in breaks(BASELINES["cp_all"](bare, made.situation, config), config)
-    assert breaks(BASELINES["cp_1"](bare, made.situation, config), config) == ""
-    assert breaks(plan(bare, made.situation, config), config) == ""
+    assert "4 ranks share" in breaks(BASELINES["cp_all"](bare, made.context, config), config)
+    assert breaks(BASELINES["cp_1"](bare, made.context, config), config) == ""
+    assert breaks(plan(bare, made.context, config), config) == ""
 
 
 def test_what_no_rank_holds_runs_in_slices_on_one_rank_in_cp_1() -> None:
     for ranks, pp, zero in ((3, 1, None), (2, 2, None), (3, 1, 3), (1, 1, None)):
         made = chain(ranks, pp, zero)
         bare = StepPlan(sequences([3000, 500, 20]), (), made.limits)
-        found = BASELINES["cp_1"](bare, made.situation, MeshConfig(max_tokens=600)).check()
+        found = BASELINES["cp_1"](bare, made.context, MeshConfig(max_tokens=600)).check()
         assert found.limits.max_tokens == 600
         assert found.cut == {0}
         assert not found.shared
@@ -230,7 +230,9 @@ def test_settings_bound_the_degrees() -> None:
     lengths = [200_000, *heavy_tail(1, 200, 8000)]
     made = chain(16)
     few = planned(made, lengths, max_tokens=1 << 20, max_degree=3)
-    assert 1 < max(len(home) for m in few.micro_batches for home in (m.homes or (m.ranks,)) if m.slices) <= 3
+    assert (
+        1 < max(len(cp_group) for m in few.micro_batches for cp_group in (m.cp_groups or (m.ranks,)) if m.slices) <= 3
+    )
     powers = planned(made, lengths, max_tokens=1 << 20, powers_of_two=True)
     assert {degree_of(powers, i) for i in range(len(lengths))} <= {1, 2, 4, 8, 16}
 
@@ -246,7 +248,7 @@ def test_the_given_plan_stays_where_nothing_is_faster() -> None:
     given = StepPlan(
         batch, tuple(MicroBatch((Slice(i, 0, 1000),), (i,)) for i in range(2)), made.limits, made_by="packing"
     )
-    found = plan(given, made.situation, MeshConfig(max_tokens=2000))
+    found = plan(given, made.context, MeshConfig(max_tokens=2000))
     assert found.micro_batches == given.micro_batches
     assert found.made_by == "packing, mesh"
 
@@ -262,18 +264,18 @@ def test_tokens_move_where_ranks_of_a_long_sequence_would_leave_no_room() -> Non
 def test_activations_wait_in_host_memory_where_the_device_would_not_hold_them() -> None:
     made = chain(2)
     here, there = (planned(made, [150_000], max_tokens=1 << 20, offload=word) for word in (False, "auto"))
-    room = made.situation.cluster.memory_bytes
+    room = made.context.cluster.memory_bytes
     assert not here.offload
     assert all(0 < share < 1 for share in there.offload)
-    assert simulate(here, made.situation, record=False).peak_bytes.max() > room
-    assert simulate(there, made.situation, record=False).peak_bytes.max() < room
+    assert simulate(here, made.context, record=False).peak_bytes.max() > room
+    assert simulate(there, made.context, record=False).peak_bytes.max() < room
     assert seconds(made, there) == pytest.approx(seconds(made, here)), "what hides costs nothing"
 
 
 def test_rounds_of_many_short_sequences_are_level() -> None:
     made = chain(16)
     found = planned(made, [40_000, *heavy_tail(7, 511, 8000)], max_tokens=8192)
-    busy = simulate(found, made.situation, record=False)
+    busy = simulate(found, made.context, record=False)
     ranks = (busy.busy_s + busy.exposed_s).sum(axis=0)
     assert ranks.max() <= 1.12 * ranks.mean()
 
@@ -283,4 +285,4 @@ def test_the_cap_of_tokens_follows_from_the_memory_of_the_device() -> None:
     found = planned(made, [150_000, 1000])
     assert 150_000 / 4 <= found.limits.max_tokens < 150_000
     assert degree_of(found, 0) > 1
-    assert simulate(found, made.situation, record=False).peak_bytes.max() <= made.situation.cluster.memory_bytes
+    assert simulate(found, made.context, record=False).peak_bytes.max() <= made.context.cluster.memory_bytes

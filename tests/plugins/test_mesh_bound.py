@@ -18,7 +18,7 @@ from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.cost_table import prices_of
+from evenload.plugins.mesh.cost_table import cost_table_of
 from evenload.plugins.mesh.emit.step import in_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -42,37 +42,41 @@ def chain(*, slow: bool, zero: bool, ranks: int = RANKS, node: int = NODE) -> Pl
         }
     )
     made = PlanChain.of_recipe(recipe, recipe.layout())
-    at = made.situation
+    at = made.context
     passes = {
         name: at.costs.forward.model_copy(update={"launch_s": 1e-5, "token_s": f * 1e-6, "pair_s": f * 1e-8})
         for name, f in (("forward", 1.0), ("backward", 2.0))
     }
     links = SLOW_LINKS if slow else FAST_LINKS
     cluster = at.cluster.model_validate(at.cluster.model_dump() | links | {"ranks_per_node": node})
-    situation = replace(at, costs=at.costs.model_copy(update=passes), cluster=cluster)
-    return replace(made, situation=situation, limits=replace(made.limits, max_tokens=CAP, node_ranks=node))
+    context = replace(at, costs=at.costs.model_copy(update=passes), cluster=cluster)
+    return replace(made, context=context, limits=replace(made.limits, max_tokens=CAP, node_ranks=node))
 
 
 def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = False) -> StepPlan:
     """Sequences on random sets of ranks, up to three in a micro-batch; ``cut``: in two slices, one after the other."""
     random = np.random.default_rng(seed)
-    engine = str(random.choice(["ring", "all_gather", "all_to_all"]))
+    cp_comm = str(random.choice(["ring", "all_gather", "all_to_all"]))
     left, made = [Slice(i, 0, n) for i, n in enumerate(lengths)], []
     while left:
-        homes = []
+        cp_groups = []
         for s in left[: int(random.integers(1, 4))]:
             degree = max(int(random.integers(1, RANKS + 1)), -(-s.length // (CAP - 8)))
-            homes.append(tuple(sorted(random.permutation(RANKS)[: min(degree, RANKS, max(1, s.length // 8))].tolist())))
-        while len(homes) > 1 and any(n > CAP for n in tokens_of_ranks(shared(left, homes, engine)).values()):
-            homes.pop()
-        mine, left = left[: len(homes)], left[len(homes) :]
+            cp_groups.append(
+                tuple(sorted(random.permutation(RANKS)[: min(degree, RANKS, max(1, s.length // 8))].tolist()))
+            )
+        while len(cp_groups) > 1 and any(n > CAP for n in tokens_of_ranks(shared(left, cp_groups, cp_comm)).values()):
+            cp_groups.pop()
+        mine, left = left[: len(cp_groups)], left[len(cp_groups) :]
         if not cut:
-            made.append(shared(mine, homes, engine)._replace(remap=bool(random.integers(2)) and len(homes[0]) > 1))
-            engine = str(random.choice(["ring", "all_gather", "all_to_all"]))
+            made.append(
+                shared(mine, cp_groups, cp_comm)._replace(remap=bool(random.integers(2)) and len(cp_groups[0]) > 1)
+            )
+            cp_comm = str(random.choice(["ring", "all_gather", "all_to_all"]))
             continue
         middle = [s._replace(stop=s.length // 2) for s in mine]
-        made.append(shared(middle, homes, engine))
-        made.append(shared([Slice(i, n, lengths[i]) for i, _, n in middle], homes, engine))
+        made.append(shared(middle, cp_groups, cp_comm))
+        made.append(shared([Slice(i, n, lengths[i]) for i, _, n in middle], cp_groups, cp_comm))
     if limits.equal_counts:
         made = in_step(made, RANKS)
     busy = {rank for m in made for rank in m.ranks}
@@ -81,10 +85,10 @@ def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = Fal
     return StepPlan(sequences(lengths), tuple(made), limits, order=(ops,) if cut else ())
 
 
-def shared(slices: list[Slice], homes: list[tuple[int, ...]], engine: str) -> MicroBatch:
-    """The first slices, as many as there are homes."""
-    mine, ranks = tuple(slices[: len(homes)]), tuple(sorted({rank for home in homes for rank in home}))
-    return MicroBatch(mine, ranks) if len(ranks) == 1 else MicroBatch(mine, ranks, 0, engine, 0, tuple(homes))  # type: ignore[arg-type]
+def shared(slices: list[Slice], cp_groups: list[tuple[int, ...]], cp_comm: str) -> MicroBatch:
+    """The first slices, as many as there are CP groups."""
+    mine, ranks = tuple(slices[: len(cp_groups)]), tuple(sorted({rank for cp_group in cp_groups for rank in cp_group}))
+    return MicroBatch(mine, ranks) if len(ranks) == 1 else MicroBatch(mine, ranks, 0, cp_comm, 0, tuple(cp_groups))  # type: ignore[arg-type]
 
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 200), st.integers(200, RANKS * CAP - 100)), min_size=1, max_size=12)
@@ -96,7 +100,7 @@ def step_s(plan: StepPlan, made: PlanChain) -> float:
         plan.check()
     except PlanError:
         assume(False)
-    return simulate(plan, made.situation, record=False).step_s
+    return simulate(plan, made.context, record=False).step_s
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,9 +110,9 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
     plan = drawn_plan(lengths, made.limits, seed)
     found = step_s(plan, made)
     config = MeshConfig(remap="auto" if any(m.remap for m in plan.micro_batches) else "off")
-    bound = lower_bound_s(np.array(lengths), made.limits, made.situation, config, cuts=False)
+    bound = lower_bound_s(np.array(lengths), made.limits, made.context, config, cuts=False)
     assert bound <= found * (1 + 1e-9)
-    assert lower_bound_s(np.array(lengths), made.limits, made.situation) <= bound * (1 + 1e-3)
+    assert lower_bound_s(np.array(lengths), made.limits, made.context) <= bound * (1 + 1e-3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +120,7 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
 def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: bool, seed: int) -> None:
     made = chain(slow=slow, zero=False)
     found = step_s(drawn_plan(lengths, made.limits, seed, cut=True), made)
-    assert lower_bound_s(np.array(lengths), made.limits, made.situation) <= found * (1 + 1e-9)
+    assert lower_bound_s(np.array(lengths), made.limits, made.context) <= found * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,34 +133,34 @@ def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list
     except EvenloadError:
         assume(False)
     for plan in plans:
-        bound = lower_bound_s(np.array(lengths), plan.limits, made.situation, MeshConfig(), cuts=False)
-        assert 0 < bound <= simulate(plan, made.situation, record=False).step_s * (1 + 1e-9), plan.made_by
+        bound = lower_bound_s(np.array(lengths), plan.limits, made.context, MeshConfig(), cuts=False)
+        assert 0 < bound <= simulate(plan, made.context, record=False).step_s * (1 + 1e-9), plan.made_by
 
 
 def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> float:
     """Every way to run sequences in one or two rounds on any subsets of four ranks that are powers of two."""
-    prices = prices_of(made.situation, made.limits, config, int(lengths.max()))
-    seconds, degrees = prices.of(lengths).seconds, prices.degrees.tolist()
-    homes = [home for d in degrees for home in combinations(range(4), d)]
-    column = [degrees.index(len(home)) for home in homes]
+    cost_table = cost_table_of(made.context, made.limits, config, int(lengths.max()))
+    seconds, degrees = cost_table.of(lengths).seconds, cost_table.degrees.tolist()
+    cp_groups = [cp_group for d in degrees for cp_group in combinations(range(4), d)]
+    column = [degrees.index(len(cp_group)) for cp_group in cp_groups]
     best = float("inf")
     for rounds in (1, 2):
-        places = [(r, h) for r in range(rounds) for h in range(len(homes))]
-        inside = np.array([[r * 4 + rank for rank in homes[h]] + [-1] * (4 - len(homes[h])) for r, h in places])
+        places = [(r, h) for r in range(rounds) for h in range(len(cp_groups))]
+        inside = np.array([[r * 4 + rank for rank in cp_groups[h]] + [-1] * (4 - len(cp_groups[h])) for r, h in places])
         busy = np.zeros((len(places), 4 * rounds + 1))
         np.put_along_axis(busy, inside, 1.0, axis=1)
         busy = busy[:, :-1]
         time, held = np.zeros((1, 4 * rounds)), np.zeros((1, 4 * rounds))
         for k, n in enumerate(lengths.tolist()):
             mine = np.array([seconds[k, column[h]] for _, h in places])[:, None] * np.where(busy > 0, busy, 0)
-            tokens = np.array([n / len(homes[h]) for _, h in places])[:, None] * busy
+            tokens = np.array([n / len(cp_groups[h]) for _, h in places])[:, None] * busy
             time = (time[:, None, :] + np.nan_to_num(mine, posinf=1e9)[None]).reshape(-1, 4 * rounds)
             held = (held[:, None, :] + tokens[None]).reshape(-1, 4 * rounds)
             fits = held.max(axis=1) <= CAP
             time, held = time[fits], held[fits]
         if len(time):
             steps = time.reshape(-1, rounds, 4).max(axis=2).sum(axis=1)
-            best = min(best, float(steps.min()) + rounds * prices.launch_s)
+            best = min(best, float(steps.min()) + rounds * cost_table.launch_s)
     return best
 
 
@@ -166,7 +170,7 @@ def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths: lis
     made = chain(slow=slow, zero=True, ranks=4, node=2)
     config = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off")
     best = best_of_all(np.array(lengths), made, config)
-    assert lower_bound_s(np.array(lengths), made.limits, made.situation, config, cuts=False) <= best * (1 + 1e-9)
+    assert lower_bound_s(np.array(lengths), made.limits, made.context, config, cuts=False) <= best * (1 + 1e-9)
 
 
 def test_even_work_meets_the_bound() -> None:
@@ -175,8 +179,8 @@ def test_even_work_meets_the_bound() -> None:
     plan = StepPlan(
         sequences([200] * RANKS), tuple(MicroBatch((Slice(i, 0, 200),), (i,)) for i in range(RANKS)), made.limits
     )
-    alone_s = sum(made.situation.costs.micro_batch_s(plan.micro_batches[0]))
-    bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.situation)
+    alone_s = sum(made.context.costs.micro_batch_s(plan.micro_batches[0]))
+    bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.context)
     assert bound == pytest.approx(alone_s, rel=1e-3)
 
 
@@ -184,19 +188,19 @@ def test_one_long_sequence_is_bounded_by_its_own_best_degree() -> None:
     """Slow links: all ranks together would take a sixth of the compute, which no degree reaches."""
     made = chain(slow=True, zero=False)
     lengths = np.array([1200])
-    bound = lower_bound_s(lengths, made.limits, made.situation, MeshConfig(remap="off"), cuts=False)
-    compute_s = float(made.situation.costs.sequence_s(lengths)[0])
-    assert bound > 1.05 * (compute_s / RANKS + made.situation.costs.launch_s)
+    bound = lower_bound_s(lengths, made.limits, made.context, MeshConfig(remap="off"), cuts=False)
+    compute_s = float(made.context.costs.sequence_s(lengths)[0])
+    assert bound > 1.05 * (compute_s / RANKS + made.context.costs.launch_s)
 
 
 def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not() -> None:
     """Six sequences that no rank holds alone: rings on the same ranks compute while each other's hops travel."""
     made, lengths = chain(slow=True, zero=False), np.full(RANKS, 1000)
-    launches_s = made.situation.costs.launch_s * 1000 / CAP
-    compute_s = float(made.situation.costs.sequence_s(lengths).sum()) / RANKS + launches_s
+    launches_s = made.context.costs.launch_s * 1000 / CAP
+    compute_s = float(made.context.costs.sequence_s(lengths).sum()) / RANKS + launches_s
     ring, exchange = (
-        lower_bound_s(lengths, made.limits, made.situation, MeshConfig(engines=(engine,), remap="off"), cuts=False)
-        for engine in ("ring", "all_to_all")
+        lower_bound_s(lengths, made.limits, made.context, MeshConfig(engines=(cp_comm,), remap="off"), cuts=False)
+        for cp_comm in ("ring", "all_to_all")
     )
     assert ring == pytest.approx(compute_s, rel=1e-3)
     assert exchange > 1.02 * compute_s
@@ -207,7 +211,7 @@ def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
     lengths = np.array([1000, *[60] * 25])
     config = MeshConfig(engines=("all_to_all",), remap="off", routed="off")
     alone, in_rounds = (
-        lower_bound_s(lengths, made.limits, made.situation, config, cuts=False)
+        lower_bound_s(lengths, made.limits, made.context, config, cuts=False)
         for made in (chain(slow=True, zero=zero) for zero in (False, True))
     )
     assert in_rounds > alone
@@ -215,4 +219,4 @@ def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
 
 def test_no_sequences_take_no_time() -> None:
     made = chain(slow=False, zero=False)
-    assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.situation) == 0
+    assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.context) == 0

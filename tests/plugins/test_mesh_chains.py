@@ -16,7 +16,7 @@ from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from evenload.plugins.mesh.candidates.slice_chains import chained
 from evenload.plugins.mesh.config import MeshConfig
-from evenload.plugins.mesh.cost_table import LEAST_TOKENS, prices_of
+from evenload.plugins.mesh.cost_table import LEAST_TOKENS, cost_table_of
 from evenload.plugins.mesh.emit.blocks import fitted, in_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def test_what_all_ranks_cannot_hold_at_once_runs_in_slices_on_several() -> None:
     assert len(mine) >= 3
     assert {len(m.ranks) for m in mine} <= {2, 4}
     assert 0 in made.cut
-    assert made.bound_s <= simulate(made, chain(512).situation).step_s
+    assert made.bound_s <= simulate(made, chain(512).context).step_s
 
 
 def test_a_sequence_too_short_for_so_many_ranks_takes_fewer() -> None:
@@ -49,8 +49,8 @@ def test_a_sequence_too_short_for_so_many_ranks_takes_fewer() -> None:
 def test_a_pipeline_waits_less_with_slices() -> None:
     planner = chain(1 << 20, dp=2, pp=4)
     batch = sequences([60000, 9000, 800, 700])
-    sliced = simulate(planner.plan(batch), planner.situation).step_s
-    shared = simulate(planner.baseline("cp_all", batch), planner.situation).step_s
+    sliced = simulate(planner.plan(batch), planner.context).step_s
+    shared = simulate(planner.baseline("cp_all", batch), planner.context).step_s
     assert sliced < 0.75 * shared
 
 
@@ -65,9 +65,9 @@ def test_every_way_of_cutting_is_lawful(lengths: list[int], cap: int, plane: tup
     planner = chain(cap, *plane)
     limits = replace(planner.limits, max_tokens=cap, equal_counts=equal and plane[1] == 1)
     values = np.array(lengths, dtype=np.int64)
-    prices = prices_of(planner.situation, limits, MeshConfig(), int(values.max()))
+    cost_table = cost_table_of(planner.context, limits, MeshConfig(), int(values.max()))
     bare = StepPlan(sequences(lengths), (), limits)
-    found = [in_blocks(bare, limits, blocks, "chains").check() for blocks in chained(values, prices, limits)]
+    found = [in_blocks(bare, limits, blocks, "chains").check() for blocks in chained(values, cost_table, limits)]
     assert found
     for made in found:
         counts = {len(made.of_rank(rank)) for rank in range(plane[0])}
@@ -78,8 +78,10 @@ def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
     planner = chain(512)
     limits = replace(planner.limits, max_tokens=512)
     lengths = np.array([8000, 60], dtype=np.int64)
-    prices = prices_of(planner.situation, limits, MeshConfig(), 8000)
-    made = in_blocks(StepPlan(sequences(lengths), (), limits), limits, next(chained(lengths, prices, limits)), "chains")
+    cost_table = cost_table_of(planner.context, limits, MeshConfig(), 8000)
+    made = in_blocks(
+        StepPlan(sequences(lengths), (), limits), limits, next(chained(lengths, cost_table, limits)), "chains"
+    )
     whole = max(peak for peak, _ in peaks_of_stage(made, 0))
     less = fitted(made, 0.6 * whole).check()
     assert less.replayed
@@ -93,8 +95,8 @@ def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
 def test_slices_keep_the_cap_however_many_they_are(length: int, cap: int, degree: int) -> None:
     """Equal in cost where that keeps the cap, else at the cap; and no rank has less than it needs."""
     limits = replace(chain(cap).limits, max_tokens=cap)
-    prices = prices_of(chain(cap).situation, limits, MeshConfig(max_degree=degree), length)
-    for blocks in chained(np.array([length]), prices, limits):
+    cost_table = cost_table_of(chain(cap).context, limits, MeshConfig(max_degree=degree), length)
+    for blocks in chained(np.array([length]), cost_table, limits):
         mine = [m for block in blocks for one in block.rounds for m in one if m.slices]
         assert sum(m.num_tokens for m in mine) == length
         for m in mine:
@@ -105,11 +107,11 @@ def test_slices_keep_the_cap_however_many_they_are(length: int, cap: int, degree
 def test_degrees_that_no_engine_can_share_are_not_tried() -> None:
     planner = chain(1 << 20, dp=6, pp=2)
     for engines, usable in ((("hybrid",), [1, 4, 6]), (("all_to_all",), [1, 2, 3, 4]), (("ring",), [1, 2, 3, 4, 5, 6])):
-        prices = prices_of(planner.situation, planner.limits, MeshConfig(engines=engines), 4000)
-        assert prices.usable == usable
+        cost_table = cost_table_of(planner.context, planner.limits, MeshConfig(engines=engines), 4000)
+        assert cost_table.usable == usable
         degrees = {
             len(m.ranks)
-            for blocks in chained(np.array([4000, 100]), prices, replace(planner.limits, max_tokens=4000))
+            for blocks in chained(np.array([4000, 100]), cost_table, replace(planner.limits, max_tokens=4000))
             for block in blocks
             for one in block.rounds
             for m in one

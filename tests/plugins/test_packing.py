@@ -68,10 +68,10 @@ def test_the_bound_holds_for_every_planner_and_ours_stays_within_its_guarantee(l
     made = chain(ranks)
     batch = sequences(lengths)
     plan = made.plan(batch)
-    ours = predict(plan, made.situation.costs)
+    ours = predict(plan, made.context.costs)
     # The stock plan is left out: its micro-batches are capped in samples, so it may launch fewer.
     capped = [made.baseline(name, batch) for name in made.baseline_names if name != "padded"]
-    others = [predict(plan, made.situation.costs) for plan in capped]
+    others = [predict(plan, made.context.costs) for plan in capped]
     assert all(p.step_s >= plan.bound_s * (1 - 1e-9) for p in (ours, *others))
     # A greedy can lose to luck on a handful of samples, never by more than its guarantee.
     assert ours.step_s <= 1.34 * min(p.step_s for p in others)
@@ -82,8 +82,8 @@ def test_plans_depend_on_lengths_alone(lengths: list[int], ranks: int, random: o
     made = chain(ranks)
     assert made.plan(sequences(lengths)).digest == made.plan(sequences(lengths)).digest
     mixed = sorted(lengths, key=lambda _: random.random())  # type: ignore[attr-defined]
-    one = predict(made.plan(sequences(lengths)), made.situation.costs)
-    other = predict(made.plan(sequences(mixed)), made.situation.costs)
+    one = predict(made.plan(sequences(lengths)), made.context.costs)
+    other = predict(made.plan(sequences(mixed)), made.context.costs)
     assert one.step_s == pytest.approx(other.step_s, rel=0.05)
 
 
@@ -98,13 +98,13 @@ def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
 def test_within_one_percent_of_the_bound_when_no_sequence_exceeds_the_mean(seed: int, count: int, ranks: int) -> None:
     made = chain(ranks, cap=16384)
     lengths = heavy_tail(seed, count, 8192)
-    seconds = made.situation.costs.sequence_s(lengths)
+    seconds = made.context.costs.sequence_s(lengths)
     plan = made.plan(sequences(lengths))
-    step_s = predict(plan, made.situation.costs).step_s
+    step_s = predict(plan, made.context.costs).step_s
     if seconds.max() <= seconds.mean() * count / ranks:
         assert step_s <= 1.01 * plan.bound_s
     else:
-        assert step_s == pytest.approx(seconds.max() + made.situation.costs.launch_s, rel=0.01)
+        assert step_s == pytest.approx(seconds.max() + made.context.costs.launch_s, rel=0.01)
 
 
 def test_the_baselines_are_what_they_say() -> None:
@@ -133,10 +133,10 @@ def test_a_cap_that_another_plugin_set_is_named() -> None:
     ((plugin, config),) = made.links
     bare = StepPlan(sequences([5, 200]), (), replace(made.limits, max_tokens=100))
     with pytest.raises(EvenloadError, match="longer than the least max_tokens of all plugins") as caught:
-        plugin.plan(bare, made.situation, config)
+        plugin.plan(bare, made.context, config)
     assert caught.value.found == "sequence 1 has 200 tokens, the cap is 100"
     with pytest.raises(EvenloadError, match="the least max_tokens of all plugins is smaller than two blocks"):
-        plugin.plan(bare, made.situation, config.model_copy(update={"slices": "auto", "block_tokens": 128}))
+        plugin.plan(bare, made.context, config.model_copy(update={"slices": "auto", "block_tokens": 128}))
 
 
 @pytest.mark.parametrize("block", [1, 3, 64, 128])

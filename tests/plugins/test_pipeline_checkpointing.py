@@ -17,7 +17,7 @@ from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
@@ -47,9 +47,9 @@ PRICE = PassCost(launch_s=0.5, token_s=1.0, pair_s=0.01)
 BESIDE = Beside(3.0, 20.0, 30.0, 5.0, 7.0, 11.0)
 
 
-def situation(pp: int, dp: int = 1) -> Situation:
+def context(pp: int, dp: int = 1) -> PlanningContext:
     costs = Costs(source="test", forward=PRICE, backward=PRICE.scaled(2.0, 2.0))
-    return Situation(costs, Layout(pp=pp, dp=dp), DEVICE)
+    return PlanningContext(costs, Layout(pp=pp, dp=dp), DEVICE)
 
 
 def limits(stages: int, layers: int, ranks: int = 1, beside: Beside = BESIDE) -> Limits:
@@ -191,7 +191,7 @@ def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
     plan: StepPlan, share: float, solver: bool
 ) -> None:
     tight = capped(plan, share)
-    found = fitted(tight, situation(plan.limits.num_stages, plan.limits.num_ranks), CONFIG, solver=solver).check()
+    found = fitted(tight, context(plan.limits.num_stages, plan.limits.num_ranks), CONFIG, solver=solver).check()
     room = tight.limits.max_activation_bytes
     assert held(found) <= room
     assert found.order == plan.order
@@ -213,7 +213,7 @@ def refuse_a_layer_too_many(found: StepPlan, room: float) -> None:
 def test_other_peoples_chunks_recompute_no_layer_too_many_either() -> None:
     """With one number of layers for all they are the fastest here; most of these layers are not needed."""
     given = under(StepPlan(sequences([75, 10]), (), replace(limits(2, 4), max_tokens=64)), 15_000.0)
-    found = plan_of_plugin(given, situation(2), PipelineConfig(max_tokens=64, block_tokens=16, solver_ms=0)).check()
+    found = plan_of_plugin(given, context(2), PipelineConfig(max_tokens=64, block_tokens=16, solver_ms=0)).check()
     assert found.made_by == "pipeline (fixed_chunks)"
     assert any(map(any, found.recompute))
     refuse_a_layer_too_many(found, 15_000.0)
@@ -264,12 +264,12 @@ def ragged() -> StepPlan:
     lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.2, 60), 2, 900).astype(int)
     within = replace(limits(4, 8), max_tokens=400)
     bare = StepPlan(sequences(lengths), (), within)
-    every = chunkings(bare, within, situation(4), PipelineConfig(max_tokens=400))
-    return capped(ordered(min(every, key=lambda plan: len(plan.micro_batches)), situation(4)), 0.3)
+    every = chunkings(bare, within, context(4), PipelineConfig(max_tokens=400))
+    return capped(ordered(min(every, key=lambda plan: len(plan.micro_batches)), context(4)), 0.3)
 
 
 def test_the_program_gains_where_chunks_are_unlike() -> None:
-    plan, at = ragged(), situation(4)
+    plan, at = ragged(), context(4)
     quick, slow = (simulate(fitted(plan, at, config), at).step_s for config in (GREEDY, CONFIG))
     same = min(
         simulate(one, at).step_s
@@ -281,7 +281,7 @@ def test_the_program_gains_where_chunks_are_unlike() -> None:
 
 
 def test_equal_questions_have_equal_answers() -> None:
-    plan, at = ragged(), situation(4)
+    plan, at = ragged(), context(4)
     every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
     assert fitted(plan, at, CONFIG).digest == fitted(every, at, CONFIG).digest
 
@@ -289,7 +289,7 @@ def test_equal_questions_have_equal_answers() -> None:
 def test_later_stages_recompute_less() -> None:
     """The first stage has most in flight. No head, which the last stage alone would hold."""
     plan = capped(chunked([30] * 16, 30, limits(4, 6, beside=Beside())), 0.4)
-    sums = [sum(row) for row in fitted(plan, situation(4), CONFIG).recompute]
+    sums = [sum(row) for row in fitted(plan, context(4), CONFIG).recompute]
     assert sums == sorted(sums, reverse=True)
     assert sums[0] > sums[-1]
 
@@ -300,20 +300,20 @@ def test_ranks_that_share_nothing_do_not_matter_to_each_other() -> None:
     room = capped(chunked(both[::2], 15, limits(3, 4)), 0.3).limits.max_activation_bytes
     two = under(chunked(both, 15, limits(3, 4, ranks=2)), room)
     alone = under(chunked(both[::2], 15, limits(3, 4)), room)
-    beside_others = fitted(two, situation(3, 2), CONFIG).recompute
+    beside_others = fitted(two, context(3, 2), CONFIG).recompute
     mine = list(two.of_rank(0))
-    assert [tuple(row[i] for i in mine) for row in beside_others] == list(fitted(alone, situation(3), CONFIG).recompute)
+    assert [tuple(row[i] for i in mine) for row in beside_others] == list(fitted(alone, context(3), CONFIG).recompute)
 
 
 def test_nothing_is_recomputed_where_all_fits() -> None:
     plan = capped(chunked([90, 40, 20], 20, limits(4, 5)), 1.0)
     every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
-    assert fitted(every, situation(4), CONFIG).recompute == ()
+    assert fitted(every, context(4), CONFIG).recompute == ()
 
 
 def test_a_recipe_that_recomputes_is_overruled_where_all_fits() -> None:
     plan = chunked([50, 20], 20, replace(limits(2, 3), activation_bytes_per_token=8.0, replay_bytes_per_token=100.0))
-    assert fitted(plan, situation(2), CONFIG).recompute == ((0,) * 4,) * 2
+    assert fitted(plan, context(2), CONFIG).recompute == ((0,) * 4,) * 2
 
 
 def test_a_host_order_is_kept() -> None:
@@ -324,7 +324,7 @@ def test_a_host_order_is_kept() -> None:
         limits(1, 4),
     )
     plan = capped(bare, 0.5)
-    found = fitted(plan, situation(1), CONFIG).check()
+    found = fitted(plan, context(1), CONFIG).check()
     assert found.order == ()
     assert held(found) <= plan.limits.max_activation_bytes
     # One micro-batch at a time: the longest two have a layer or more again, the shortest none.
@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     room = 200 * 2.0 * 4  # K and V of 200 tokens in 4 layers: nothing is left beside them
     plan = under(chunked([200, 30], 25, limits(3, 4)), room)
     with pytest.raises(DoesNotFitError) as caught:
-        fitted(plan, situation(3), CONFIG)
+        fitted(plan, context(3), CONFIG)
     error = caught.value
     everything = plan.revised(recompute=((4,) * len(plan.micro_batches),) * 3)
     peaks = [peaks_of_stage(everything, stage)[error.most.rank][0] for stage in range(3)]
@@ -348,11 +348,11 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     enough = re.search(r"activation_gib to (\S+)", error.do)
     assert enough
     told = float(enough[1]) * GIB
-    assert held(fitted(under(plan, told), situation(3), CONFIG)) <= told <= max(peaks) * 1.01
+    assert held(fitted(under(plan, told), context(3), CONFIG)) <= told <= max(peaks) * 1.01
 
 
 def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap() -> None:
-    at = situation(3)
+    at = context(3)
     small = replace(at, cluster=DEVICE.model_copy(update={"memory_bytes": 1000.0}))
     with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens"):
         fitted(chunked([200, 30], 25, limits(3, 4)), small, CONFIG)
@@ -361,7 +361,7 @@ def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap() -> None:
 @pytest.mark.parametrize("within", [limits(2, 4), Limits(1, 1 << 20, num_stages=2, splits_backward=True)])
 def test_weights_that_leave_no_room_are_told(within: Limits) -> None:
     """Also where nothing is known of what activations hold."""
-    at = situation(2)
+    at = context(2)
     memory = at.costs.memory.model_copy(update={"fixed_bytes": 2e12})
     heavy = replace(at, costs=at.costs.model_copy(update={"memory": memory}))
     with pytest.raises(DoesNotFitError, match=r"take 1.86e\+03 GiB, a device has 931 GiB") as caught:
@@ -373,16 +373,16 @@ def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
     within = limits(1, 4)
     plan = chunked([30, 20], 30, within)
     grouped = replace(plan, backward=plan.micro_batches)
-    assert fitted(grouped, situation(1), CONFIG).recompute == ()
+    assert fitted(grouped, context(1), CONFIG).recompute == ()
     tight = under(grouped, 100.0)
     with pytest.raises(DoesNotFitError, match="groups of its own"):
-        fitted(tight, situation(1), CONFIG)
+        fitted(tight, context(1), CONFIG)
 
 
 def test_replays_keep_nothing_to_recompute() -> None:
     plan = chunked([60, 30, 20], 20, limits(2, 4))
     replayed = capped(plan.revised(replayed=(0, 1)), 0.3)
-    found = fitted(replayed, situation(2), CONFIG).check()
+    found = fitted(replayed, context(2), CONFIG).check()
     assert held(found) <= replayed.limits.max_activation_bytes
     assert all(row[0] == row[1] == 0 for row in found.recompute)
     assert any(map(any, found.recompute))
@@ -393,12 +393,12 @@ def test_a_forward_that_will_run_again_can_be_the_fullest_pass() -> None:
     plan = chunked([60, 50, 50], 60, limits(1, 2, beside=Beside()))
     order = tuple(Op(kind, i) for kind, i in [("F", 1), ("F", 2), ("F", 0), ("B", 1), ("B", 2), ("B", 0)])
     replayed = under(replace(plan, order=(order,), replayed=(0,)).check(), 100 * 2 * 100.0 + 2000)
-    assert sum(fitted(replayed, situation(1), GREEDY).recompute[0]) == 1
+    assert sum(fitted(replayed, context(1), GREEDY).recompute[0]) == 1
 
 
 @pytest.mark.parametrize("missing", ["pulp", "highspy"])
 def test_without_a_solver_the_quick_answer_stands(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, at = ragged(), situation(4)
+    plan, at = ragged(), context(4)
     quick = fitted(plan, at, GREEDY)
     assert fitted(plan, at, CONFIG).recompute != quick.recompute
     assert fitted(plan, at, CONFIG, solver=False).recompute == quick.recompute
@@ -413,7 +413,7 @@ def test_a_solver_that_fails_is_told_of_and_the_quick_answer_stands(
         raise RuntimeError("libhighs is not for this machine")
 
     monkeypatch.setattr("pulp.HiGHS", broken)
-    plan, at = ragged(), situation(4)
+    plan, at = ragged(), context(4)
     assert fitted(plan, at, CONFIG).recompute == fitted(plan, at, GREEDY).recompute
     assert "libhighs is not for this machine" in caplog.text
 
@@ -424,7 +424,7 @@ def test_ends_that_differ_by_rounding_alone_are_alike(monkeypatch: pytest.Monkey
     for noise in (0.0, 1e-15, -1e-15):
         ends = iter([1.0, 1.0 + noise, 1.0])
         monkeypatch.setattr(checkpointing, "_ends", lambda plan, teams, at, ends=ends: [next(ends)])
-        found.append(fitted(ragged(), situation(4), CONFIG).recompute)
+        found.append(fitted(ragged(), context(4), CONFIG).recompute)
     assert found[0] == found[1] == found[2]
 
 
@@ -458,6 +458,6 @@ def test_shared_micro_batches_without_an_order_are_fitted_by_the_plugin_too() ->
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))
     given = capped(StepPlan(sequences([n for n, _ in parts]), micro_batches, limits(1, 4, ranks=2)), 0.3)
     room = given.limits.max_activation_bytes
-    found = plan_of_plugin(given, situation(1, 2), PipelineConfig(activation_gib=room / GIB)).check()
+    found = plan_of_plugin(given, context(1, 2), PipelineConfig(activation_gib=room / GIB)).check()
     assert any(map(any, found.recompute))
     assert held(found) <= room

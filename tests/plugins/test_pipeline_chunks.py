@@ -13,7 +13,7 @@ from evenload.core.machine.cluster import load
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
 from evenload.core.planning.setting import RECIPES
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.baselines import on_one_mesh
 from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts, taper
 from evenload.plugins.pipeline.config import PipelineConfig
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 FORWARD = PassCost(launch_s=100.0, token_s=1.0, pair_s=0.01)
 BACKWARD = PassCost(launch_s=200.0, token_s=2.0, pair_s=0.025)
 PRICE = FORWARD.plus(BACKWARD)
-AT = Situation(
+AT = PlanningContext(
     Costs(source="made up", forward=FORWARD, backward=BACKWARD), Layout(pp=4), load("a100", RECIPES / "clusters")
 )
 LENGTHS = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
@@ -73,8 +73,8 @@ def test_chunkings_hold_every_token_once_in_order_under_the_cap(
     found = list(chunkings(bare, limits, AT, config))
     assert found
     for plan in found:
-        homes = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
-        assert all(homes[s.sequence] == m.ranks for m in plan.micro_batches for s in m.slices)
+        cp_groups = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
+        assert all(cp_groups[s.sequence] == m.ranks for m in plan.micro_batches for s in m.slices)
         assert tokens_once([list(m.slices) for m in plan.micro_batches], lengths)
         assert all(m.num_tokens <= cap for m in plan.micro_batches)
         assert all(plan.of_rank(rank) for rank in range(ranks)), "every rank has at least a dummy"

@@ -15,7 +15,7 @@ from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_of_stage
 from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
 from evenload.plugins.pipeline.elastic import lines_of, ordered
@@ -48,10 +48,10 @@ LIMITS = Limits(
 )
 
 
-def situation(
+def context(
     stages: int, costs: Costs = ONE, *, head_frac: float = 0.0, ranks: int = 1, **traffic: float
-) -> Situation:
-    return Situation(costs, Layout(pp=stages, dp=ranks), PLAIN, Traffic(**traffic), head_frac)
+) -> PlanningContext:
+    return PlanningContext(costs, Layout(pp=stages, dp=ranks), PLAIN, Traffic(**traffic), head_frac)
 
 
 def chain(*chunks: int, stages: int = 2) -> StepPlan:
@@ -79,7 +79,7 @@ def peak_bytes(plan: StepPlan) -> float:
 
 
 @st.composite
-def chunked(draw: st.DrawFn) -> tuple[StepPlan, Situation]:
+def chunked(draw: st.DrawFn) -> tuple[StepPlan, PlanningContext]:
     """Micro-batches of slices of any sequences, on some ranks and stages, and what their passes cost."""
     ranks, stages, places = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(st.integers(1, 10))
     packs: dict[tuple[int, int], list[Slice]] = {}
@@ -112,13 +112,13 @@ def chunked(draw: st.DrawFn) -> tuple[StepPlan, Situation]:
     state_bytes = draw(st.sampled_from([0.0, 0.2, 3.0]))
     head_frac = draw(st.sampled_from([0.0, 0.3]))
     plan = StepPlan(sequences(lengths), batches, limits, recompute=recompute)
-    return plan, situation(stages, costs, head_frac=head_frac, ranks=ranks, state_bytes_per_token=state_bytes)
+    return plan, context(stages, costs, head_frac=head_frac, ranks=ranks, state_bytes_per_token=state_bytes)
 
 
 @settings(max_examples=100)
 @given(chunked(), st.integers(0, 3), st.sampled_from([float("inf"), 0.0, 20.0]))
 def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
-    case: tuple[StepPlan, Situation], extra: int, cap_bytes: float
+    case: tuple[StepPlan, PlanningContext], extra: int, cap_bytes: float
 ) -> None:
     plan, at = case
     made = ordered(plan, at, extra=extra, cap_bytes=cap_bytes).check()
@@ -134,7 +134,9 @@ def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
 
 @settings(max_examples=80)
 @given(chunked(), st.integers(0, 2))
-def test_weight_passes_never_lengthen_a_step_nor_need_memory(case: tuple[StepPlan, Situation], extra: int) -> None:
+def test_weight_passes_never_lengthen_a_step_nor_need_memory(
+    case: tuple[StepPlan, PlanningContext], extra: int
+) -> None:
     plan, at = case
     whole = ordered(plan, at, extra=extra)
     split = ordered(plan, at, extra=extra, split=True).check()
@@ -148,7 +150,7 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(case: tuple[StepPla
 
 @settings(max_examples=40)
 @given(chunked(), st.booleans())
-def test_the_clock_is_the_simulator(case: tuple[StepPlan, Situation], split: bool) -> None:
+def test_the_clock_is_the_simulator(case: tuple[StepPlan, PlanningContext], split: bool) -> None:
     plan, at = case
     made = ordered(plan, at, extra=1, split=split)
     clock = clock_of(plan, at)
@@ -161,7 +163,7 @@ def test_the_clock_is_the_simulator(case: tuple[StepPlan, Situation], split: boo
 
 def test_a_link_carries_one_chunk_at_a_time() -> None:
     batches = (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(0, 4, 6),), (0,)))
-    at = situation(2, state_bytes_per_token=3.0)
+    at = context(2, state_bytes_per_token=3.0)
     made = ordered(StepPlan(sequences([6]), batches, LIMITS), at).check()
     # The last stage has F0 at 4 + 12, F1 at 16 + 6; B1 ends at 28, B0 at 36, and is there at 36 + 12.
     assert end_of(made.order, clock_of(made, at)) == simulate(made, at).step_s == 56
@@ -169,7 +171,7 @@ def test_a_link_carries_one_chunk_at_a_time() -> None:
 
 @settings(max_examples=40)
 @given(chunked(), st.data())
-def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, Situation], data: st.DataObject) -> None:
+def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, PlanningContext], data: st.DataObject) -> None:
     plan, at = case
     numbers = range(len(plan.micro_batches))
     ends = sorted(data.draw(st.sets(st.sampled_from(numbers), max_size=3)))
@@ -179,27 +181,27 @@ def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, Situation], da
 
 
 def test_whole_sequences_run_one_forward_one_backward() -> None:
-    made = ordered(chain(1, 1, 1, 1, 1, stages=3), situation(3)).check()
+    made = ordered(chain(1, 1, 1, 1, 1, stages=3), context(3)).check()
     assert [list(ops) for ops in made.order] == [one_forward_one_backward(range(5), ahead) for ahead in (2, 1, 0)]
 
 
 def test_a_stage_alternates_between_the_next_sequence_and_the_finished_one() -> None:
-    made = ordered(chain(3, 3), situation(2)).check()
+    made = ordered(chain(3, 3), context(2)).check()
     assert words(made) == ["F0 F1 F2 F3 B2 F4 B1 F5 B0 B5 B4 B3", "F0 F1 F2 B2 F3 B1 F4 B0 F5 B5 B4 B3"]
 
 
 def test_ever_fewer_are_in_flight_where_sequences_get_shorter() -> None:
-    made = ordered(chain(3, 1, 1), situation(2)).check()
+    made = ordered(chain(3, 1, 1), context(2)).check()
     assert words(made) == ["F0 F1 F2 B2 B1 F3 B0 F4 B3 B4", "F0 F1 F2 B2 B1 B0 F3 B3 F4 B4"]
 
 
 def test_extra_forwards_run_ahead_for_each_stage_behind() -> None:
-    made = ordered(chain(1, 1, 1, 1, 1, 1, 1, 1, stages=3), situation(3), extra=1).check()
+    made = ordered(chain(1, 1, 1, 1, 1, 1, 1, 1, stages=3), context(3), extra=1).check()
     assert [in_flight(ops) for ops in made.order] == [5, 3, 1]
 
 
 def test_one_stage_finishes_a_sequence_before_the_next() -> None:
-    made = ordered(chain(2, 1, 3, stages=1), situation(1), extra=2).check()
+    made = ordered(chain(2, 1, 3, stages=1), context(1), extra=2).check()
     assert words(made) == ["F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"]
 
 
@@ -212,31 +214,31 @@ def test_backwards_run_by_the_forwards_they_need() -> None:
     assert lines.backward == [2, 0, 3, 1, 6, 5, 4]
     assert lines.need == [3, 3, 4, 4, 7, 7, 7]
     assert lines.owed == [3, 4, 5, 6, 7, 7, 7]
-    ordered(plan, situation(2)).check()
+    ordered(plan, context(2)).check()
 
 
 def test_a_pipeline_starts_before_the_one_before_has_ended_but_not_ahead_of_its_forwards() -> None:
     plan = chain(1, 1, 1, 1, 3)
-    last = words(ordered(plan, situation(2), groups=[[0, 1, 2, 3], [4, 5, 6]]).check())[1]
+    last = words(ordered(plan, context(2), groups=[[0, 1, 2, 3], [4, 5, 6]]).check())[1]
     assert last == "F0 B0 F1 B1 F2 B2 F3 F4 F5 B3 F6 B6 B5 B4"
-    assert words(ordered(plan, situation(2)).check())[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
+    assert words(ordered(plan, context(2)).check())[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
 
 
 def test_groups_may_run_in_another_order_than_the_launch() -> None:
-    made = ordered(chain(1, 3), situation(2), groups=[[1, 2, 3], [0]]).check()
+    made = ordered(chain(1, 3), context(2), groups=[[1, 2, 3], [0]]).check()
     assert words(made)[1] == "F1 F2 F3 B3 B2 B1 F0 B0"
 
 
 def test_without_any_memory_a_stage_runs_what_its_next_backward_needs_and_no_more() -> None:
     plan = chain(3, 2, 3, 1, stages=3)
     lines = lines_of(plan, 0)
-    made = ordered(plan, situation(3), extra=1, cap_bytes=0.0).check()
+    made = ordered(plan, context(3), extra=1, cap_bytes=0.0).check()
     assert [list(ops) for ops in made.order] == [in_slots(lines.forward, lines.backward, lines.need, 0)] * 3
 
 
 def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
     plan = chain(4, 4, 4, 4, stages=3)
-    at, chunk_bytes = situation(3), 2.0
+    at, chunk_bytes = context(3), 2.0
     free = ordered(plan, at, extra=2)
     assert in_flight(free.order[0]) == 10
     capped = ordered(plan, at, extra=2, cap_bytes=6 * chunk_bytes).check()
@@ -246,37 +248,37 @@ def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
 
 def test_weight_gradients_fill_the_drain() -> None:
     plan = chain(1, 1)
-    assert simulate(ordered(plan, situation(2)), situation(2)).step_s == 9
-    made = ordered(plan, situation(2), split=True).check()
+    assert simulate(ordered(plan, context(2)), context(2)).step_s == 9
+    made = ordered(plan, context(2), split=True).check()
     # The last stage: F0 1..2, B0 ..3, F1 ..4, B1 ..5, W0 W1 ..7; the first: B0 3..5, B1 ..7.
     assert words(made) == ["F0 F1 B0 B1", "F0 B0 F1 B1 W0 W1"]
-    assert simulate(made, situation(2)).step_s == 7
+    assert simulate(made, context(2)).step_s == 7
 
 
 def test_a_rank_that_is_done_early_anyway_splits_nothing() -> None:
     batches = tuple(MicroBatch((Slice(i, 0, 1),), (int(i == 4),)) for i in range(5))
     plan = StepPlan(sequences([1] * 5), batches, replace(LIMITS, num_ranks=2))
-    made = ordered(plan, situation(2, ranks=2), split=True).check()
+    made = ordered(plan, context(2, ranks=2), split=True).check()
     assert made.split[1]
     assert all(4 not in split for split in made.split)
 
 
 def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() -> None:
     plan = chain(*[1] * 8)  # a chunk holds 2 bytes and defers 0.8: two chunks at the first stage hold 4
-    made = ordered(plan, situation(2), split=True).check()
+    made = ordered(plan, context(2), split=True).check()
     waiting = list(accumulate({"F": 0, "B": 1, "W": -1}[op.kind] for op in made.order[1]))
     assert max(waiting) > 1
-    assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, situation(2)))
+    assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, context(2)))
     heavy = replace(plan, limits=replace(plan.limits, deferred_bytes_per_token=100.0))
-    assert not any(ordered(heavy, situation(2), split=True).split)
+    assert not any(ordered(heavy, context(2), split=True).split)
 
 
 def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_step() -> None:
     plan = chain(1, 1, 1)
-    assert any(ordered(plan, situation(2), split=True).split)
+    assert any(ordered(plan, context(2), split=True).split)
     for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, equal_counts=True)):
-        given_order = ordered(plan, situation(2)).order
-        made = placed(replace(plan, limits=limits, order=given_order), situation(2))
+        given_order = ordered(plan, context(2)).order
+        made = placed(replace(plan, limits=limits, order=given_order), context(2))
         assert made.order == given_order
 
 
@@ -287,22 +289,22 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
     order = (*(Op("F", i) for i in range(4)), *(Op("B", j) for j in range(3)))
     bare = StepPlan(sequences(lengths), alone, LIMITS)
     plan = replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)).check()
-    assert ordered(plan, situation(2), extra=3) is plan
-    made = ordered(plan, situation(2), split=True).check()
+    assert ordered(plan, context(2), extra=3) is plan
+    made = ordered(plan, context(2), split=True).check()
     assert without_weights(made) == [list(order)] * 2
     # B0 is the fullest moment: there is no room for what it would defer.
     assert words(made)[1] == "F0 F1 F2 F3 B0 B1 B2 W1 W2"
-    assert simulate(made, situation(2)).step_s < simulate(plan, situation(2)).step_s
+    assert simulate(made, context(2)).step_s < simulate(plan, context(2)).step_s
 
 
 def test_shared_micro_batches_keep_their_order() -> None:
     limits = replace(LIMITS, num_ranks=2)
-    batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), engine="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
+    batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
     plan = StepPlan(sequences([8, 2]), batches, limits).check()
-    assert ordered(plan, situation(2, ranks=2), split=True) is plan
+    assert ordered(plan, context(2, ranks=2), split=True) is plan
 
 
-def long_tailed(seed: int, stages: int) -> tuple[StepPlan, Situation]:
+def long_tailed(seed: int, stages: int) -> tuple[StepPlan, PlanningContext]:
     """A few long sequences in chunks of equal cost, longest first, then packs of short ones; hand-overs take time."""
     draw = np.random.default_rng(seed)
     lengths = np.sort(np.clip(draw.lognormal(6.0, 1.4, 96), 8, 12_000)).astype(int)[::-1]
@@ -326,7 +328,7 @@ def long_tailed(seed: int, stages: int) -> tuple[StepPlan, Situation]:
     packs += [pack] if pack else []
     batches = tuple(MicroBatch(tuple(p), (0,)) for p in packs)
     limits = replace(LIMITS, num_stages=stages, max_tokens=1 << 20)
-    return StepPlan(sequences(lengths), batches, limits), situation(stages, costs, state_bytes_per_token=1e-4 / stages)
+    return StepPlan(sequences(lengths), batches, limits), context(stages, costs, state_bytes_per_token=1e-4 / stages)
 
 
 def chain_by_chain(plan: StepPlan) -> StepPlan:

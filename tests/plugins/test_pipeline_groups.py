@@ -11,7 +11,7 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
 from hypothesis import given, settings
@@ -40,14 +40,14 @@ def chunked(chunks: Sequence[int], room: float = float("inf"), ranks: int = 1, s
     return StepPlan(sequences([CHUNK * n for n in chunks]), tuple(micro_batches), limits)
 
 
-def situation(ranks: int = 1) -> Situation:
-    return Situation(COSTS, Layout(pp=4, dp=ranks), DEVICE)
+def context(ranks: int = 1) -> PlanningContext:
+    return PlanningContext(COSTS, Layout(pp=4, dp=ranks), DEVICE)
 
 
 def test_one_pipeline_where_memory_is_plenty() -> None:
     """Each one more would be filled and drained for nothing."""
     plan = chunked([8, 8, 4, 2, 1, 1, 1])
-    assert grouped(plan, situation(), CONFIG) == [list(range(25))]
+    assert grouped(plan, context(), CONFIG) == [list(range(25))]
 
 
 def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_others_recompute() -> None:
@@ -57,12 +57,12 @@ def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_o
     layers. A layer takes 2 s; a pipeline more takes 3 * 30 s.
     """
     plan = chunked([16, *([1] * 100)], room=40 * LAYER_BYTES)
-    assert grouped(plan, situation(), CONFIG) == [list(range(16)), list(range(16, 116))]
+    assert grouped(plan, context(), CONFIG) == [list(range(16)), list(range(16, 116))]
 
 
 def test_few_short_ones_are_not_worth_a_pipeline() -> None:
     plan = chunked([16, 1, 1], room=40 * LAYER_BYTES)
-    assert grouped(plan, situation(), CONFIG) == [list(range(18))]
+    assert grouped(plan, context(), CONFIG) == [list(range(18))]
 
 
 def test_sequences_that_meet_in_a_chunk_stay_together() -> None:
@@ -71,7 +71,7 @@ def test_sequences_that_meet_in_a_chunk_stay_together() -> None:
     m = plan.micro_batches
     joined = MicroBatch((m[3].slices[0], m[4].slices[0]), (0,))
     plan = replace(plan, micro_batches=(*m[:3], joined, *m[5:]))
-    groups = grouped(plan, situation(), CONFIG)
+    groups = grouped(plan, context(), CONFIG)
     assert len(groups) == 2
     assert groups[0] == [0, 1, 2, 3, 4]
 
@@ -79,8 +79,8 @@ def test_sequences_that_meet_in_a_chunk_stay_together() -> None:
 def test_a_run_costs_what_its_costliest_rank_does() -> None:
     """Rank 1 has no long sequence, and nothing to spare; rank 0 decides."""
     chunks = [16, 1, *([1, 1] * 60)]
-    alone = grouped(chunked(chunks[::2], room=40 * LAYER_BYTES), situation(), CONFIG)
-    both = grouped(chunked(chunks, room=40 * LAYER_BYTES, ranks=2), situation(2), CONFIG)
+    alone = grouped(chunked(chunks[::2], room=40 * LAYER_BYTES), context(), CONFIG)
+    both = grouped(chunked(chunks, room=40 * LAYER_BYTES, ranks=2), context(2), CONFIG)
     assert len(alone) == len(both) == 2
     assert both[0] == list(range(16))
 
@@ -96,7 +96,7 @@ def test_every_chunk_is_in_one_pipeline_with_its_sequence(
     chunks: list[int], ranks: int, room: float, recompute: str
 ) -> None:
     plan = chunked(chunks, room * LAYER_BYTES, min(ranks, len(chunks)))
-    at = situation(plan.limits.num_ranks)
+    at = context(plan.limits.num_ranks)
     groups = grouped(plan, at, PipelineConfig(recompute=recompute))  # type: ignore[arg-type]
     assert sorted(i for group in groups for i in group) == list(range(len(plan.micro_batches)))
     assert all(group == sorted(group) for group in groups)
@@ -114,7 +114,7 @@ def test_permuted_sequences_form_the_same_pipelines(seed: int) -> None:
     chunks = [16, 12, 5, 3, *([1] * 40)]
     order = random.permutation(len(chunks))
     sizes = [
-        [len(group) for group in grouped(chunked(row, room=40 * LAYER_BYTES), situation(), CONFIG)]
+        [len(group) for group in grouped(chunked(row, room=40 * LAYER_BYTES), context(), CONFIG)]
         for row in (chunks, [chunks[i] for i in order])
     ]
     assert sizes[0] == sizes[1]

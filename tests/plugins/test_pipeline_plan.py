@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core.costs.memory import peaks_of_stage, room_bytes
+from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan, sequences
@@ -41,7 +41,7 @@ def chain(pp: int = 2, dp: int = 1, cp: int = 1, *, plugins: Any = (), train: An
 
 
 def step_s(plan: StepPlan, of: PlanChain) -> float:
-    return simulate(plan, of.situation, record=False).step_s
+    return simulate(plan, of.context, record=False).step_s
 
 
 def held_bytes(plan: StepPlan) -> float:
@@ -68,13 +68,13 @@ def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
         return  # lanes are planned by compute alone
     names = ["whole_1f1b", "in_order", "fixed_chunks", "algorithm_1"]
     theirs = [of.baseline(name, batch) for name in names if not packed or name != "in_order"]
-    room = room_bytes(of.situation.cluster, of.situation.costs.memory, plan.limits)
+    room = activation_budget_bytes(of.context.cluster, of.context.costs.memory, plan.limits)
     fair = [one for one in theirs if one.limits.max_tokens <= CAP and held_bytes(one) <= room]
     if packed:
         links = [link for link in of.links if link[0].name == "packing"]
         fair.append(replace(of, links=tuple(links)).plan(batch))
     assert all(step_s(plan, of) <= step_s(one, of) * (1 + 1e-9) for one in fair)
-    assert 0 < plan.bound_s <= max(predict(plan, of.situation.costs).busy_s) * (1 + 1e-9)
+    assert 0 < plan.bound_s <= max(predict(plan, of.context.costs).busy_s) * (1 + 1e-9)
 
 
 @settings(max_examples=8)
@@ -98,7 +98,7 @@ def test_hosts_of_whole_sequences_get_whole_sequences(lengths: list[int]) -> Non
 def test_long_tails_leave_small_bubbles_and_gain_on_all_others() -> None:
     of = chain(4, max_tokens=4096)
     batch = sequences(long_tail(64, 16384))
-    ours = simulate(of.plan(batch), of.situation, record=False)
+    ours = simulate(of.plan(batch), of.context, record=False)
     others = {name: step_s(of.baseline(name, batch), of) for name in ("whole_1f1b", "in_order", "fixed_chunks")}
     assert ours.bubble_frac <= 0.05
     assert others["fixed_chunks"] >= 1.06 * ours.step_s
@@ -252,12 +252,12 @@ def test_algorithm_1_drains_a_pipeline_before_the_next_one_fills() -> None:
     of = chain(4, max_tokens=4096)
     bare = StepPlan(sequences([4000, 3000]), (), of.limits)
     config = of.links[0][1]
-    draft = next(iter(BASELINES["algorithm_1"].drafts(bare, of.situation, config)))
+    draft = next(iter(BASELINES["algorithm_1"].drafts(bare, of.context, config)))
     count = len(draft.micro_batches)
     first = [i for i, m in enumerate(draft.micro_batches) if m.slices[0].sequence == 0]
     groups = [first, [i for i in range(count) if i not in first]]
     assert all(groups)
-    plan = flushed(draft, groups, of.situation).check()
+    plan = flushed(draft, groups, of.context).check()
     for ops in plan.order:
         places = [[place for place, op in enumerate(ops) if op.micro_batch in group] for group in groups]
         assert max(places[0]) < min(places[1])
@@ -282,11 +282,11 @@ def test_costs_without_memory_are_enough_to_plan() -> None:
     )
     of = PlanChain.of_recipe(recipe, recipe.layout())
     free = {name: 0.0 for name in type(of.limits).__dataclass_fields__ if name.endswith("_per_token")}
-    memory = of.situation.costs.memory.model_copy(
-        update={name: 0.0 for name in type(of.situation.costs.memory).model_fields if name != "fit_error"}
+    memory = of.context.costs.memory.model_copy(
+        update={name: 0.0 for name in type(of.context.costs.memory).model_fields if name != "fit_error"}
     )
-    costs = of.situation.costs.model_copy(update={"memory": memory})
-    of = replace(of, limits=replace(of.limits, **free), situation=replace(of.situation, costs=costs))
+    costs = of.context.costs.model_copy(update={"memory": memory})
+    of = replace(of, limits=replace(of.limits, **free), context=replace(of.context, costs=costs))
     plan = of.plan(sequences([900, 300, 20, 10]))
     assert not any(map(any, plan.recompute))
     assert plan.cut == {0, 1}
@@ -307,11 +307,11 @@ def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> No
 def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() -> None:
     batch = sequences(long_tail(16, 1024))
     of = chain()
-    memory = of.situation.costs.memory.model_copy(update={"update_bytes": 2.0 * held_bytes(of.plan(batch))})
-    costs = of.situation.costs.model_copy(update={"memory": memory})
+    memory = of.context.costs.memory.model_copy(update={"update_bytes": 2.0 * held_bytes(of.plan(batch))})
+    costs = of.context.costs.model_copy(update={"memory": memory})
     cap = 0.6 * held_bytes(of.plan(batch))
     tight = chain(activation_gib=cap / GIB)
-    plan = replace(tight, situation=replace(tight.situation, costs=costs)).plan(batch)
+    plan = replace(tight, context=replace(tight.context, costs=costs)).plan(batch)
     assert held_bytes(plan) <= cap
 
 
@@ -319,7 +319,7 @@ def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() ->
 def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp: int) -> None:
     of = chain(pp, 2)
     ((plugin, config),) = of.links
-    plan = plugin.plan(of.stock(sequences([900, 700, 300, 20])), of.situation, config).check()
+    plan = plugin.plan(of.stock(sequences([900, 700, 300, 20])), of.context, config).check()
     assert plan.limits.max_tokens == CAP
     assert any("over max_tokens and left out (stock)" in note for note in plan.notes)
 
@@ -340,7 +340,7 @@ def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(
     kept, again = (chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": word}) for word in (False, True))
     plan = again.plan(batch)
     assert step_s(plan, again) <= step_s(kept.plan(batch), kept) * 1.05
-    assert plan.bound_s <= max(predict(plan, again.situation.costs).busy_s) * (1 + 1e-9)
+    assert plan.bound_s <= max(predict(plan, again.context.costs).busy_s) * (1 + 1e-9)
     off = chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": True}, recompute="off").plan(batch)
     assert not off.recompute
 
@@ -351,7 +351,7 @@ def test_stages_whose_communication_is_taken_for_one_have_the_same(layout: Layou
     plan = of.plan(sequences(long_tail(24, 4096)))
     some = tuple(tuple((i + stage) % 3 == 0 for i in range(len(plan.micro_batches))) for stage in range(4))
     plan = plan.revised(recompute=tuple(tuple(map(int, row)) for row in some))
-    times, each = (PassTimes(plan, replace(of.situation, layout=layout)) for _ in range(2))
+    times, each = (PassTimes(plan, replace(of.context, layout=layout)) for _ in range(2))
     assert len(set(times._alike)) == classes
     each._alike = list(range(4))
     for stage, ops in enumerate(plan.order):

@@ -34,7 +34,7 @@ def chain(pp: int = 2, vocab: int = 1000, **words: Any) -> PlanChain:
 
 def asked(at: PlanChain, lengths: Any = LENGTHS) -> StepPlan:
     """What the plugin plans."""
-    return plan(StepPlan(sequences(lengths), (), at.limits), at.situation, at.links[0][1]).check()
+    return plan(StepPlan(sequences(lengths), (), at.limits), at.context, at.links[0][1]).check()
 
 
 def refusal(at: PlanChain) -> DoesNotFitError:
@@ -76,19 +76,19 @@ def test_what_is_said_to_fit_does(name: str) -> None:
 
 def test_deeper_pipelines_are_those_of_their_recipes() -> None:
     at, deeper = chain(pp=2), chain(pp=8)
-    limits, situation = remedies._deeper(at.limits, at.situation, 4)
+    limits, context = remedies._deeper(at.limits, at.context, 4)
     for name in (one.name for one in fields(limits)):
         assert getattr(limits, name) == pytest.approx(getattr(deeper.limits, name)), name
-    for name, value in deeper.situation.costs.memory.model_dump(exclude_none=True).items():
-        assert getattr(situation.costs.memory, name) == pytest.approx(value), name
-    assert situation.layout == deeper.situation.layout
+    for name, value in deeper.context.costs.memory.model_dump(exclude_none=True).items():
+        assert getattr(context.costs.memory, name) == pytest.approx(value), name
+    assert context.layout == deeper.context.layout
 
 
 def test_a_batch_that_nothing_helps_is_refused_with_what_might() -> None:
     at = chain(activation_gib=1e-6)
-    small = replace(at.situation, cluster=at.situation.cluster.model_copy(update={"memory_bytes": 1.0}))
+    small = replace(at.context, cluster=at.context.cluster.model_copy(update={"memory_bytes": 1.0}))
     with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens or data\.max_length") as caught:
-        asked(replace(at, situation=small))
+        asked(replace(at, context=small))
     assert "activation_gib" not in caught.value.do
 
 

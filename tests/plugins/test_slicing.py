@@ -14,7 +14,7 @@ from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
 from evenload.core.planning.setting import RECIPES
-from evenload.core.registry import Situation
+from evenload.core.registry import PlanningContext
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
 from evenload.core.simulate.step import simulate
 from evenload.plugins.packing import baselines
@@ -46,9 +46,9 @@ def planned(
     **config: object,
 ) -> StepPlan:
     limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
-    situation = Situation(costs, Layout(dp=ranks, pp=pp), A100)
+    context = PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     section = PackingConfig(**{"enabled": True, "slices": "even", **config})
-    return plan(StepPlan(sequences(lengths), (), limits), situation, section).check()
+    return plan(StepPlan(sequences(lengths), (), limits), context, section).check()
 
 
 def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
@@ -144,8 +144,8 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int)
     assert max(micro_batch_imbalance(made, costs)) < 1.03
     assert max(predict(made, costs).busy_s) < 1.01 * made.bound_s
     bare = StepPlan(sequences(lengths), (), Limits(64, 1 << 40))
-    situation = Situation(costs, Layout(dp=64), A100)
-    whole = baselines.whole(bare, situation, PackingConfig(enabled=True))
+    context = PlanningContext(costs, Layout(dp=64), A100)
+    whole = baselines.whole(bare, context, PackingConfig(enabled=True))
     assert min(micro_batch_imbalance(whole, costs)) > 2.0
 
 
@@ -188,9 +188,9 @@ def test_auto_cuts_where_that_makes_the_step_faster() -> None:
 def test_a_pipeline_gets_smaller_micro_batches() -> None:
     lengths = heavy_tail(3, 64, 16_000)
     made = planned(lengths, 2, pp=4)
-    situation = Situation(COSTS, Layout(dp=2, pp=4), A100)
+    context = PlanningContext(COSTS, Layout(dp=2, pp=4), A100)
     bare = StepPlan(sequences(lengths), (), Limits(2, 1 << 40, num_stages=4))
-    whole = baselines.whole(bare, situation, PackingConfig(enabled=True)).check()
+    whole = baselines.whole(bare, context, PackingConfig(enabled=True)).check()
     assert predict(made, COSTS).step_s < 0.8 * predict(whole, COSTS).step_s
 
 
@@ -293,7 +293,7 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
     lengths = np.append(heavy_tail(1, 511, 20_000), 40_000)
     limits = Limits(64, 1 << 40, layers_per_stage=32, activation_bytes_per_token=2.0, replay_bytes_per_token=2.0**15)
     situations = {
-        name: Situation(costs, Layout(dp=64), A100.model_copy(update={"memory_bytes": size}))
+        name: PlanningContext(costs, Layout(dp=64), A100.model_copy(update={"memory_bytes": size}))
         for name, size in (("large", 2**40), ("small", 2**30))
     }
     bare = StepPlan(sequences(lengths), (), limits)
@@ -325,7 +325,7 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
     made, room = {}, {"large": 2.0**40, "small": 2.0**36}
     for name, size in room.items():
         cluster = A100.model_copy(update={"memory_bytes": size / 0.9})
-        made[name] = plan(bare, Situation(costs, Layout(pp=4), cluster), config).check()
+        made[name] = plan(bare, PlanningContext(costs, Layout(pp=4), cluster), config).check()
     assert not made["large"].replayed
     assert made["small"].replayed
     held = {
@@ -342,8 +342,8 @@ def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str
     lengths = heavy_tail(seed, 24, 60_000)
     costs = COSTS.model_copy(update={"forward": COSTS.forward.model_copy(update={"launch_s": 0.02})})
     limits = Limits(ranks, 1 << 40, num_stages=pp)
-    bare, situation = StepPlan(sequences(lengths), (), limits), Situation(costs, Layout(dp=ranks, pp=pp), A100)
+    bare, context = StepPlan(sequences(lengths), (), limits), PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)  # type: ignore[arg-type]
-    ours, chunks = plan(bare, situation, config).check(), baselines.chunks(bare, situation, config).check()
-    ours_s, chunks_s = (simulate(one, situation, record=False).step_s for one in (ours, chunks))
+    ours, chunks = plan(bare, context, config).check(), baselines.chunks(bare, context, config).check()
+    ours_s, chunks_s = (simulate(one, context, record=False).step_s for one in (ours, chunks))
     assert ours_s <= chunks_s * (1 + 1.01 * WORTH_A_CUT)

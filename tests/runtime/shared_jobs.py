@@ -109,7 +109,7 @@ def inputs_of(pack, layer, lengths, heads, dtype):
     """q, k, v and dout of the pack's slots; padding holds what must not be seen."""
     packed = []
     for kind, count in enumerate((heads[0], heads[1], heads[1], heads[0])):
-        t = torch.full((pack.num_slots, count, DIM), torch.nan, dtype=torch.float64)
+        t = torch.full((pack.num_padded_tokens, count, DIM), torch.nan, dtype=torch.float64)
         for piece, first in zip(pack.slices, pack.segments, strict=False):
             whole = tensors_of(piece.sequence, lengths[piece.sequence], layer, heads)[kind]
             t[first : first + piece.length] = whole[piece.start : piece.stop]
@@ -152,12 +152,12 @@ def lost_hop():
 
 
 def gradients_that_stay_away():
-    """What other ranks found for the keys of this one does not come home."""
+    """What other ranks found for the keys of this one does not come CP group."""
     exchange = work.Work.exchange
 
     def drops(self, rows, sends, hop, kind):
         coming = exchange(self, rows, sends, hop, kind)
-        if kind == 1 and (hop == self.groups - 1 or self.call.engine == "all_gather"):
+        if kind == 1 and (hop == self.groups - 1 or self.call.cp_comm == "all_gather"):
             for tensor in coming.wait().values():
                 tensor.zero_()
         return coming

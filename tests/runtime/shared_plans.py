@@ -18,7 +18,7 @@ def plan_of(lengths, rows, num_ranks, heads=0, node_ranks=0, order=None) -> Step
                 **row,
                 "slices": tuple(Slice(*s) for s in row["slices"]),
                 "ranks": tuple(row["ranks"]),
-                "homes": tuple(map(tuple, row.get("homes", ()))),
+                "cp_groups": tuple(map(tuple, row.get("cp_groups", ()))),
             }
         )
         for row in rows
@@ -29,8 +29,8 @@ def plan_of(lengths, rows, num_ranks, heads=0, node_ranks=0, order=None) -> Step
     return StepPlan(sequences(lengths), micro_batches, limits, (tuple(Op(*op) for op in ops),)).check()
 
 
-def micro_batch(slices, ranks, engine="ring", **more) -> dict[str, Any]:
-    return {"slices": slices, "ranks": ranks, "engine": engine if len(ranks) > 1 else "", **more}
+def micro_batch(slices, ranks, cp_comm="ring", **more) -> dict[str, Any]:
+    return {"slices": slices, "ranks": ranks, "cp_comm": cp_comm if len(ranks) > 1 else "", **more}
 
 
 def drawn(seed: int, num_ranks: int) -> list[Any]:
@@ -53,34 +53,34 @@ def _drawn(chance: random.Random, num_ranks: int) -> list[Any]:
     lengths = [chance.randint(1, 60) for _ in range(chance.randint(1, 5))]
     cuts = [sorted({0, n, *(chance.randrange(n) for _ in range(chance.choice([0, 0, 1, 2])))}) for n in lengths]
     waiting = [[[i, a, b] for a, b in pairwise(borders)] for i, borders in enumerate(cuts)]
-    engine = chance.choice(["ring", "all_gather", "all_to_all", "hybrid"])
-    inner = 2 if engine == "hybrid" else 0
-    homes: dict[int, list[int]] = {}
+    cp_comm = chance.choice(["ring", "all_gather", "all_to_all", "hybrid"])
+    ulysses_degree = 2 if cp_comm == "hybrid" else 0
+    cp_groups: dict[int, list[int]] = {}
     rows = []
     while any(waiting):
         ready = [i for i, chain in enumerate(waiting) if chain]
         chosen = chance.sample(ready, chance.randint(1, len(ready)))
         for i in chosen:
-            homes[i] = _grown(chance, homes.get(i, []), num_ranks, engine)
-        ranks = sorted({rank for i in chosen for rank in homes[i]})
+            cp_groups[i] = _grown(chance, cp_groups.get(i, []), num_ranks, cp_comm)
+        ranks = sorted({rank for i in chosen for rank in cp_groups[i]})
         chance.shuffle(ranks)
         slices = [waiting[i].pop(0) for i in chosen]
         if len(ranks) == 1:
             rows.append(micro_batch(slices, ranks))
             continue
-        more = {"remap": chance.random() < 0.3, "routed": chance.random() < 0.3, "inner": inner}
-        rows.append(micro_batch(slices, ranks, engine, homes=[homes[i] for i in chosen], **more))
+        more = {"remap": chance.random() < 0.3, "routed": chance.random() < 0.3, "ulysses_degree": ulysses_degree}
+        rows.append(micro_batch(slices, ranks, cp_comm, cp_groups=[cp_groups[i] for i in chosen], **more))
     return [lengths, rows, num_ranks, heads, node_ranks, _order(chance, rows, lengths)]
 
 
-def _grown(chance: random.Random, home: list[int], num_ranks: int, engine: str) -> list[int]:
-    others = [rank for rank in range(num_ranks) if rank not in home]
-    if home and engine in ("all_to_all", "hybrid"):
-        return home
-    count = chance.randint(0, len(others)) if home else chance.randint(1, len(others))
-    if engine == "hybrid" and count > 1:
+def _grown(chance: random.Random, cp_group: list[int], num_ranks: int, cp_comm: str) -> list[int]:
+    others = [rank for rank in range(num_ranks) if rank not in cp_group]
+    if cp_group and cp_comm in ("all_to_all", "hybrid"):
+        return cp_group
+    count = chance.randint(0, len(others)) if cp_group else chance.randint(1, len(others))
+    if cp_comm == "hybrid" and count > 1:
         count -= count % 2
-    grown = [*home, *chance.sample(others, count)]
+    grown = [*cp_group, *chance.sample(others, count)]
     chance.shuffle(grown)
     return grown
 

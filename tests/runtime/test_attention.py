@@ -157,7 +157,9 @@ def two_steps(parts, heads, slices, layout, rubbish=None):
         pack = build_pack(MicroBatch(tuple(row), (0,)), lambda i: np.zeros(lengths[i]), prefix=store, **layout)
         tensors = []
         for kind, count in enumerate((heads[0], heads[1], heads[1], heads[0])):
-            t = torch.full((pack.num_slots, count, DIM), 0.0 if rubbish is None else rubbish, dtype=torch.float64)
+            t = torch.full(
+                (pack.num_padded_tokens, count, DIM), 0.0 if rubbish is None else rubbish, dtype=torch.float64
+            )
             for piece, first in zip(row, pack.segments, strict=False):
                 t[first : first + piece.length] = parts[piece.sequence][kind][piece.start : piece.stop]
             tensors.append(t)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.runtime.stage import deferred
-from evenload.runtime.stage.deferred import WeightGradients, leaving, replaced
+from evenload.runtime.stage.deferred import WgradStore, deferring, replaced
 from hypothesis import given, settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -74,9 +74,9 @@ def assert_equal(net, xs, count):
 @given(draw=st.randoms(use_true_random=False), recompute=st.sampled_from(["", "reentrant", "other"]))
 def test_any_order_of_backwards_and_weight_gradients_gives_the_gradients_of_torch(draw, recompute):
     count = draw.randint(1, 4)
-    net, xs, later = Net(), inputs(count), WeightGradients()
+    net, xs, later = Net(), inputs(count), WgradStore()
     split = {i for i in range(count) if draw.random() < 0.7}
-    with leaving(net.linears, later):
+    with deferring(net.linears, later):
         losses = []
         for number, x in enumerate(xs):
             with later.splitting(number) if number in split else nullcontext():
@@ -98,8 +98,8 @@ def test_any_order_of_backwards_and_weight_gradients_gives_the_gradients_of_torc
 
 
 def test_the_backward_leaves_only_what_may_wait():
-    net, (x,), later = Net(), inputs(1), WeightGradients()
-    with leaving(net.linears, later):
+    net, (x,), later = Net(), inputs(1), WgradStore()
+    with deferring(net.linears, later):
         split_backward(later, 0, net, x)
     assert x.grad is not None
     there = {name for name, p in net.named_parameters() if p.grad is not None}
@@ -109,7 +109,7 @@ def test_the_backward_leaves_only_what_may_wait():
 
 
 def test_products_are_computed_once_and_taken_over_by_the_weight():
-    net, xs, later = Net(), inputs(2), WeightGradients()
+    net, xs, later = Net(), inputs(2), WgradStore()
     made, product = [], deferred.weight_gradient
 
     def noting(x, dy):
@@ -117,7 +117,7 @@ def test_products_are_computed_once_and_taken_over_by_the_weight():
         made.append(result.data_ptr())  # not the tensor: one that somebody holds is copied
         return result
 
-    with patch.object(deferred, "weight_gradient", noting), leaving(net.linears, later):
+    with patch.object(deferred, "weight_gradient", noting), deferring(net.linears, later):
         for number, x in enumerate(xs):
             split_backward(later, number, net, x)
         assert not made
@@ -129,7 +129,7 @@ def test_products_are_computed_once_and_taken_over_by_the_weight():
 
 
 def test_hooks_of_trainers_fire_with_the_weight_gradient_and_not_before():
-    net, xs, later, fired = Net(), inputs(2), WeightGradients(), []
+    net, xs, later, fired = Net(), inputs(2), WgradStore(), []
     main = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
 
     def hook(name, parameter):
@@ -147,7 +147,7 @@ def test_hooks_of_trainers_fire_with_the_weight_gradient_and_not_before():
         nodes.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
         nodes[-1].register_hook(hook(name, parameter))
     weights = ["a.weight", "b.weight", "c.weight"]
-    with leaving(net.linears, later):
+    with deferring(net.linears, later):
         for number, x in enumerate(xs):
             split_backward(later, number, net, x)
         assert not set(weights) & set(fired)
@@ -161,10 +161,10 @@ def test_hooks_of_trainers_fire_with_the_weight_gradient_and_not_before():
 
 
 def test_what_waits_is_counted_once_and_freed_by_its_run():
-    net, later = Net(), WeightGradients()
+    net, later = Net(), WgradStore()
     (x,) = inputs(1, (7, 6))
     gone = []
-    with leaving(net.linears, later):
+    with deferring(net.linears, later):
         split_backward(later, 0, net, x)
         wide = 6 + 8 + 8 + 8 + 8 + 8 + 8 + 3  # x and dy of a, b, b and c
         assert later.held_bytes() == 7 * wide * 8
@@ -179,10 +179,10 @@ def test_what_waits_is_counted_once_and_freed_by_its_run():
 @pytest.mark.parametrize("recompute", ["", "reentrant"])
 def test_what_waits_keeps_nothing_else_of_the_pass(recompute):
     """Not the pass's input and its gradient, nor those of layers that are recomputed."""
-    net, (x,), later, gone = Net(), inputs(1), WeightGradients(), []
+    net, (x,), later, gone = Net(), inputs(1), WgradStore(), []
     norm = nn.LayerNorm(6).double()
     net.norm.register_forward_pre_hook(lambda _, args: gone.append(weakref.ref(args[0])))
-    with leaving(net.linears, later):
+    with deferring(net.linears, later):
         split_backward(later, 0, lambda x: net(norm(x), recompute), x)
     gone += [weakref.ref(x), weakref.ref(x.grad)]
     del x
@@ -192,9 +192,9 @@ def test_what_waits_keeps_nothing_else_of_the_pass(recompute):
 
 
 def test_frozen_weights_and_inputs_without_gradient_leave_nothing():
-    net, (x,), later = Net(), inputs(1), WeightGradients()
+    net, (x,), later = Net(), inputs(1), WgradStore()
     net.b.weight.requires_grad_(False)
-    with leaving(net.linears, later):
+    with deferring(net.linears, later):
         split_backward(later, 0, net, x.detach())
         later.run(0)
     gradients, _ = plain(1)
@@ -204,9 +204,9 @@ def test_frozen_weights_and_inputs_without_gradient_leave_nothing():
 
 def test_under_autocast_weight_gradients_stay_in_the_backward():
     found = []
-    for later in (WeightGradients(), None):
+    for later in (WgradStore(), None):
         net, x = Net().float(), inputs(1)[0].detach().float().requires_grad_()
-        with leaving(net.linears, later) if later else nullcontext(), later.splitting(0) if later else nullcontext():
+        with deferring(net.linears, later) if later else nullcontext(), later.splitting(0) if later else nullcontext():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = net(x).square().sum()
             loss.backward()
@@ -218,18 +218,18 @@ def test_under_autocast_weight_gradients_stay_in_the_backward():
 
 
 def test_layers_are_as_they_were_afterwards_also_after_an_error():
-    net, later = Net(), WeightGradients()
+    net, later = Net(), WgradStore()
     before = [dict(vars(layer)) for layer in net.linears]
-    with pytest.raises(RuntimeError), leaving(net.linears, later):
+    with pytest.raises(RuntimeError), deferring(net.linears, later):
         net(torch.zeros(2, 5, dtype=torch.float64))
     assert [dict(vars(layer)) for layer in net.linears] == before
 
 
 def test_a_layer_that_someone_else_has_changed_is_refused_and_left_alone():
-    net, later = Net(), WeightGradients()
+    net, later = Net(), WgradStore()
     with replaced(net.b, "forward", net.b.forward):
         theirs = vars(net.b)["forward"]
-        with pytest.raises(EvenloadError, match="replaced by someone else"), leaving(net.linears, later):
+        with pytest.raises(EvenloadError, match="replaced by someone else"), deferring(net.linears, later):
             pass
         assert vars(net.b)["forward"] is theirs
         assert "forward" not in vars(net.a)
@@ -237,8 +237,8 @@ def test_a_layer_that_someone_else_has_changed_is_refused_and_left_alone():
 
 @pytest.mark.parametrize("fault", ["never", "twice", "unknown"])
 def test_weight_gradients_are_computed_exactly_once(fault):
-    net, (x,), later = Net(), inputs(1), WeightGradients()
-    with leaving(net.linears, later):
+    net, (x,), later = Net(), inputs(1), WgradStore()
+    with deferring(net.linears, later):
         split_backward(later, 4, net, x)
     if fault == "never":
         with pytest.raises(EvenloadError, match="missing at the end"):

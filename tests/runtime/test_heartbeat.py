@@ -49,9 +49,9 @@ def test_messages_survive_the_store():
     assert Failure.decode(failure.encode().encode()) == failure
 
 
-def wrapped(inner):
+def wrapped(ulysses_degree):
     try:
-        raise inner
+        raise ulysses_degree
     except Exception as error:
         outer = ValueError("while saving")
         outer.__cause__ = error

@@ -57,7 +57,7 @@ def test_segments_and_positions(batch):
         pack = build_pack(micro_batch, tokens_of(lengths))
         assert pack.cu_seqlens.dtype == torch.int32
         assert tuple(pack.cu_seqlens.tolist()) == pack.segments
-        assert pack.num_slots == micro_batch.num_slots == len(pack.tokens_T) == len(pack.labels_T)
+        assert pack.num_padded_tokens == micro_batch.num_padded_tokens == len(pack.tokens_T) == len(pack.labels_T)
         assert pack.max_seqlen == int(pack.cu_seqlens.diff().max())
         assert pack.slices == micro_batch.slices
         for piece, (first, end) in zip(pack.slices, pairwise(pack.segments), strict=False):
@@ -94,12 +94,15 @@ def test_padding_to_multiples_moves_tokens_and_changes_none(batch, wanted):
         assert tuple(pack.cu_seqlens_padded.tolist()) == pack.segments
         assert torch.equal(pack.cu_seqlens, bare.cu_seqlens)
         assert (pack.lengths, pack.max_seqlen, pack.num_targets) == (bare.lengths, bare.max_seqlen, bare.num_targets)
-        assert (pack.num_slots % wanted["segment_multiple"], pack.num_slots % wanted["pack_multiple"]) == (0, 0)
-        assert len(pack.tokens_T) == len(pack.labels_T) == len(pack.positions_T) == pack.num_slots
+        assert (
+            pack.num_padded_tokens % wanted["segment_multiple"],
+            pack.num_padded_tokens % wanted["pack_multiple"],
+        ) == (0, 0)
+        assert len(pack.tokens_T) == len(pack.labels_T) == len(pack.positions_T) == pack.num_padded_tokens
         there = torch.cat([torch.arange(a, a + n) for a, n in zip(pack.segments, pack.lengths, strict=False)])
         for name in ("tokens_T", "labels_T", "positions_T", "sequence_ids_T"):
             assert torch.equal(getattr(pack, name)[there], getattr(bare, name))
-        padding = torch.ones(pack.num_slots, dtype=torch.bool).index_fill(0, there, False)
+        padding = torch.ones(pack.num_padded_tokens, dtype=torch.bool).index_fill(0, there, False)
         assert (pack.tokens_T[padding] == 0).all()
         assert (pack.labels_T[padding] == IGNORE).all()
         assert (pack.sequence_ids_T[padding] == PADDING).all()
@@ -135,7 +138,7 @@ def test_samples_weighted_anew_get_gradients_in_proportion():
     pack = build_pack(
         MicroBatch((Slice(0, 0, 4), Slice(1, 0, 3), Slice(2, 0, 1)), (0,)), tokens_of([4, 3, 1]), segment_multiple=3
     )
-    losses = torch.ones(pack.num_slots, requires_grad=True)
+    losses = torch.ones(pack.num_padded_tokens, requires_grad=True)
     sums, counts = slice_losses(losses, pack)
     assert sums.tolist() == counts.tolist() == [3, 2, 0]
     (sums / counts.clamp(min=1) * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
@@ -144,7 +147,7 @@ def test_samples_weighted_anew_get_gradients_in_proportion():
 
 def test_the_losses_of_a_dummy_are_none_and_connected():
     pack = build_pack(MicroBatch((), (0,)), tokens_of([]), pack_multiple=4)
-    assert (pack.num_slots, pack.lengths, pack.padding) == (4, (1,), (3,))
+    assert (pack.num_padded_tokens, pack.lengths, pack.padding) == (4, (1,), (3,))
     losses = torch.ones(4, requires_grad=True)
     sums, counts = slice_losses(losses.bfloat16(), pack)
     assert (sums.shape, counts.shape, sums.dtype) == ((0,), (0,), torch.float32)
@@ -166,7 +169,7 @@ def test_a_dummy_is_one_token_of_no_weight():
     assert pack.labels_T.tolist() == [IGNORE]
     assert pack.positions_T.tolist() == [0]
     assert pack.segments == (0, 1)
-    assert (pack.max_seqlen, pack.num_targets, pack.num_slots) == (1, 0, 1)
+    assert (pack.max_seqlen, pack.num_targets, pack.num_padded_tokens) == (1, 0, 1)
 
 
 def test_a_sample_shorter_than_planned_is_refused():

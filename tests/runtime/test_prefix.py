@@ -113,9 +113,9 @@ def execute(model, plan, wrap=None, change=lambda pack: pack, **layout):
             with torch.no_grad():
                 run(pack_of(plan.micro_batches[index]))
         else:
-            twin = plan.forward_of[index]
-            loss = losses.pop(twin) if twin is not None else run(pack_of(plan.passes("B")[index]))
-            total += loss.item() if twin is None else 0.0
+            stored_forward = plan.forward_of[index]
+            loss = losses.pop(stored_forward) if stored_forward is not None else run(pack_of(plan.passes("B")[index]))
+            total += loss.item() if stored_forward is None else 0.0
             loss.backward()
     if store is not None:
         store.check_empty()
@@ -429,10 +429,10 @@ def test_the_node_keeps_neither_keys_nor_values():
     store, heads, groups = PrefixStore({0: 120, 1: 30}), 4, 2
     for slices in ([Slice(0, 0, 100)], [Slice(1, 0, 10)], [Slice(0, 100, 120), Slice(1, 10, 30)]):
         pack = build_pack(MicroBatch(tuple(slices), (0,)), tokens_of([120, 30]), prefix=store)
-        q, k, v = (torch.randn(pack.num_slots, h, DIM, requires_grad=True) for h in (heads, groups, groups))
+        q, k, v = (torch.randn(pack.num_padded_tokens, h, DIM, requires_grad=True) for h in (heads, groups, groups))
         saved, out = recorded(lambda q=q, k=k, v=v, pack=pack: attend(pack)(q, k, v, 0))
         per_token = heads * (2 * DIM + 1) * q.element_size()
-        assert sum(t.untyped_storage().nbytes() for t in saved) == pack.num_slots * per_token
+        assert sum(t.untyped_storage().nbytes() for t in saved) == pack.num_padded_tokens * per_token
         held = {t.untyped_storage().data_ptr() for t in saved}
         assert held >= {q.untyped_storage().data_ptr(), out.untyped_storage().data_ptr()}
         assert not held & {t.untyped_storage().data_ptr() for t in (k, v)}

@@ -35,13 +35,14 @@ def check(world, lengths, rows, num_ranks, heads=(4, 2), node_ranks=0, bound=1e-
     assert max(worst.values()) < bound, worst
 
 
-def sliced(engine, homes, ranks, **more):
-    """Three micro-batches: slices of sequence 0 in each, on homes[0]; sequences 1 to 3 beside them on the others."""
-    own = {"homes": homes, **more}
+def sliced(cp_comm, cp_groups, ranks, **more):
+    """Three micro-batches: slices of sequence 0 in each, on CP groups[0]; sequences 1 to 3 beside them on the
+    others."""
+    own = {"cp_groups": cp_groups, **more}
     return [
-        micro_batch([A, [1, 0, 8], [3, 0, 17]], ranks, engine, **own),
-        micro_batch([B], homes[0], engine, **more),
-        micro_batch([[2, 0, 5], C], ranks, engine, **{**own, "homes": [homes[1], homes[0]]}),
+        micro_batch([A, [1, 0, 8], [3, 0, 17]], ranks, cp_comm, **own),
+        micro_batch([B], cp_groups[0], cp_comm, **more),
+        micro_batch([[2, 0, 5], C], ranks, cp_comm, **{**own, "cp_groups": [cp_groups[1], cp_groups[0]]}),
     ]
 
 
@@ -57,10 +58,10 @@ def test_a_ring_of_any_ranks(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ring", "all_gather", "all_to_all"])
-def test_homes_of_different_sizes(world, engine):
+@pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "all_to_all"])
+def test_homes_of_different_sizes(world, cp_comm):
     lengths = [40, 12, 9, 30, 3]
-    rows = [micro_batch(whole(lengths), [0, 1, 2, 3], engine, homes=[[0, 1, 2, 3], [1], [0], [2, 1, 0], [2]])]
+    rows = [micro_batch(whole(lengths), [0, 1, 2, 3], cp_comm, cp_groups=[[0, 1, 2, 3], [1], [0], [2, 1, 0], [2]])]
     check(world, lengths, rows, 4, (8, 2))
 
 
@@ -73,37 +74,37 @@ def test_heads_are_shared(world, heads, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remap", [False, True], ids=["", "evened"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_slices_of_a_shared_sequence(world, engine, remap):
-    more = {"inner": 2 if engine == "hybrid" else 0, "remap": remap}
-    check(world, LENGTHS, sliced(engine, [[1, 0, 3, 2], [1], [3, 2]], [0, 1, 2, 3], **more), 4, (6, 2))
+@pytest.mark.parametrize("cp_comm", ENGINES)
+def test_slices_of_a_shared_sequence(world, cp_comm, remap):
+    more = {"ulysses_degree": 2 if cp_comm == "hybrid" else 0, "remap": remap}
+    check(world, LENGTHS, sliced(cp_comm, [[1, 0, 3, 2], [1], [3, 2]], [0, 1, 2, 3], **more), 4, (6, 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ring", "all_gather"])
-def test_a_home_that_grows(world, engine):
+@pytest.mark.parametrize("cp_comm", ["ring", "all_gather"])
+def test_a_home_that_grows(world, cp_comm):
     rows = [
         micro_batch([A], [1]),
-        micro_batch([[1, 0, 8], B], [2, 1], engine),
-        micro_batch([C, [2, 0, 5], [3, 0, 17]], [1, 0, 2], engine),
+        micro_batch([[1, 0, 8], B], [2, 1], cp_comm),
+        micro_batch([C, [2, 0, 5], [3, 0, 17]], [1, 0, 2], cp_comm),
     ]
     check(world, LENGTHS, rows, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ring", "all_gather", "hybrid"])
-def test_messages_between_nodes_are_spread(world, engine):
-    more = {"routed": True, "inner": 2 if engine == "hybrid" else 0}
-    check(world, LENGTHS, sliced(engine, [[1, 3, 2, 0], [1], [2, 3]], [0, 1, 2, 3], **more), 4, (6, 2), node_ranks=2)
-    if engine != "hybrid":
-        check(world, [41], [micro_batch(whole([41]), [2, 0, 3], engine, **more)], 4, node_ranks=2)
+@pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "hybrid"])
+def test_messages_between_nodes_are_spread(world, cp_comm):
+    more = {"routed": True, "ulysses_degree": 2 if cp_comm == "hybrid" else 0}
+    check(world, LENGTHS, sliced(cp_comm, [[1, 3, 2, 0], [1], [2, 3]], [0, 1, 2, 3], **more), 4, (6, 2), node_ranks=2)
+    if cp_comm != "hybrid":
+        check(world, [41], [micro_batch(whole([41]), [2, 0, 3], cp_comm, **more)], 4, node_ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "replayed"])
-@pytest.mark.parametrize("engine", ["ring", "all_gather", "all_to_all"])
-def test_a_forward_that_runs_again(world, engine, mode):
-    check(world, LENGTHS, sliced(engine, [[1, 0, 2], [1], [0, 2]], [0, 1, 2]), 3, (8, 2), mode=mode)
+@pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "all_to_all"])
+def test_a_forward_that_runs_again(world, cp_comm, mode):
+    check(world, LENGTHS, sliced(cp_comm, [[1, 0, 2], [1], [0, 2]], [0, 1, 2]), 3, (8, 2), mode=mode)
 
 
 @pytest.mark.slow
@@ -131,7 +132,7 @@ def test_random_plans_on_ranks_that_are_late_by_chance(world, num_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mutant", "engine"),
+    ("mutant", "cp_comm"),
     [
         ("lost_hop", "ring"),
         ("gradients_that_stay_away", "ring"),
@@ -142,8 +143,8 @@ def test_random_plans_on_ranks_that_are_late_by_chance(world, num_ranks):
         ("chunks_in_disorder", "all_gather"),
     ],
 )
-def test_mutants_are_caught(world, mutant, engine):
-    rows = sliced(engine, [[1, 0, 2], [1], [0, 2]], [0, 1, 2])
+def test_mutants_are_caught(world, mutant, cp_comm):
+    rows = sliced(cp_comm, [[1, 0, 2], [1], [0, 2]], [0, 1, 2])
     found = world(3).run(jobs.run_mutant, mutant, [LENGTHS, rows, 3, [6, 6], 0, None])
     assert max(map(max, found)) > 1e-4
 
@@ -159,20 +160,22 @@ def test_ranks_meet_before_a_pass(world):
 
 
 @pytest.mark.parametrize(
-    ("engine", "plane", "told"),
+    ("cp_comm", "plane", "told"),
     [
         ("ring", None, r"ranks \(0, 1\) share a micro-batch, and this host gives them no plane"),
         ("", jobs.Plane(None, (0, 1), 0), "the static context parallelism that only predictions know"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(engine, plane, told):
+def test_what_cannot_be_shared_is_refused(cp_comm, plane, told):
     with pytest.raises(EvenloadError, match=told):
-        build_pack(MicroBatch((Slice(0, 0, 9),), (0, 1), engine=engine), lambda i: torch.zeros(9).numpy(), plane=plane)
+        build_pack(
+            MicroBatch((Slice(0, 0, 9),), (0, 1), cp_comm=cp_comm), lambda i: torch.zeros(9).numpy(), plane=plane
+        )
 
 
 def test_a_pack_holds_what_its_rank_has_of_the_token_layout():
     plane = jobs.Plane(None, (0, 1), 1)
-    shared = MicroBatch((Slice(0, 4, 16), Slice(1, 0, 3)), (1, 0), engine="ring", homes=((1, 0), (1,)))
+    shared = MicroBatch((Slice(0, 4, 16), Slice(1, 0, 3)), (1, 0), cp_comm="ring", cp_groups=((1, 0), (1,)))
     pack = build_pack(shared, lambda i: torch.arange(20).numpy() + 100 * i, plane=plane)
     assert pack.slices == (Slice(0, 4, 7), Slice(0, 13, 16), Slice(1, 0, 3))
     assert pack.positions_T.tolist() == [4, 5, 6, 13, 14, 15, 0, 1, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.core.plan.token_layout import Home, attended
+from evenload.core.plan.token_layout import CpGroup, attended
 from evenload.runtime.attention.sharing import gather, ring
 from evenload.runtime.attention.sharing.heads import heads_of
 from evenload.runtime.attention.sharing.jobs import jobs_of
@@ -54,11 +54,11 @@ def pairs_seen(tiles_of, queries, keys):
 @given(st.integers(1, 30), st.integers(2, 5), st.lists(st.integers(0, 4), min_size=5, max_size=5))
 def test_each_engine_computes_every_causal_pair_once(length, groups, earlier):
     """Tokens of earlier slices are -1, -2, ...; all of them are seen by all queries."""
-    piece, home = Slice(0, 0, length), Home(tuple(range(groups)), 1)
-    micro_batch = MicroBatch((piece,), home.ranks, engine="ring")
+    piece, cp_group = Slice(0, 0, length), CpGroup(tuple(range(groups)), 1)
+    micro_batch = MicroBatch((piece,), cp_group.ranks, cp_comm="ring")
     (job,) = jobs_of(micro_batch, 0, lambda _: True, lambda _, rank: earlier[rank])
     (part,) = job.parts
-    own = [[t for p in attended(piece, home, place) for t in range(p.start, p.stop)] for place in range(groups)]
+    own = [[t for p in attended(piece, cp_group, place) for t in range(p.start, p.stop)] for place in range(groups)]
     names = iter(range(-1, -100, -1))
     before = [[next(names) for _ in range(earlier[group])] for group in range(groups)]
     brought = [before[group] + own[group] for group in range(groups)]
@@ -76,9 +76,11 @@ def test_each_engine_computes_every_causal_pair_once(length, groups, earlier):
 
 def test_jobs_that_send_farthest_begin_first():
     slices = tuple(Slice(i, 0, 9) for i in range(5))
-    homes = ((1,), (0, 1), (2, 1), (0,), (3, 0))
-    jobs = jobs_of(MicroBatch(slices, (0, 1, 2, 3), engine="ring", homes=homes), 2, lambda _: False, lambda *_: 0)
-    assert [job.home.ranks for job in jobs] == [(2, 1), (3, 0), (0, 1), (1,), (0,)]
+    cp_groups = ((1,), (0, 1), (2, 1), (0,), (3, 0))
+    jobs = jobs_of(
+        MicroBatch(slices, (0, 1, 2, 3), cp_comm="ring", cp_groups=cp_groups), 2, lambda _: False, lambda *_: 0
+    )
+    assert [job.cp_group.ranks for job in jobs] == [(2, 1), (3, 0), (0, 1), (1,), (0,)]
 
 
 @given(st.permutations(range(9)), st.integers(2, 9), st.integers(1, 4), st.integers(0, 50))

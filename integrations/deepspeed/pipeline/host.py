@@ -46,7 +46,7 @@ class PipelineHost(EngineHost):
         self.stage = int(self.engine.zero_optimization_stage())
         self.pipeline_stage = int(self.engine.stage_id)
         grid = self.engine.grid
-        self.plane_rank = int(grid.data_parallel_id)
+        self.dp_cp_rank = int(grid.data_parallel_id)
         self._stages = grid.get_pipe_parallel_group()
         self._links = StageLinks(rows_of_all(grid.pp_group))
         self._rows = rows_of_all(grid.dp_group)
@@ -86,7 +86,7 @@ class PipelineHost(EngineHost):
         stage = PlannedStage(
             self.engine,
             plan,
-            self.plane_rank,
+            self.dp_cp_rank,
             links=self._links,
             plane=self._plane_of(plan),
             tokens_of=tokens_of,
@@ -114,7 +114,7 @@ class PipelineHost(EngineHost):
         found = ""
         if (limits.num_ranks, stages) != (self.layout.dp, self.layout.pp):
             found = f"a plan for {limits.num_ranks} ranks in {stages} stages, {self.layout.dp} in {self.layout.pp} here"
-        elif any(len(m.ranks) > 1 and not m.engine for m in (*plan.micro_batches, *plan.backward)):
+        elif any(len(m.ranks) > 1 and not m.cp_comm for m in (*plan.micro_batches, *plan.backward)):
             found = "a micro-batch on several ranks that names no engine (static context parallelism)"
         if found:
             do = "plan for the layout of this job, and share sequences by plugins.mesh"

@@ -114,5 +114,5 @@ def buffer_of(plan: StepPlan, op: Op) -> int:
     """The engine's buffer of a pass: the forward's of its graph, or one for each replay behind those."""
     if op.kind == "F":
         return op.micro_batch
-    twin = plan.forward_of[op.micro_batch]
-    return len(plan.micro_batches) + op.micro_batch if twin is None else twin
+    stored_forward = plan.forward_of[op.micro_batch]
+    return len(plan.micro_batches) + op.micro_batch if stored_forward is None else stored_forward

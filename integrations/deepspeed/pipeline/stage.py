@@ -25,7 +25,7 @@ from ....core.simulate.step import Kind
 from ....runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.measure.busy import BusyClock
-from ....runtime.stage.deferred import WeightGradients, leaving
+from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.offload import offloading
 from ....runtime.stage.stage_links import StageLinks, taken_before
 from ....runtime.stage.tape import Tape
@@ -82,9 +82,13 @@ class PlannedStage:
         self._schedule = PlannedSchedule(plan, self._stage, rank)
         neighbours = [s for s in (self._stage - 1, self._stage + 1) if 0 <= s < plan.limits.num_stages]
         self._taken = {s: taken_before(orders_of_stage(plan, s)[rank]) for s in neighbours}
-        self._prefix, self._tape, self._later = PrefixStore.of_plan(plan, rank), Tape(), WeightGradients()
+        self._prefix, self._tape, self._later = PrefixStore.of_plan(plan, rank), Tape(), WgradStore()
         self._split = plan.split[self._stage] if plan.split else frozenset()
-        self._backward_of = {twin: number for number, twin in enumerate(plan.forward_of) if twin is not None}
+        self._backward_of = {
+            stored_forward: number
+            for number, stored_forward in enumerate(plan.forward_of)
+            if stored_forward is not None
+        }
         self._graphs: dict[int, _Graph] = {}
         self._open: dict[Op, _Begun] = {}
         """Packs of passes that have begun, and what was received for them."""
@@ -136,7 +140,7 @@ class PlannedStage:
         with ExitStack() as stack:
             if self._split:
                 modules = (module for block in self._engine.module.blocks for module in block.modules())
-                stack.enter_context(leaving([m for m in modules if isinstance(m, nn.Linear)], self._later))
+                stack.enter_context(deferring([m for m in modules if isinstance(m, nn.Linear)], self._later))
             yield
 
     def _receive(self, op: Op) -> None:
@@ -258,7 +262,7 @@ class PlannedStage:
     def _room(self, pack: Pack) -> Tensor:
         """Space for a stage's input or the gradient of its output: [1, T, C]."""
         config, dtype = self._engine.module.config, next(self._engine.module.parameters()).dtype
-        return torch.empty(1, pack.num_slots, config.hidden_size, dtype=dtype, device=self._engine.device)
+        return torch.empty(1, pack.num_padded_tokens, config.hidden_size, dtype=dtype, device=self._engine.device)
 
     def _meet(self, op: Op) -> None:
         """Before a shared pass: be sure that its ranks are about to run the same one. Raises RankError."""

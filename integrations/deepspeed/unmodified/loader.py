@@ -71,11 +71,11 @@ class PlannedLoader:
         chain: PlanChain,
         num_micro_batches: int,
         handed_out: deque[Planned],
-        lives: Callable[[], bool],
+        active: Callable[[], bool],
     ) -> None:
         self.stock = stock
         self._chain, self._num_micro_batches = chain, num_micro_batches
-        self._handed_out, self._lives = handed_out, lives
+        self._handed_out, self._lives = handed_out, active
         self._told = False
         self._warned: set[str] = set()
         self._has_mask = False

@@ -47,7 +47,7 @@ class Attached:
     """Micro-batches that the script holds but has not run."""
     running: Planned | None = None
     """The micro-batch between its forward and its backward."""
-    lives: bool = True
+    active: bool = True
 
 
 _attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
@@ -71,7 +71,7 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     if state is None:
         state = _attached[engine] = Attached(config._attn_implementation)
         engine.module.set_attn_implementation(attention.NAME)
-    return PlannedLoader(stock, chain, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.lives)
+    return PlannedLoader(stock, chain, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.active)
 
 
 def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 def release() -> None:
     """Give every live engine its own attention back and end its planned loaders; for after the rows are off."""
     for engine, state in list(_attached.items()):
-        state.lives = False
+        state.active = False
         engine.module.set_attn_implementation(state.stock_attention)
     _attached.clear()
 

@@ -40,7 +40,7 @@ def seq_params(pack: Pack) -> PlannedSeqParams:
     those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches. The
     borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
     """
-    borders, length = torch.tensor([0, pack.num_slots], dtype=torch.int32), pack.num_slots
+    borders, length = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders,

@@ -16,12 +16,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 from ....core.errors import EvenloadError
-from ....runtime.stage.deferred import WeightGradients, replaced
+from ....runtime.stage.deferred import WgradStore, replaced
 from ....runtime.stage.offload import layers_of
 
 
 @contextmanager
-def leaving_weights(gpt: Any, later: WeightGradients) -> Iterator[None]:
+def deferring_wgrads(gpt: Any, later: WgradStore) -> Iterator[None]:
     """The linear layers of the decoder can leave their weight gradients to ``later``.
 
     Raises EvenloadError for layers that cannot (see `why_in_backward`), and where someone else has changed them.
@@ -58,7 +58,7 @@ def _linears(gpt: Any) -> list[nn.Module]:
     return [m for m in modules if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and not m.is_expert]
 
 
-def _product(module: Any, later: WeightGradients) -> Callable[..., Tensor]:
+def _product(module: Any, later: WgradStore) -> Callable[..., Tensor]:
     own = module._forward_impl
 
     def product(input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:

@@ -163,7 +163,7 @@ def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = Tru
             None if loading else _random_state(),
             (host.layout.pp, host.layout.tp),
             (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
-            replica_id=host.plane_rank,
+            replica_id=host.dp_cp_rank,
         )
     return state
 

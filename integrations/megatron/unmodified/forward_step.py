@@ -67,7 +67,7 @@ class UserStep:
         assert self._params is not None
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._more, {})
-        tokens, slots = call.get("input_ids"), self._params.pack.num_slots if self._params.pack else 0
+        tokens, slots = call.get("input_ids"), self._params.pack.num_padded_tokens if self._params.pack else 0
         if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(
                 "forward_step does not give the model the batch that it took from its data iterator",

@@ -91,10 +91,10 @@ class PlannedSteps:
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
-        self.lives = True
+        self.active = True
         _all.add(self)
 
-    def around(self, stock: Callable[..., Any], stranger: str = "") -> Callable[..., Any]:
+    def around(self, stock: Callable[..., Any], foreign_owner: str = "") -> Callable[..., Any]:
         """What `get_forward_backward_func` gives to its caller in place of ``stock``.
 
         Args:
@@ -103,15 +103,15 @@ class PlannedSteps:
 
         @wraps(stock)
         def forward_backward(*args: Any, **call: Any) -> Any:
-            if not self.lives or call.get("forward_only"):
+            if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
-            return self._run(stock, stranger, **call)
+            return self._run(stock, foreign_owner, **call)
 
         return forward_backward
 
     def release(self) -> None:
         """Every function made here is the stock one again, and the process groups made here are gone."""
-        self.lives = False
+        self.active = False
         for loop in self._loops.values():
             if loop.links is not None and dist.is_initialized():
                 loop.links.close()
@@ -120,7 +120,7 @@ class PlannedSteps:
     def _run(
         self,
         stock: Callable[..., Any],
-        stranger: str,
+        foreign_owner: str,
         *,
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
@@ -134,7 +134,7 @@ class PlannedSteps:
         if first := gpt not in self._loops:
             warn_of_dropout(config)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpt] = _loop(self._recipe, chunk, gpt, stranger, warn)
+            self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
         loop = self._loops[gpt]
         try:
             plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
@@ -200,7 +200,7 @@ class PlannedSteps:
             with_mask=MASK in batches[0],
             device=next(gpt.parameters()).device,
         )
-        slots = [plan.micro_batches[index].num_slots for index in plan.of_rank(me)]
+        slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
         log.info(
             "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
             self._step,
@@ -235,7 +235,7 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _Loop:
+def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) -> _Loop:
     layout = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -243,7 +243,7 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, stranger: str, warn: bool) -> _L
     )
     # A stage may hold what others do not, and all of them must make one plan.
     reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, (why_stock(chunk, stranger), why_whole(gpt), why_in_backward(gpt)))
+    dist.all_gather_object(reasons, (why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or bool(borders)

@@ -62,11 +62,11 @@ def exchange(
     me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     like = next(iter(own.values()))
     width = sum(like[name].element_size() for name in FIELDS)
-    leaving = [[i for i in own if target[i] == rank] for rank in ranks]
+    deferring = [[i for i in own if target[i] == rank] for rank in ranks]
     coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
     there = wire_device(group)
-    sent = torch.cat([_bytes(own[i], there) for places in leaving for i in places])
-    to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, leaving))
+    sent = torch.cat([_bytes(own[i], there) for places in deferring for i in places])
+    to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
     order = [i for places in coming for i in places]

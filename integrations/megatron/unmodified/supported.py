@@ -109,17 +109,17 @@ def why_whole(gpt: Any) -> str:
     return ", ".join(sorted(f"{one.__name__} knows borders between samples alone" for one in odd))
 
 
-def why_stock(chunk: Any, stranger: str) -> Trouble | None:
+def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
 
     Args:
         stranger: who made the schedule that the loop would run, if not Megatron-Core.
     """
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
-    if stranger:
+    if foreign_owner:
         return (
             "the host's schedule is already patched by someone else, and an order of a plan would take its place",
-            stranger,
+            foreign_owner,
             "take that change off, or make it around evenload's by applying it after evenload is enabled, or disable "
             "plugins.pipeline and set plugins.packing.slices=off",
         )

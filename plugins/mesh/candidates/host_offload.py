@@ -12,17 +12,17 @@ from dataclasses import replace
 from ....core.costs.offload import KEPT_LAYERS, offload_share
 from ....core.plan.step_plan import MicroBatch, StepPlan
 from ....core.plan.token_layout import tokens_of_ranks
-from ....core.registry import Situation
+from ....core.registry import PlanningContext
 
 
-def offloaded(plan: StepPlan, situation: Situation) -> Iterator[StepPlan]:
+def offloaded(plan: StepPlan, context: PlanningContext) -> Iterator[StepPlan]:
     """The plan with what hides in host memory, then with all that may be; none where there is no way to the host."""
-    rate, layers = situation.cluster.host_bytes_per_s, plan.limits.layers_per_stage
+    rate, layers = context.cluster.host_bytes_per_s, plan.limits.layers_per_stage
     if not rate or layers <= KEPT_LAYERS:
         return
 
     def share(m: MicroBatch) -> float:
-        each_s = situation.costs.micro_batch_s(m)[0] / layers
+        each_s = context.costs.micro_batch_s(m)[0] / layers
         tokens = max(tokens_of_ranks(m).values()) if m.slices else 0
         return offload_share(each_s, tokens * plan.limits.activation_bytes_per_token, rate)
 

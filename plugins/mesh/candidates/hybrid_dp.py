@@ -12,38 +12,40 @@ import numpy as np
 
 from ....core.balance.partition import Ints, best_fit_decreasing
 from ....core.plan.step_plan import MicroBatch
-from ..assign import Frame, Placed, placed
-from ..cost_table import Prices, Shares
+from ..assign import Assignment, Frame, placed
+from ..cost_table import CostTable, SequenceCosts
 from ..emit.micro_batches import common_way, packs, whole
 
 _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
 
 
-def gangs(lengths: Ints, prices: Prices, shares: Shares, cap: int) -> list[MicroBatch] | None:
+def gangs(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int) -> list[MicroBatch] | None:
     """The micro-batches in launch order; None where a sequence fits nowhere. lengths int64 [K], ``shares`` theirs."""
-    priced = shares.launching(*prices.launch, cap)
-    frame = Frame(prices.limits.num_ranks, prices.node, _ANY, queued=True)
+    priced = shares.launching(*cost_table.launch, cap)
+    frame = Frame(cost_table.limits.num_ranks, cost_table.node, _ANY, queued=True)
     found = placed(priced, np.arange(len(lengths)), frame)
-    return None if found is None else _launched(lengths, found, prices, cap)
+    return None if found is None else _launched(lengths, found, cost_table, cap)
 
 
-def _launched(lengths: Ints, found: Placed, prices: Prices, cap: int) -> list[MicroBatch] | None:
+def _launched(lengths: Ints, found: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
     pieces = whole(lengths, np.arange(len(lengths)))
-    mine: list[list[int]] = [[] for _ in range(prices.limits.num_ranks)]
+    mine: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
     shared: list[int] = []
-    for k, home in enumerate(found.homes):
-        if len(home) == 1:
-            mine[home[0]].append(k)
+    for k, cp_group in enumerate(found.cp_groups):
+        if len(cp_group) == 1:
+            mine[cp_group[0]].append(k)
         else:
             shared.append(k)
     out: list[MicroBatch] = []
     for k in sorted(shared, key=lambda k: found.turn[k]):
-        home = found.homes[k]
-        way = common_way([(pieces[k].length, home)], prices)
-        if way is None:
+        cp_group = found.cp_groups[k]
+        strategy = common_way([(pieces[k].length, cp_group)], cost_table)
+        if strategy is None:
             return None
-        out.append(MicroBatch((pieces[k],), home, 0, way.engine, way.inner, routed=way.routed))
+        out.append(
+            MicroBatch((pieces[k],), cp_group, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
+        )
     local: list[list[MicroBatch]] = []
     for rank, numbers in enumerate(mine):
         bins = best_fit_decreasing([pieces[k].length for k in numbers], cap)

@@ -3,7 +3,7 @@
 Ranks that long sequences keep busy hold few tokens, so where rounds are nearly full the others would have to hold more
 than they may. With tokens moved (`core.parts.layout_of`) a rank's time is
 
-    attention of its homes + linear work of  sum of tokens / N  + what moves
+    attention of its CP groups + linear work of  sum of tokens / N  + what moves
 
 so attention alone is levelled over ranks, and tokens beside it, which leaves few of them to be moved.
 """
@@ -15,31 +15,31 @@ from dataclasses import replace
 from ....core.balance.partition import Ints
 from ....core.plan.step_plan import MicroBatch
 from ..assign import Frame, placed
-from ..cost_table import Prices, Shares
+from ..cost_table import CostTable, SequenceCosts
 from ..emit.micro_batches import joined, whole
 
 _ANY = 1 << 50
 """Tokens of a rank before they are moved."""
 
 
-def evened(lengths: Ints, numbers: Ints, shares: Shares, prices: Prices) -> MicroBatch | None:
-    """The round as one micro-batch of all ranks; None where these cannot hold it, or no engine suits all.
+def remapped(lengths: Ints, numbers: Ints, shares: SequenceCosts, cost_table: CostTable) -> MicroBatch | None:
+    """The round as one micro-batch of all ranks; None where these cannot hold it, or no cp_comm suits all.
 
     Args:
         lengths: int64 [K], of the batch.
         numbers: int64 [k], sequences of the round.
         shares: what the batch costs, without a cap of tokens.
     """
-    limits, costs = prices.limits, prices.situation.costs
+    limits, costs = cost_table.limits, cost_table.context.costs
     total = int(lengths[numbers].sum())
     if not limits.num_ranks <= total <= limits.num_ranks * limits.max_tokens:
         return None
     token_s = costs.forward.token_s + costs.backward.token_s
     linear = token_s * lengths[:, None] / shares.degrees
     by_kind = replace(shares, forward=shares.seconds - linear, backward=linear)  # infinite where it was
-    found = placed(by_kind, numbers, Frame(limits.num_ranks, prices.node, _ANY))
-    made = found and joined(list(zip(whole(lengths, numbers), found.homes, strict=True)), prices)
+    found = placed(by_kind, numbers, Frame(limits.num_ranks, cost_table.node, _ANY))
+    made = found and joined(list(zip(whole(lengths, numbers), found.cp_groups, strict=True)), cost_table)
     if made is None or len(made.ranks) == 1:
         return None
-    homes = made.homes or (made.ranks,) * len(made.slices)
-    return made._replace(ranks=tuple(range(limits.num_ranks)), homes=homes, remap=True)
+    cp_groups = made.cp_groups or (made.ranks,) * len(made.slices)
+    return made._replace(ranks=tuple(range(limits.num_ranks)), cp_groups=cp_groups, remap=True)

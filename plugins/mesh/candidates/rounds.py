@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ....core.balance.partition import Floats, Ints
 from ..assign import Frame, target_of
-from ..cost_table import Shares
+from ..cost_table import SequenceCosts
 
 _ONE_BY_ONE, _DEALT = 256, 512
 """The longest sequences are dealt to rounds one by one, the others in so many runs of neighbours in length."""
@@ -48,7 +48,7 @@ def step_seconds(rounds: list[float], launch_s: float, stages: int) -> float:
     return sum(rounds) + (stages - 1) * max(rounds) + (len(rounds) + stages - 1) * launch_s
 
 
-def divisions(lengths: Ints, shares: Shares, frame: Frame, launch_s: float, stages: int) -> list[Division]:
+def divisions(lengths: Ints, shares: SequenceCosts, frame: Frame, launch_s: float, stages: int) -> list[Division]:
     """Divisions of the batch, those of least estimated time first. lengths int64 [K]."""
     least = fewest_rounds(lengths, frame)
     total_s = float(shares.least_area.sum()) / frame.num_ranks
@@ -70,7 +70,9 @@ def _counts(least: int, total_s: float, launch_s: float, stages: int, most: int)
     return sorted(count for count in tried if least <= count <= most) or [least]
 
 
-def _mixed(lengths: Ints, shares: Shares, frame: Frame, count: int, launch_s: float, stages: int) -> Iterator[Division]:
+def _mixed(
+    lengths: Ints, shares: SequenceCosts, frame: Frame, count: int, launch_s: float, stages: int
+) -> Iterator[Division]:
     """Rounds that are alike but for their size: the first takes longer, and has all sequences that would need more
     than a node in the others."""
     if count == 1:
@@ -81,12 +83,12 @@ def _mixed(lengths: Ints, shares: Shares, frame: Frame, count: int, launch_s: fl
     in_node = shares.seconds[:, shares.degrees <= frame.node].min(axis=1)
     total_s = float(area.sum()) / frame.num_ranks
     known: set[bytes] = set()
-    for tilt in _TILTS if stages == 1 else _TILTS[:1]:
-        first_s = total_s * tilt / count
+    for first_round_scale in _TILTS if stages == 1 else _TILTS[:1]:
+        first_s = total_s * first_round_scale / count
         other_s = (total_s - first_s) / (count - 1)
         if other_s <= 0:
             break
-        tied = in_node > other_s if tilt > 1 else np.zeros(len(lengths), dtype=bool)
+        tied = in_node > other_s if first_round_scale > 1 else np.zeros(len(lengths), dtype=bool)
         capacity = np.full((2, count), other_s * frame.num_ranks)
         capacity[0, 0], capacity[1] = first_s * frame.num_ranks, frame.num_ranks * frame.cap
         base = np.zeros((2, count))

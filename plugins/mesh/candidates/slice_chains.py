@@ -27,7 +27,7 @@ from ....core.balance.slicing import evenly
 from ....core.costs.costs import PassCost
 from ....core.costs.traffic import attention_s
 from ....core.plan.step_plan import Limits, MicroBatch, Slice
-from ..cost_table import LEAST_TOKENS, Prices, Way
+from ..cost_table import LEAST_TOKENS, CostTable, CpStrategy
 from ..emit.blocks import Block
 
 _SHORTER = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -43,30 +43,30 @@ class Chain(NamedTuple):
 
     slices: tuple[Slice, ...]
     degree: int
-    way: Way
+    strategy: CpStrategy
 
 
-def chained(lengths: Ints, prices: Prices, limits: Limits) -> Iterator[list[Block]]:
+def chained(lengths: Ints, cost_table: CostTable, limits: Limits) -> Iterator[list[Block]]:
     """Ways to divide the batch into blocks; lengths int64 [K]."""
-    costs, stages = prices.situation.costs, limits.num_stages
+    costs, stages = cost_table.context.costs, limits.num_stages
     price = costs.forward.plus(costs.backward)
     seconds = costs.sequence_s(lengths)
     mean_s = float(seconds.sum()) / limits.num_ranks
     whole_s = min(mean_s, float(price.seconds(limits.max_tokens)))
     for shorter in _SHORTER if stages > 1 else _SHORTER[:1]:
         round_s = shorter * whole_s
-        for degree in _powers(prices.usable):
+        for degree in _powers(cost_table.usable):
             cuts = [
                 chain
                 for i in np.argsort(-lengths, kind="stable").tolist()
                 if int(lengths[i]) > limits.max_tokens or seconds[i] > _FULL * round_s
-                for chain in _chain(i, int(lengths[i]), degree, round_s, price, prices, limits)
+                for chain in _chain(i, int(lengths[i]), degree, round_s, price, cost_table, limits)
             ]
             named = {chain.slices[0].sequence for chain in cuts}
             if not named.issuperset(np.flatnonzero(lengths > limits.max_tokens).tolist()):
                 continue  # one of them has too few tokens for so many ranks
             rest = [i for i in np.argsort(-lengths, kind="stable").tolist() if i not in named]
-            yield _blocks(cuts, rest, lengths, round_s, price, limits, prices)
+            yield _blocks(cuts, rest, lengths, round_s, price, limits, cost_table)
 
 
 def _powers(degrees: list[int]) -> list[int]:
@@ -75,10 +75,10 @@ def _powers(degrees: list[int]) -> list[int]:
 
 
 def _chain(
-    index: int, length: int, degree: int, round_s: float, price: PassCost, prices: Prices, limits: Limits
+    index: int, length: int, degree: int, round_s: float, price: PassCost, cost_table: CostTable, limits: Limits
 ) -> Iterator[Chain]:
     """The sequence on as many ranks, or on as many as its tokens are enough for; nothing where the cap is too small."""
-    ranks = max((d for d in prices.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
+    ranks = max((d for d in cost_table.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
     least = LEAST_TOKENS * ranks
     most = ranks * (limits.max_tokens - 2) if ranks > 1 else limits.max_tokens
     each = float(price.seconds(length)) / ranks
@@ -87,13 +87,13 @@ def _chain(
     for more in range(_TRIES):
         slices = _equal(index, length, count + more, price)
         if all(least <= s.length <= most for s in slices):
-            yield Chain(slices, ranks, _way(slices, ranks, prices))
+            yield Chain(slices, ranks, _way(slices, ranks, cost_table))
             return
     if most >= least:
         # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
         slices = tuple(evenly(index, length, count, price, most, least))
         if ranks == 1 or slices[-1].length >= least:
-            yield Chain(slices, ranks, _way(slices, ranks, prices))
+            yield Chain(slices, ranks, _way(slices, ranks, cost_table))
 
 
 def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
@@ -103,12 +103,12 @@ def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice,
     return tuple(Slice(index, a, b) for a, b in pairwise(ends))
 
 
-def _way(slices: tuple[Slice, ...], degree: int, prices: Prices) -> Way:
-    """The engine that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
-    at = prices.situation
+def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
+    """The cp_comm that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
+    at = cost_table.context
     pieces = np.array([(s.length, s.start) for s in slices], dtype=np.float64)
 
-    def seconds(way: Way) -> float:
+    def seconds(strategy: CpStrategy) -> float:
         return float(
             sum(
                 np.sum(
@@ -119,18 +119,18 @@ def _way(slices: tuple[Slice, ...], degree: int, prices: Prices) -> Way:
                         0,
                         pieces,
                         tuple(range(degree)),
-                        way.engine,
-                        way.inner,
+                        strategy.cp_comm,
+                        strategy.ulysses_degree,
                         cost,
                         passes,
-                        way.routed,
+                        strategy.routed,
                     )
                 )
                 for cost, passes in ((at.costs.forward, 1), (at.costs.backward, 2))
             )
         )
 
-    ways = prices.ways_of(degree)
+    ways = cost_table.ways_of(degree)
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)
 
 
@@ -156,10 +156,16 @@ class _Grid(NamedTuple):
 
 
 def _blocks(
-    chains: list[Chain], rest: list[int], lengths: Ints, round_s: float, price: PassCost, limits: Limits, prices: Prices
+    chains: list[Chain],
+    rest: list[int],
+    lengths: Ints,
+    round_s: float,
+    price: PassCost,
+    limits: Limits,
+    cost_table: CostTable,
 ) -> list[Block]:
     """Chains longest first into the first block with room, then whole sequences into the emptiest cells."""
-    num_ranks, node = limits.num_ranks, prices.node
+    num_ranks, node = limits.num_ranks, cost_table.node
     grids: list[_Grid] = []
     tall = max((len(chain.slices) for chain in chains), default=1)
     for chain in sorted(chains, key=lambda c: (-len(c.slices), -c.degree, c.slices[0].sequence)):
@@ -185,10 +191,12 @@ def _laid_out(placed: list[tuple[Chain, int, int]], count: int, num_ranks: int) 
     for chain, first, at in placed:
         ranks = tuple(range(first, first + chain.degree))
         for k, piece in enumerate(chain.slices):
-            way = chain.way
+            strategy = chain.strategy
             made = MicroBatch((piece,), ranks)
             if chain.degree > 1:
-                made = made._replace(engine=way.engine, inner=way.inner, routed=way.routed)
+                made = made._replace(
+                    cp_comm=strategy.cp_comm, ulysses_degree=strategy.ulysses_degree, routed=strategy.routed
+                )
             rounds[at + k].append(made)
     return Block(rounds)
 

@@ -3,7 +3,7 @@
 A division is judged by the sequences as they are placed, which agrees with the simulator to a per mille; simulating
 each would take longer than placing it. In the best one, rounds in which ranks are left waiting are tried as disjoint
 groups too (FlexSP's problem, `groups`): groups split all of their sequences alike, which levels a few long ones better;
-overlapping homes level the others. Rounds in which sequences find no room are tried with moved tokens (`evened`).
+overlapping CP groups level the others. Rounds in which sequences find no room are tried with moved tokens (`remapped`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ....core.costs.traffic import exposed_of_ranks
 from ....core.plan.step_plan import Limits, MicroBatch, StepPlan
 from ..assign import Frame, Ranks, placed, target_of
 from ..config import MeshConfig
-from ..cost_table import Prices, Shares
+from ..cost_table import CostTable, SequenceCosts
 from ..emit.blocks import Block, in_blocks
 from ..emit.micro_batches import micro_batches, whole
 from ..emit.step import lengths_of, step
 from .disjoint_groups import Table, groups_of, seconds_of
 from .hybrid_dp import gangs
-from .remap import evened
+from .remap import remapped
 from .rounds import divisions, step_seconds
 
 _LEVEL = 1.004
@@ -41,21 +41,21 @@ class _Round(NamedTuple):
     """Sequences of one round and where they run."""
 
     numbers: Ints
-    homes: list[Ranks]
+    cp_groups: list[Ranks]
     seconds: float
     even: MicroBatch | None = None
     """The round with moved tokens, for want of room."""
 
 
 def candidates(
-    given: StepPlan, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
+    given: StepPlan, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
     lengths, shares = lengths_of(given), anywhere.under(limits.max_tokens)
-    made = gangs(lengths, prices, shares, limits.max_tokens)
+    made = gangs(lengths, cost_table, shares, limits.max_tokens)
     if made is not None:
         yield step(given, limits, made, "mesh (gangs)")
-    rounds = _rounds(lengths, limits, prices, anywhere, config)
+    rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
         yield in_blocks(given, limits, [Block([one]) for one in rounds], "mesh (rounds)")
@@ -64,24 +64,26 @@ def candidates(
 
 
 def _rounds(
-    lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig
+    lengths: Ints, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each round of the best division; nothing where none was found."""
-    shares, frame = anywhere.under(limits.max_tokens), Frame(limits.num_ranks, prices.node, limits.max_tokens)
+    shares, frame = anywhere.under(limits.max_tokens), Frame(limits.num_ranks, cost_table.node, limits.max_tokens)
     dummies = limits.equal_counts or limits.num_stages > 1
     found: list[list[MicroBatch]] = []
-    for one in _best_rounds(lengths, limits, prices, anywhere, config):
-        made = _launched(lengths, one, shares, prices, frame, dummies=dummies)
+    for one in _best_rounds(lengths, limits, cost_table, anywhere, config):
+        made = _launched(lengths, one, shares, cost_table, frame, dummies=dummies)
         if made is None:
             return []
         found.append(made)
     return found
 
 
-def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares, config: MeshConfig) -> list[_Round]:
+def _best_rounds(
+    lengths: Ints, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
+) -> list[_Round]:
     """The division that is fastest once its sequences are placed."""
-    stages, launch_s = limits.num_stages, prices.launch_s
-    frame, shares = Frame(limits.num_ranks, prices.node, limits.max_tokens), anywhere.under(limits.max_tokens)
+    stages, launch_s = limits.num_stages, cost_table.launch_s
+    frame, shares = Frame(limits.num_ranks, cost_table.node, limits.max_tokens), anywhere.under(limits.max_tokens)
     best_s, best = np.inf, list[_Round]()
     tries = config.effort * max(1, min(_TRIES, _SEQUENCES // len(lengths)))
     for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
@@ -91,12 +93,12 @@ def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares
         for numbers in division.rounds:
             one = placed(shares, numbers, frame)
             if one is not None:
-                found.append(_Round(numbers, one.homes, one.seconds))
+                found.append(_Round(numbers, one.cp_groups, one.seconds))
                 continue
-            even = evened(lengths, numbers, anywhere, prices) if config.remap == "auto" else None
+            even = remapped(lengths, numbers, anywhere, cost_table) if config.remap == "auto" else None
             if even is None:
                 break
-            found.append(_Round(numbers, [], _seconds([even], prices) - launch_s, even))
+            found.append(_Round(numbers, [], _seconds([even], cost_table) - launch_s, even))
         else:
             seconds = step_seconds([one.seconds for one in found], launch_s, stages)
             if seconds < best_s:
@@ -104,7 +106,7 @@ def _best_rounds(lengths: Ints, limits: Limits, prices: Prices, anywhere: Shares
     return best
 
 
-def _in_groups(lengths: Ints, one: _Round, shares: Shares, frame: Frame) -> _Round | None:
+def _in_groups(lengths: Ints, one: _Round, shares: SequenceCosts, frame: Frame) -> _Round | None:
     """The round in disjoint groups; None where there are none, or it is level already."""
     if one.seconds <= _LEVEL * target_of(shares, one.numbers, frame.num_ranks, 1.0):
         return None
@@ -112,33 +114,34 @@ def _in_groups(lengths: Ints, one: _Round, shares: Shares, frame: Frame) -> _Rou
     groups = groups_of(lengths[one.numbers], table, frame.num_ranks, frame.cap, frame.node)
     if groups is None or float(seconds_of(groups, table).max()) >= one.seconds:
         return None
-    homes: list[Ranks] = [()] * len(one.numbers)
+    cp_groups: list[Ranks] = [()] * len(one.numbers)
     for group in groups:
         for k in group.sequences:
-            homes[k] = group.ranks
-    return one._replace(homes=homes)
+            cp_groups[k] = group.ranks
+    return one._replace(cp_groups=cp_groups)
 
 
 def _launched(
-    lengths: Ints, one: _Round, shares: Shares, prices: Prices, frame: Frame, *, dummies: bool
+    lengths: Ints, one: _Round, shares: SequenceCosts, cost_table: CostTable, frame: Frame, *, dummies: bool
 ) -> list[MicroBatch] | None:
-    """Micro-batches of a round, as overlapping homes or in groups; None where no engine suits sequences that meet."""
+    """Micro-batches of a round, as overlapping CP groups or in groups; None where no cp_comm suits sequences that
+    meet."""
     pieces = whole(lengths, one.numbers)
     if one.even is not None:
         return [one.even]
-    found = [micro_batches(pieces, one.homes, prices, dummies=dummies)]
+    found = [micro_batches(pieces, one.cp_groups, cost_table, dummies=dummies)]
     if (grouped := _in_groups(lengths, one, shares, frame)) is not None:
-        found.append(micro_batches(pieces, grouped.homes, prices, dummies=dummies))
+        found.append(micro_batches(pieces, grouped.cp_groups, cost_table, dummies=dummies))
     made = [rows for rows in found if rows is not None]
-    return min(made, key=lambda rows: _seconds(rows, prices)) if len(made) > 1 else next(iter(made), None)
+    return min(made, key=lambda rows: _seconds(rows, cost_table)) if len(made) > 1 else next(iter(made), None)
 
 
-def _seconds(made: list[MicroBatch], prices: Prices) -> float:
+def _seconds(made: list[MicroBatch], cost_table: CostTable) -> float:
     """Of the slowest forward and the slowest backward of a round, launches included."""
-    at, slowest = prices.situation, [0.0, 0.0]
+    at, slowest = cost_table.context, [0.0, 0.0]
     for m in made:
         for k, (own, passes) in enumerate(zip(at.costs.rank_s(m), (1, 2), strict=True)):
-            for cost, moved in prices.directions(passes):
+            for cost, moved in cost_table.directions(passes):
                 own = own + exposed_of_ranks(at.traffic, at.cluster, at.layout, 0, m, cost, moved)
             slowest[k] = max(slowest[k], float(own.max()))
     return sum(slowest)

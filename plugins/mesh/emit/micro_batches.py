@@ -15,34 +15,36 @@ import numpy as np
 from ....core.balance.partition import Ints
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..assign import Ranks
-from ..cost_table import Prices, Way
+from ..cost_table import CostTable, CpStrategy
 
 
-def micro_batches(pieces: list[Slice], homes: list[Ranks], prices: Prices, *, dummies: bool) -> list[MicroBatch] | None:
-    """The micro-batches of one round; None where no engine suits sequences that meet.
+def micro_batches(
+    pieces: list[Slice], cp_groups: list[Ranks], cost_table: CostTable, *, dummies: bool
+) -> list[MicroBatch] | None:
+    """The micro-batches of one round; None where no cp_comm suits sequences that meet.
 
     Args:
-        pieces: what each sequence runs in this round, on ``homes``.
+        pieces: what each sequence runs in this round, on ``cp_groups``.
         dummies: give ranks without work a micro-batch too.
     """
     members: dict[int, list[int]] = {}
-    root = _components(homes, prices.limits.num_ranks)
-    for k, home in enumerate(homes):
-        members.setdefault(root[home[0]], []).append(k)
+    root = _components(cp_groups, cost_table.limits.num_ranks)
+    for k, cp_group in enumerate(cp_groups):
+        members.setdefault(root[cp_group[0]], []).append(k)
     found: list[MicroBatch] = []
     for mine in members.values():
-        made = joined([(pieces[k], homes[k]) for k in mine], prices)
+        made = joined([(pieces[k], cp_groups[k]) for k in mine], cost_table)
         if made is None:
             return None
         found.append(made)
-    found.sort(key=lambda m: (-_span(m, prices.node), -len(m.ranks), m.ranks))
+    found.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
     if dummies:
         busy = {rank for m in found for rank in m.ranks}
-        found += [MicroBatch((), (rank,)) for rank in range(prices.limits.num_ranks) if rank not in busy]
+        found += [MicroBatch((), (rank,)) for rank in range(cost_table.limits.num_ranks) if rank not in busy]
     return found
 
 
-def _components(homes: list[Ranks], num_ranks: int) -> list[int]:
+def _components(cp_groups: list[Ranks], num_ranks: int) -> list[int]:
     """For each rank the first of all ranks that share sequences with it."""
     parent = list(range(num_ranks))
 
@@ -52,69 +54,73 @@ def _components(homes: list[Ranks], num_ranks: int) -> list[int]:
             rank = parent[rank]
         return rank
 
-    for home in {home for home in homes if len(home) > 1}:
-        for rank in home[1:]:
-            a, b = sorted((root(home[0]), root(rank)))
+    for cp_group in {cp_group for cp_group in cp_groups if len(cp_group) > 1}:
+        for rank in cp_group[1:]:
+            a, b = sorted((root(cp_group[0]), root(rank)))
             parent[b] = a
     return [root(rank) for rank in range(num_ranks)]
 
 
 def _span(m: MicroBatch, node: int) -> int:
-    """Nodes of the micro-batch's widest home."""
-    homes = m.homes or (m.ranks,)
-    return max(len({rank // node for rank in home}) for home in homes)
+    """Nodes of the micro-batch's widest CP group."""
+    cp_groups = m.cp_groups or (m.ranks,)
+    return max(len({rank // node for rank in cp_group}) for cp_group in cp_groups)
 
 
-def joined(mine: list[tuple[Slice, Ranks]], prices: Prices) -> MicroBatch | None:
-    """One micro-batch of slices, each on its home; None where no engine suits all."""
-    ranks = tuple(sorted({rank for _, home in mine for rank in home}))
+def joined(mine: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:
+    """One micro-batch of slices, each on its CP group; None where no cp_comm suits all."""
+    ranks = tuple(sorted({rank for _, cp_group in mine for rank in cp_group}))
     mine = sorted(mine, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
     slices = tuple(piece for piece, _ in mine)
     if len(ranks) == 1:
         return MicroBatch(slices, ranks)
-    way = common_way([(piece.length, home) for piece, home in mine], prices)
-    if way is None:
+    strategy = common_way([(piece.length, cp_group) for piece, cp_group in mine], cost_table)
+    if strategy is None:
         return None
-    homes = tuple(home for _, home in mine)
-    if all(home == ranks for home in homes):
-        homes = ()
-    return MicroBatch(slices, ranks, 0, way.engine, way.inner, homes, routed=way.routed)
+    cp_groups = tuple(cp_group for _, cp_group in mine)
+    if all(cp_group == ranks for cp_group in cp_groups):
+        cp_groups = ()
+    return MicroBatch(slices, ranks, 0, strategy.cp_comm, strategy.ulysses_degree, cp_groups, routed=strategy.routed)
 
 
-def common_way(sequences: list[tuple[int, Ranks]], prices: Prices) -> Way | None:
-    """The fastest way for sequences (tokens, home) that run in one micro-batch; None where none suits all."""
-    costs = prices.situation.costs
-    forward, backward = (dict.fromkeys((r for _, home in sequences for r in home), 0.0) for _ in range(2))
+def common_way(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
+    """The fastest way for sequences (tokens, CP group) that run in one micro-batch; None where none suits all."""
+    costs = cost_table.context.costs
+    forward, backward = (dict.fromkeys((r for _, cp_group in sequences for r in cp_group), 0.0) for _ in range(2))
     shared: list[tuple[int, Ranks]] = []
-    for n, home in sequences:
-        for rank in home:
-            forward[rank] += costs.forward.seconds(n) / len(home)
-            backward[rank] += costs.backward.seconds(n) / len(home)
-        if len(home) > 1:
-            shared.append((n, home))
-    best: tuple[float, Way | None] = (float("inf"), None)
-    for way in _suiting(shared, prices):
+    for n, cp_group in sequences:
+        for rank in cp_group:
+            forward[rank] += costs.forward.seconds(n) / len(cp_group)
+            backward[rank] += costs.backward.seconds(n) / len(cp_group)
+        if len(cp_group) > 1:
+            shared.append((n, cp_group))
+    best: tuple[float, CpStrategy | None] = (float("inf"), None)
+    for strategy in _suiting(shared, cost_table):
         first, second = dict(forward), dict(backward)
-        for n, home in shared:
-            each = prices.exposed(way, n, len(home))
-            for rank in home:
+        for n, cp_group in shared:
+            each = cost_table.exposed(strategy, n, len(cp_group))
+            for rank in cp_group:
                 first[rank] += each[0]
                 second[rank] += each[1]
         seconds = max(first.values()) + max(second.values())
         if seconds < best[0] * (1 - 1e-9):
-            best = (seconds, way)
+            best = (seconds, strategy)
     return best[1]
 
 
-def _suiting(shared: list[tuple[int, Ranks]], prices: Prices) -> Iterator[Way]:
-    degrees = sorted({len(home) for _, home in shared})
-    across = max(degrees, default=1) > prices.node
-    most = len({rank for _, home in shared for rank in home})
-    for way in prices.ways[1:]:
-        if way.engine == "hybrid" and (any(d % way.inner for d in degrees) or way.inner >= most):
+def _suiting(shared: list[tuple[int, Ranks]], cost_table: CostTable) -> Iterator[CpStrategy]:
+    degrees = sorted({len(cp_group) for _, cp_group in shared})
+    across = max(degrees, default=1) > cost_table.node
+    most = len({rank for _, cp_group in shared for rank in cp_group})
+    for strategy in cost_table.ways[1:]:
+        if strategy.cp_comm == "hybrid" and (
+            any(d % strategy.ulysses_degree for d in degrees) or strategy.ulysses_degree >= most
+        ):
             continue
-        if (not way.routed or across) and np.isfinite([prices.exposed(way, 1 << 20, d)[0] for d in degrees]).all():
-            yield way
+        if (not strategy.routed or across) and np.isfinite(
+            [cost_table.exposed(strategy, 1 << 20, d)[0] for d in degrees]
+        ).all():
+            yield strategy
 
 
 def packs(pieces: list[Slice], rank: int, bins: list[list[int]]) -> list[MicroBatch]:

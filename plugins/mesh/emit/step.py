@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from ....core.balance.partition import Ints
-from ....core.costs.memory import peaks_of_stage, room_bytes
+from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
 from ....core.planning.stock import UNCAPPED
-from ....core.registry import Situation
+from ....core.registry import PlanningContext
 from ..config import MeshConfig
 
 
@@ -21,18 +21,18 @@ def lengths_of(plan: StepPlan) -> Ints:
     return np.array([s.length for s in plan.sequences], dtype=np.int64)
 
 
-def limits_for(plan: StepPlan, situation: Situation, config: MeshConfig) -> Limits:
+def limits_for(plan: StepPlan, context: PlanningContext, config: MeshConfig) -> Limits:
     """The plan's limits with a token cap: the least of all plugins', or what the device is predicted to hold."""
     limits = config.capped(plan.limits)
     if config.max_tokens is None and (limits.max_tokens >= UNCAPPED or not plan.micro_batches):
-        held = _held_tokens(plan.limits, situation, max(1, plan.num_tokens))
+        held = _held_tokens(plan.limits, context, max(1, plan.num_tokens))
         return replace(limits, max_tokens=min(held, limits.max_tokens))
     return limits
 
 
-def _held_tokens(limits: Limits, situation: Situation, most: int) -> int:
+def _held_tokens(limits: Limits, context: PlanningContext, most: int) -> int:
     """Tokens of each micro-batch that leave a rank of every stage within its memory. Raises EvenloadError."""
-    room = room_bytes(situation.cluster, situation.costs.memory, limits)
+    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     one, two = (_peak(limits, tokens) for tokens in (1024, 2048))
     each, fixed = (two - one) / 1024, 2 * one - two
     tokens = int(min(most, (room - fixed) / each if each > 0 else most))

@@ -1,4 +1,4 @@
-"""The engine in which every rank of a home gets the keys and values of all others at once.
+"""The cp_comm in which every rank of a CP group gets the keys and values of all others at once.
 
 Of a slice there are then the tokens of earlier slices, rank by rank, and the slice's chunks in their order; a rank's
 two chunks of queries see all of the former and the latter up to themselves, which is a causal block each. Backward
@@ -28,7 +28,7 @@ def tiles(group: int, part: Part) -> list[Tile]:
 
 
 class Gather(Work):
-    """A job whose home shares no heads and has several ranks."""
+    """A job whose CP group shares no heads and has several ranks."""
 
     def forward(self) -> Iterator[None]:
         message = self.packed(self.own_keys())

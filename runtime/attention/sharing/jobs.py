@@ -1,4 +1,4 @@
-"""What a shared micro-batch asks of its ranks, as data: the slices of each home, and who holds how much of them.
+"""What a shared micro-batch asks of its ranks, as data: the slices of each CP group, and who holds how much of them.
 
 Pure functions of the micro-batch and of what earlier slices left, the same on every rank.
 """
@@ -10,14 +10,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ....core.plan.step_plan import MicroBatch, Slice
-from ....core.plan.token_layout import Home, home_of
+from ....core.plan.token_layout import CpGroup, cp_group_of
 
 Before = Callable[[Slice, int], int]
 """Tokens of the slices before a slice that a plane rank holds."""
 
 
 class Held(NamedTuple):
-    """Keys and values of one slice that one group of its home brings."""
+    """Keys and values of one slice that one group of its CP group brings."""
 
     before: int
     """Tokens of earlier slices."""
@@ -42,15 +42,15 @@ class Part(NamedTuple):
     cut: bool
     """Whether earlier or later slices of its sequence are run as well."""
     held: tuple[Held, ...]
-    """By each group of the home."""
+    """By each group of the CP group."""
 
 
 class Job(NamedTuple):
-    """All slices of a micro-batch that have one home."""
+    """All slices of a micro-batch that have one CP group."""
 
     number: int
     """Of its micro-batch; jobs are begun in this order on every rank."""
-    home: Home
+    cp_group: CpGroup
     parts: tuple[Part, ...]
 
     def keys_of(self, group: int) -> int:
@@ -69,28 +69,28 @@ def jobs_of(
 
     So what takes longest is on its way first, and the others compute meanwhile (Zeppelin, arXiv 2509.21841).
     """
-    slices_of: dict[Home, list[Slice]] = {}
+    slices_of: dict[CpGroup, list[Slice]] = {}
     for number, piece in enumerate(micro_batch.slices):
-        slices_of.setdefault(home_of(micro_batch, number), []).append(piece)
-    homes = sorted(slices_of, key=lambda home: _zone(home, node_ranks))  # stable
+        slices_of.setdefault(cp_group_of(micro_batch, number), []).append(piece)
+    cp_groups = sorted(slices_of, key=lambda cp_group: _zone(cp_group, node_ranks))  # stable
     return tuple(
-        Job(number, home, tuple(_part(piece, home, is_cut(piece), before) for piece in slices_of[home]))
-        for number, home in enumerate(homes)
+        Job(number, cp_group, tuple(_part(piece, cp_group, is_cut(piece), before) for piece in slices_of[cp_group]))
+        for number, cp_group in enumerate(cp_groups)
     )
 
 
-def _zone(home: Home, node_ranks: int) -> int:
-    if home.groups == 1:
+def _zone(cp_group: CpGroup, node_ranks: int) -> int:
+    if cp_group.groups == 1:
         return 2
-    return int(len({rank // node_ranks for rank in home.ranks} if node_ranks else {0}) == 1)
+    return int(len({rank // node_ranks for rank in cp_group.ranks} if node_ranks else {0}) == 1)
 
 
-def _part(piece: Slice, home: Home, cut: bool, before: Before) -> Part:
-    length, chunks = piece.length, 2 * home.groups
+def _part(piece: Slice, cp_group: CpGroup, cut: bool, before: Before) -> Part:
+    length, chunks = piece.length, 2 * cp_group.groups
     bounds = [c * length // chunks for c in range(chunks + 1)]
     sizes = [end - first for first, end in pairwise(bounds)]
     held = []
-    for group in range(home.groups):
-        earlier = before(piece, home.ranks[group * home.inner]) if cut else 0
+    for group in range(cp_group.groups):
+        earlier = before(piece, cp_group.ranks[group * cp_group.ulysses_degree]) if cut else 0
         held.append(Held(earlier, sizes[group], sizes[chunks - 1 - group]))
     return Part(piece, cut, tuple(held))

@@ -54,7 +54,7 @@ class Relayout(NamedTuple):
     """Both sides of one rank."""
 
     plane: Plane
-    num_slots: int
+    num_padded_tokens: int
     holds: Mapping[int, tuple[Part, ...]]
     """Tokens held here, by the rank that attends for them."""
     attends: Mapping[int, tuple[Part, ...]]
@@ -114,7 +114,9 @@ class Relayout(NamedTuple):
         ]
         arrived = self._exchange(sends, self.holds, kinds, like)
         here = {part.job: part for part in self.holds.get(rank, ())}
-        summed = [like.new_zeros(self.num_slots, kind.num_heads, kind.dim, dtype=_width(kind)) for kind in kinds]
+        summed = [
+            like.new_zeros(self.num_padded_tokens, kind.num_heads, kind.dim, dtype=_width(kind)) for kind in kinds
+        ]
         for part in self.attends.get(rank, ()):
             for total, tensor, kind in zip(summed, jobs[part.job], kinds, strict=True):
                 total[here[part.job].rows, _span(part, kind)] = tensor[part.rows].to(total.dtype)
@@ -162,7 +164,7 @@ def relayout_of(
     pieces_of: Callable[[int], Pieces],
     holders: Ranks,
     starts: Sequence[int],
-    num_slots: int,
+    num_padded_tokens: int,
     jobs: Sequence[Job],
     num_heads: tuple[int, int],
     device: torch.device,
@@ -183,13 +185,15 @@ def relayout_of(
     counts: dict[int, int] = {}
     heads: dict[int, Heads] = {}
     for job in jobs:
-        home = job.home
-        for place, peer in enumerate(home.ranks):
-            group = home.ranks[place // home.inner * home.inner :][: home.inner]
+        cp_group = job.cp_group
+        for place, peer in enumerate(cp_group.ranks):
+            group = cp_group.ranks[place // cp_group.ulysses_degree * cp_group.ulysses_degree :][
+                : cp_group.ulysses_degree
+            ]
             if not holders and rank not in group:
                 continue
-            wanted = tuple(p for part in job.parts for p in attended(part.piece, home, place))
-            its_heads = heads_of(place % home.inner, home.inner, *num_heads)
+            wanted = tuple(p for part in job.parts for p in attended(part.piece, cp_group, place))
+            its_heads = heads_of(place % cp_group.ulysses_degree, cp_group.ulysses_degree, *num_heads)
             met = _common(mine, starts, wanted)
             if met:
                 rows = _rows(((slot, size) for slot, _, size in met), device)
@@ -203,8 +207,8 @@ def relayout_of(
                 if met:
                     rows = _rows(((at, size) for _, at, size in met), device)
                     attends.setdefault(holder, []).append(Part(job.number, rows, _count(met), its_heads))
-    padded = sum(p.length for p in mine) < num_slots
-    return Relayout(plane, num_slots, _by_peer(holds), _by_peer(attends), counts, heads, padded)
+    padded = sum(p.length for p in mine) < num_padded_tokens
+    return Relayout(plane, num_padded_tokens, _by_peer(holds), _by_peer(attends), counts, heads, padded)
 
 
 def _by_peer(parts: Mapping[int, list[Part]]) -> dict[int, tuple[Part, ...]]:

@@ -8,8 +8,8 @@ no mask but the causal one of its own tokens:
     j > i           queries of its second chunk over all keys, those of the first over the earlier tokens
 
 A ring of g groups has g - 1 hops forward. Backward, keys and values go the same way, and dK and dV, in float32 at
-least, follow one block behind and take one hop more, home. The next hop is posted before the block is computed (Ring
-Attention with blockwise transformers, arXiv 2310.01889).
+least, follow one block behind and take one hop more, CP group. The next hop is posted before the block is computed
+(Ring Attention with blockwise transformers, arXiv 2310.01889).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Messages between nodes spread over the links of all ranks: scatter in one node, parallel links, gather in the other.
 
-A message from a rank of node A to one of node B is cut into x parts, x the smaller number of ranks that its home has in
-either. Part k goes to the k-th of them in A, from there to the k-th in B, and on to the receiver, so that x links carry
-what one did (the routing layer of Zeppelin, arXiv 2509.21841). Messages inside a node go as they are.
+A message from a rank of node A to one of node B is cut into x parts, x the smaller number of ranks that its CP group
+has in either. Part k goes to the k-th of them in A, from there to the k-th in B, and on to the receiver, so that x
+links carry what one did (the routing layer of Zeppelin, arXiv 2509.21841). Messages inside a node go as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...world.plane import Pending, Plane, Ranks
 
 
 class Message(NamedTuple):
-    """Between plane ranks; all members of a home list the same messages in the same order."""
+    """Between plane ranks; all members of a CP group list the same messages in the same order."""
 
     source: int
     to: int

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....core.plan.step_plan import MicroBatch, Slice
-from ....core.plan.token_layout import Pieces, dealt, home_of, layout_of
+from ....core.plan.token_layout import Pieces, cp_group_of, dealt, layout_of
 from ...world.plane import Plane
 from ..blocks import choose_block
 from .gather import Gather
@@ -53,8 +53,8 @@ class Shared:
             return self.layout[rank]
         pieces: list[Slice] = []
         for number, piece in enumerate(self.micro_batch.slices):
-            home = home_of(self.micro_batch, number)
-            pieces += dealt(piece, home, home.ranks.index(rank)) if rank in home.ranks else ()
+            cp_group = cp_group_of(self.micro_batch, number)
+            pieces += dealt(piece, cp_group, cp_group.ranks.index(rank)) if rank in cp_group.ranks else ()
         return tuple(pieces)
 
     def jobs(self, pack: Pack) -> tuple[Job, ...]:
@@ -76,7 +76,7 @@ class Shared:
             starts = pack.segments[: len(pack.slices)]
             holders = self.micro_batch.ranks if self.micro_batch.remap else ()
             self._known[key] = relayout_of(
-                self.plane, self.pieces_of, holders, starts, pack.num_slots, self.jobs(pack), *key
+                self.plane, self.pieces_of, holders, starts, pack.num_padded_tokens, self.jobs(pack), *key
             )
         return self._known[key]  # type: ignore[no-any-return]
 
@@ -88,8 +88,8 @@ def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_THD, k_TGD, v_TGD))
     block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])
     heads = q_THD.shape[1], k_TGD.shape[1]
-    engine, routed = shared.micro_batch.engine, shared.micro_batch.routed
-    call = Call(shared.plane, pack.prefix, layer, scale, block, frozen, heads, engine, routed)
+    cp_comm, routed = shared.micro_batch.cp_comm, shared.micro_batch.routed
+    call = Call(shared.plane, pack.prefix, layer, scale, block, frozen, heads, cp_comm, routed)
     relayout = shared.relayout(pack, heads, q_THD.device)
     jobs = [job for job in shared.jobs(pack) if job.number in relayout.counts]
     out: Tensor = _SharedAttention.apply(q_THD, k_TGD, v_TGD, call, relayout, jobs)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
 
 
 def _engine_of(job: Job, call: Call) -> type[Work]:
-    return Gather if call.engine == "all_gather" and job.home.groups > 1 else Ring
+    return Gather if call.cp_comm == "all_gather" and job.cp_group.groups > 1 else Ring
 
 
 class _SharedAttention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""One job of a shared micro-batch on one of its ranks, in one attention call: what every engine has in common.
+"""One job of a shared micro-batch on one of its ranks, in one attention call: what every cp_comm has in common.
 
 Shape legend: N = tokens that this rank attends for, M = tokens whose keys a group brings, H = query heads,
 G = key/value heads (both of this rank), D = head dimension.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.plan.step_plan import Engine, Slice
+from ....core.plan.step_plan import CpComm, Slice
 from ...world.plane import FIRST_TAG, Pending, Plane
 from ..blocks import Block, Inputs, merge
 from ..prefix import PrefixStore
@@ -40,7 +40,7 @@ class Call(NamedTuple):
     """No backward will come: autograd is on, and neither queries nor keys nor values need gradients."""
     num_heads: tuple[int, int]
     """Of queries and of keys, of all ranks that share them."""
-    engine: Engine
+    cp_comm: CpComm
     routed: bool
 
 
@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A message from one group of a home to another."""
+    """A message from one group of a CP group to another."""
 
     source: int
     to: int
@@ -82,9 +82,9 @@ class Work(ABC):
     def __init__(self, call: Call, job: Job, heads: Heads, q_NHD: Tensor, kv_NGD: Pair | None) -> None:
         self.call, self.job, self.heads, self.q_NHD = call, job, heads, q_NHD
         self._kv_NGD = kv_NGD
-        place = job.home.ranks.index(call.plane.rank)
-        self.groups, self.group = job.home.groups, place // job.home.inner
-        self.share = place % job.home.inner
+        place = job.cp_group.ranks.index(call.plane.rank)
+        self.groups, self.group = job.cp_group.groups, place // job.cp_group.ulysses_degree
+        self.share = place % job.cp_group.ulysses_degree
         self.lengths = [part.held[self.group].own for part in job.parts]
         self._starts = list(accumulate(self.lengths, initial=0))
         self.wide = torch.promote_types(q_NHD.dtype, torch.float32)
@@ -116,29 +116,31 @@ class Work(ABC):
         """Post messages between groups.
 
         Args:
-            rows: all messages of the hop, the same on every rank of the home.
+            rows: all messages of the hop, the same on every rank of the CP group.
             sends: [2, M, G, D] for each group that gets one from this rank's.
             kind: 0 or 1; tells messages of one hop apart.
         """
-        like, inner = next(iter(sends.values())), self.job.home.inner
+        like, ulysses_degree = next(iter(sends.values())), self.job.cp_group.ulysses_degree
         came = {row.source: like.new_empty(2, row.tokens, *like.shape[2:]) for row in rows if row.to == self.group}
         tags = [
             FIRST_TAG + 8 + self.job.number * _TAGS_PER_JOB + (6 * hop + 3 * kind + i) % _TAGS_PER_JOB for i in range(3)
         ]
-        plane, ranks = self.call.plane, self.job.home.ranks
+        plane, ranks = self.call.plane, self.job.cp_group.ranks
         if not (self.call.routed and plane.node_ranks):
-            outgoing = [(ranks[group * inner + self.share], tensor) for group, tensor in sends.items()]
-            incoming = [(ranks[group * inner + self.share], tensor) for group, tensor in came.items()]
+            outgoing = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in sends.items()]
+            incoming = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in came.items()]
             return Coming(plane.post(outgoing, incoming, tags[0]), came)
         messages: list[Message] = []
         ends: dict[int, Tensor] = {}
         for row in rows:
-            for share in range(inner):
-                heads = heads_of(share, inner, *self.call.num_heads).keys
+            for share in range(ulysses_degree):
+                heads = heads_of(share, ulysses_degree, *self.call.num_heads).keys
                 size = 2 * row.tokens * (heads.stop - heads.start) * like.shape[-1]
                 if share == self.share and self.group in (row.source, row.to):
                     ends[len(messages)] = sends[row.to] if row.source == self.group else came[row.source]
-                messages.append(Message(ranks[row.source * inner + share], ranks[row.to * inner + share], size))
+                messages.append(
+                    Message(ranks[row.source * ulysses_degree + share], ranks[row.to * ulysses_degree + share], size)
+                )
         return Coming(Routed(plane, messages, ranks, ends, tags, like), came)
 
     def own_keys(self, backward: bool = False) -> list[Pair]:

@@ -25,7 +25,7 @@ from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
 from evenload.integrations.deepspeed.pipeline.stage import PlannedStage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.attention.prefix import PrefixStore
-from evenload.runtime.stage.deferred import WeightGradients
+from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 
@@ -114,7 +114,7 @@ def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, A
         for name in names:
             plan = planned(host, name)
             result, gradients = host.gradients(plan, tokens_of)
-            mine = [tuple(s) for j in plan.of_rank(host.plane_rank, "B") for s in plan.passes("B")[j].slices]
+            mine = [tuple(s) for j in plan.of_rank(host.dp_cp_rank, "B") for s in plan.passes("B")[j].slices]
             found[name] = {
                 "loss": abs(result.loss - loss) / loss,
                 "grad": relative_error(gradients, {n: wanted[n] for n in gradients}),
@@ -169,7 +169,7 @@ def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **mor
 def passes_here(host: Any, plan: StepPlan) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
     found: list[tuple[str, int]] = []
-    for kind, number in orders_of_stage(plan, host.pipeline_stage)[host.plane_rank]:
+    for kind, number in orders_of_stage(plan, host.pipeline_stage)[host.dp_cp_rank]:
         if kind == "F" and number not in plan.kept and host.pipeline_stage == host.layout.pp - 1:
             read = any(s.sequence in plan.cut for s in plan.micro_batches[number].slices)
             if not read:
@@ -283,7 +283,7 @@ def mutants(pp: int) -> dict[str, Any]:
         for name, place, attribute, broken, plan in (
             ("dKV dropped", PrefixStore, "settle", _settle_own_only, cut),
             ("position restart", pipeline_stage, "build_pack", _positions_from_zero, cut),
-            ("W of nothing", WeightGradients, "run", _zeros, cut),
+            ("W of nothing", WgradStore, "run", _zeros, cut),
             ("tape shifted", Tape, "gather", _shifted, replayed),
             ("loss per micro-batch", pipeline_stage, "_loss_sum", _mean, cut),
         ):

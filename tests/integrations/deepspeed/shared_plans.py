@@ -31,14 +31,14 @@ def local(rank: int, *ids: int) -> MicroBatch:
     return MicroBatch(tuple(piece(i) for i in ids), (rank,))
 
 
-def shared(ids: tuple[int, ...], ranks: tuple[int, ...], engine: Any, **more: Any) -> MicroBatch:
-    return MicroBatch(tuple(piece(i) for i in ids), ranks, engine=engine, **more)
+def shared(ids: tuple[int, ...], ranks: tuple[int, ...], cp_comm: Any, **more: Any) -> MicroBatch:
+    return MicroBatch(tuple(piece(i) for i in ids), ranks, cp_comm=cp_comm, **more)
 
 
-def mixed(engine: Any = "ring", equal: bool = False) -> StepPlan:
+def mixed(cp_comm: Any = "ring", equal: bool = False) -> StepPlan:
     """All ranks, then {3, 0, 1} beside micro-batches of rank 2 alone; ranks run different numbers of micro-batches."""
-    three = "ring" if engine == "hybrid" else engine
-    everyone = shared((0,), (0, 1, 2, 3), engine, inner=2 if engine == "hybrid" else 0)
+    three = "ring" if cp_comm == "hybrid" else cp_comm
+    everyone = shared((0,), (0, 1, 2, 3), cp_comm, ulysses_degree=2 if cp_comm == "hybrid" else 0)
     groups = [everyone, local(2, 3), shared((1, 2), (3, 0, 1), three), local(2, 4), local(0, 5), local(2, 6, 7)]
     if not equal:
         return ordered(LENGTHS, groups)
@@ -47,22 +47,22 @@ def mixed(engine: Any = "ring", equal: bool = False) -> StepPlan:
     return ordered(LENGTHS, [*groups, MicroBatch((), (3,))], equal=True)
 
 
-def homes(engine: Any = "ring", remap: bool = False, routed: bool = False) -> StepPlan:
-    """One micro-batch on all ranks: the longest on all, one on {3, 1}, short ones at home on one rank."""
+def cp_groups(cp_comm: Any = "ring", remap: bool = False, routed: bool = False) -> StepPlan:
+    """One micro-batch on all ranks: the longest on all, one on {3, 1}, short ones on one rank."""
     zones = ((0, 1, 2, 3), (3, 1), (2,), (2,), (0,), (0,), (1, 2, 0), (3,))
-    one = shared(tuple(range(8)), (0, 1, 2, 3), engine, homes=zones, remap=remap, routed=routed)
+    one = shared(tuple(range(8)), (0, 1, 2, 3), cp_comm, cp_groups=zones, remap=remap, routed=routed)
     return ordered(LENGTHS, [one], node_ranks=2)
 
 
 def chains(replayed: str = "none") -> StepPlan:
     """Slices on 3 ranks: a ring that grows by a rank, heads that stay; `replayed`: none, some or all micro-batches."""
     groups = [
-        MicroBatch((piece(0, 0, 3), piece(2)), (0, 3), engine="ring"),
-        MicroBatch((piece(1, 0, 2),), (1, 2, 3), engine="all_to_all"),
-        MicroBatch((piece(0, 1, 3),), (3, 1, 0), engine="ring"),
+        MicroBatch((piece(0, 0, 3), piece(2)), (0, 3), cp_comm="ring"),
+        MicroBatch((piece(1, 0, 2),), (1, 2, 3), cp_comm="all_to_all"),
+        MicroBatch((piece(0, 1, 3),), (3, 1, 0), cp_comm="ring"),
         local(2, 4),
-        MicroBatch((piece(0, 2, 3), piece(3)), (3, 1, 0), engine="ring", homes=((3, 1, 0), (1,))),
-        MicroBatch((piece(1, 1, 2),), (1, 2, 3), engine="all_to_all"),
+        MicroBatch((piece(0, 2, 3), piece(3)), (3, 1, 0), cp_comm="ring", cp_groups=((3, 1, 0), (1,))),
+        MicroBatch((piece(1, 1, 2),), (1, 2, 3), cp_comm="all_to_all"),
         MicroBatch((piece(6, 0, 2),), (2,)),
         MicroBatch((piece(6, 1, 2), piece(5), piece(7)), (2,)),
     ]
@@ -72,17 +72,17 @@ def chains(replayed: str = "none") -> StepPlan:
 
 def regrouped() -> StepPlan:
     """Backward rank 2 has other groups than forward, while the shared ones stay; one of them is replayed."""
-    first = [MicroBatch((piece(0, k, 2),), (0, 1, 3), engine="ring") for k in (0, 1)]
+    first = [MicroBatch((piece(0, k, 2),), (0, 1, 3), cp_comm="ring") for k in (0, 1)]
     forward = [*first, local(2, 1, 2), local(2, 3, 4), local(2, 5, 6, 7)]
     halves = [MicroBatch((piece(1, k, 2),), (2,)) for k in (1, 0)]
     backward = [first[1], local(2, 7, 2, 3), *halves, first[0], local(2, 5, 4), local(2, 6)]
     return ordered(LENGTHS, forward, backward=backward, again=[4])
 
 
-def even(engine: Any = "ring") -> StepPlan:
+def even(cp_comm: Any = "ring") -> StepPlan:
     """Three ranks with equally many tokens each, and one alone."""
     whole = [Slice(i, 0, n) for i, n in enumerate((96, 31))]
-    return ordered((96, 31), [MicroBatch((whole[0],), (0, 1, 2), engine=engine), MicroBatch((whole[1],), (3,))])
+    return ordered((96, 31), [MicroBatch((whole[0],), (0, 1, 2), cp_comm=cp_comm), MicroBatch((whole[1],), (3,))])
 
 
 def offloaded() -> StepPlan:
@@ -102,7 +102,7 @@ def crossed() -> StepPlan:
 
 
 def random_plan(seed: int) -> StepPlan:
-    """Anything lawful: ranks, engines, homes, cuts, order, kept or replayed."""
+    """Anything lawful: ranks, cp_comm types, CP groups, cuts, order, kept or replayed."""
     rng = random.Random(seed)
     lengths = tuple(rng.choice((1, rng.randint(2, 20), rng.randint(20, 60))) for _ in range(rng.randint(3, 8))) + (50,)
     left = [_cuts(i, n, rng) for i, n in enumerate(lengths)]
@@ -127,18 +127,18 @@ def _cuts(sequence: int, length: int, rng: random.Random) -> list[Slice]:
 
 def _chosen(rng: random.Random) -> dict[str, Any]:
     ranks = tuple(rng.sample(range(4), rng.choice((1, 2, 3, 3, 4, 4))))
-    engine = rng.choice(("ring", "all_gather", "all_to_all", "hybrid")) if len(ranks) > 1 else ""
-    if engine == "hybrid" and len(ranks) != 4:
-        engine = "ring"
-    return {"ranks": ranks, "engine": engine, "inner": 2 if engine == "hybrid" else 0}
+    cp_comm = rng.choice(("ring", "all_gather", "all_to_all", "hybrid")) if len(ranks) > 1 else ""
+    if cp_comm == "hybrid" and len(ranks) != 4:
+        cp_comm = "ring"
+    return {"ranks": ranks, "cp_comm": cp_comm, "ulysses_degree": 2 if cp_comm == "hybrid" else 0}
 
 
 def _group(pieces: list[Slice], chosen: dict[str, Any], rng: random.Random) -> MicroBatch:
-    """A micro-batch whose first slice is at home on all its ranks, so that a chain stays where it is."""
+    """A micro-batch whose first slice is on all its ranks, so that a chain stays where it is."""
     ranks, found = chosen["ranks"], MicroBatch(tuple(pieces), **chosen)
-    if len(ranks) > 1 and chosen["engine"] != "hybrid" and rng.random() < 0.4:
+    if len(ranks) > 1 and chosen["cp_comm"] != "hybrid" and rng.random() < 0.4:
         zones = (ranks, *(tuple(rng.sample(ranks, rng.randint(1, len(ranks)))) for _ in pieces[1:]))
-        found = found._replace(homes=zones)
+        found = found._replace(cp_groups=zones)
     if len(ranks) > 1:
         found = found._replace(remap=rng.random() < 0.3, routed=rng.random() < 0.3)
     alone = found._replace(slices=tuple(Slice(k, 0, p.length) for k, p in enumerate(pieces)))
@@ -189,8 +189,8 @@ def ordered(
 
 
 def _is_ready(plan: StepPlan, op: Op, missing: dict[int, int], left: dict[int, int], ops: list[Op]) -> bool:
-    slices, twin = plan.passes("B")[op.micro_batch].slices, plan.forward_of[op.micro_batch]
-    ran = Op("F", op.micro_batch if twin is None else twin) in ops if not plan.backward else True
+    slices, stored_forward = plan.passes("B")[op.micro_batch].slices, plan.forward_of[op.micro_batch]
+    ran = Op("F", op.micro_batch if stored_forward is None else stored_forward) in ops if not plan.backward else True
     return ran and all(not missing[s.sequence] and left[s.sequence] == s.stop for s in slices)
 
 

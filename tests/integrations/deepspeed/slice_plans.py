@@ -152,6 +152,6 @@ def _order(plan: StepPlan, rank: int, rng: random.Random | None) -> list[Op]:
 
 def _is_ready(plan: StepPlan, j: int, left: dict[int, int], missing: dict[int, int], ops: list[Op]) -> bool:
     slices = plan.passes("B")[j].slices
-    twin = plan.forward_of[j] if slices or plan.backward else j
-    ran = twin is None or Op("F", twin) in ops
+    stored_forward = plan.forward_of[j] if slices or plan.backward else j
+    ran = stored_forward is None or Op("F", stored_forward) in ops
     return ran and all(not missing[s.sequence] and left[s.sequence] == s.stop for s in slices)

@@ -99,7 +99,7 @@ def test_a_dummy_gives_a_loss_and_gradients_of_exactly_zero():
 
 def _call(**changes):
     pack = _pack()
-    q = torch.zeros(1, 4, pack.num_slots, 8)
+    q = torch.zeros(1, 4, pack.num_padded_tokens, 8)
     arguments = {"attention_mask": None, "scaling": 0.3, "evenload_pack": pack, **changes}
     return attention.attention(changes.pop("module", torch.nn.Identity()), q, q, q, **arguments)
 

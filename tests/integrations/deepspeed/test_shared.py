@@ -1,4 +1,4 @@
-"""Micro-batches that ranks share: in step without an engine, exact on real DeepSpeed engines of 4 ranks."""
+"""Micro-batches that ranks share: in step without a cp_comm, exact on real DeepSpeed cp_comm types of 4 ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenload.integrations.deepspeed.passes import Pass, in_step
 
 ROUNDING = 2e-6
 MIXED = ("mixed ring", "mixed all_gather", "mixed all_to_all", "mixed hybrid")
-HOMES = ("homes ring", "homes all_gather remap", "homes all_to_all remap routed", "homes ring routed")
+HOMES = ("cp_groups ring", "cp_groups all_gather remap", "cp_groups all_to_all remap routed", "cp_groups ring routed")
 CHAINS = ("chains none", "chains some", "chains all", "regrouped")
 
 
@@ -49,7 +49,7 @@ def test_equal_counts_are_not_enough(shared_plans):
 
 
 def test_a_lawful_equal_plan_gets_no_dummies(shared_plans):
-    for name in ("mixed ring equal", "mixed hybrid equal", "homes ring"):
+    for name in ("mixed ring equal", "mixed hybrid equal", "cp_groups ring"):
         plan = shared_plans.named(name)
         assert _rows(plan, equal=True) == _rows(plan, equal=False)
 
@@ -76,9 +76,9 @@ def test_loops_of_ones_own_refuse_shared_micro_batches(shared_plans):
 def test_random_plans_are_of_every_kind(shared_plans):
     groups = [m for seed in range(60) for m in shared_plans.random_plan(seed).micro_batches]
     assert {len(m.ranks) for m in groups} == {1, 2, 3, 4}
-    assert {m.engine for m in groups} == {"", "ring", "all_gather", "all_to_all", "hybrid"}
+    assert {m.cp_comm for m in groups} == {"", "ring", "all_gather", "all_to_all", "hybrid"}
     assert any(s.start and len(m.ranks) == 3 for m in groups for s in m.slices)
-    assert any(m.homes for m in groups)
+    assert any(m.cp_groups for m in groups)
     assert any(m.remap for m in groups)
 
 

@@ -25,8 +25,8 @@ def call(job: str, arguments: dict[str, Any]) -> Any:
             spec.loader.exec_module(sys.modules[spec.name])
     from evenload.runtime.world.world import init_world
 
-    home = next(module for file in JOBS if hasattr(module := sys.modules[f"megatron_{file}"], job))
-    return getattr(home, job)(init_world(), **arguments)
+    cp_group = next(module for file in JOBS if hasattr(module := sys.modules[f"megatron_{file}"], job))
+    return getattr(cp_group, job)(init_world(), **arguments)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def exactness(
     """Errors of loss and gradients against plain training."""
     with hosted(world, **changes) as host:
         data = tokens()
-        the_plan = plan(host.layout.plane_size, packs=packs, pad=pad)
+        the_plan = plan(host.layout.dp_cp_size, packs=packs, pad=pad)
         expected_loss, expected = reference(host.recipe, host, data, the_plan.sequences)
         with mutation(mutant):
             result, gradients = host.gradients(the_plan, data)
@@ -146,7 +146,7 @@ def mutation(name: str) -> Any:
 
     def load_as_upstream(optimizer: Any, state: Any) -> None:
         load(optimizer, state)
-        states = [states for inner in torch_optimizers(optimizer) for states in inner.state.values()]
+        states = [states for ulysses_degree in torch_optimizers(optimizer) for states in ulysses_degree.state.values()]
         for one in states:
             one["step"] = states[0]["step"]
 
@@ -183,7 +183,7 @@ def train(
         results = []
         for step in range(first, first + steps):
             packs = plans[step % len(plans)] if plans else None
-            results.append(host.train_step(plan(host.layout.plane_size, packs=packs), tokens(seed=step), lr=1e-2))
+            results.append(host.train_step(plan(host.layout.dp_cp_size, packs=packs), tokens(seed=step), lr=1e-2))
         if write:
             if world.rank == 0:
                 Path(write).mkdir(parents=True)
@@ -207,10 +207,10 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
         data = tokens()
-        _, expected = reference(host.recipe, host, data, plan(host.layout.plane_size).sequences)
+        _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).sequences)
         with mutation(mutant):
             for packs in plans:
-                host._run(plan(host.layout.plane_size, packs=packs), data, lambda _: None, BusyClock(CPU))
+                host._run(plan(host.layout.dp_cp_size, packs=packs), data, lambda _: None, BusyClock(CPU))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 
@@ -269,11 +269,11 @@ def initial_weights(world: Any, **changes: Any) -> dict[str, torch.Tensor]:
 def own_loop(world: Any) -> float:
     """A loop of one's own, from the public pieces and stock Megatron only; its error against plain training."""
     with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
-        data, the_plan = tokens(), plan(host.layout.plane_size)
+        data, the_plan = tokens(), plan(host.layout.dp_cp_size)
         _, expected = reference(host.recipe, host, data, the_plan.sequences)
         ddp = host.ddp
         ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
-        batches = PlannedBatches.of_rank(the_plan, host.plane_rank, data)
+        batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data)
         ddp.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -290,7 +290,7 @@ def own_loop(world: Any) -> float:
 def measured_parts(world: Any) -> dict[str, float]:
     """What the busy clock counts, against a clock around the whole step, with a pause that it must leave out."""
     with hosted(world, train__dtype="fp32") as host:
-        the_plan, data = plan(host.layout.plane_size), tokens()
+        the_plan, data = plan(host.layout.dp_cp_size), tokens()
         pauses = []
 
         def slow(index: int) -> np.ndarray:
@@ -306,7 +306,7 @@ def measured_parts(world: Any) -> dict[str, float]:
 def recomputed(world: Any, *, by_plan: bool) -> float:
     """Error with layers recomputed in backward, which must see its own micro-batch's plan; without an order."""
     with hosted(world, parallel__pp=world.size, train__recompute=not by_plan) as host:
-        data, the_plan = tokens(), plan(host.layout.plane_size)
+        data, the_plan = tokens(), plan(host.layout.dp_cp_size)
         _, expected = reference(host.recipe, host, data, the_plan.sequences)
         if by_plan:
             limits = replace(the_plan.limits, num_stages=world.size, layers_per_stage=4 // world.size)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import Limits, StepPlan, sequences
-from evenload.core.planning.setting import limits_of, situation_of
+from evenload.core.planning.setting import context_of, limits_of
 from evenload.integrations.megatron import open_host, schedule
 from evenload.integrations.megatron.model import gpt as model
 from evenload.integrations.megatron.model import linears
@@ -25,7 +25,7 @@ from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.schedule import PlannedStage
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage import deferred
-from evenload.runtime.stage.deferred import WeightGradients
+from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.stage_links import StageLinks
 from megatron_jobs import CPU, hosted, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
@@ -56,7 +56,7 @@ def _reference(host: Any, lengths: list[int]) -> Any:
 def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
     layout = host.layout
     layers = host.recipe.model.num_layers // layout.pp
-    limits = Limits(layout.plane_size, 1 << 20, num_stages=layout.pp, layers_per_stage=layers, splits_backward=True)
+    limits = Limits(layout.dp_cp_size, 1 << 20, num_stages=layout.pp, layers_per_stage=layers, splits_backward=True)
     return StepPlan.from_json(written, limits).check()
 
 
@@ -147,11 +147,11 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         patch.object(PlannedStage, "_run_weights", weighing),
     ):
         result = host.train_step(the_plan, tokens(lengths), lr=0.0, record=True)
-    situation = situation_of(host.recipe, host.layout)
-    ops = orders_of_stage(the_plan, host.pipeline_stage)[host.plane_rank]
+    context = context_of(host.recipe, host.layout)
+    ops = orders_of_stage(the_plan, host.pipeline_stage)[host.dp_cp_rank]
     return {
         **told,
-        "deferred_bytes_per_token": limits_of(host.recipe, situation).deferred_bytes_per_token,
+        "deferred_bytes_per_token": limits_of(host.recipe, context).deferred_bytes_per_token,
         "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
         "ops": [tuple(op) for op in ops],
         "left_over": bool(host._links and any(host._links._sent.values())),
@@ -208,11 +208,11 @@ def fault(name: str) -> Iterator[None]:
 
 
 def _empty_pass() -> Any:
-    return patch.object(WeightGradients, "run", lambda self, number: self._left.pop(number))
+    return patch.object(WgradStore, "run", lambda self, number: self._left.pop(number))
 
 
 def _computed_twice() -> Any:
-    run = WeightGradients.run
+    run = WgradStore.run
 
     def twice(self: Any, number: int) -> None:
         left = list(self._left[number])
@@ -220,7 +220,7 @@ def _computed_twice() -> Any:
         self._left[number] = left
         run(self, number)
 
-    return patch.object(WeightGradients, "run", twice)
+    return patch.object(WgradStore, "run", twice)
 
 
 def _inputs_of_another() -> Any:
@@ -259,12 +259,12 @@ def _recomputed_under_another_plan() -> Iterator[None]:
 
 
 def _dx_of_one_rank() -> Any:
-    linear = WeightGradients.linear
+    linear = WgradStore.linear
 
     def alone(self: Any, x: Any, weight: Any, bias: Any, sum_over: Any = None) -> Any:
         return linear(self, x, weight, bias)
 
-    return patch.object(WeightGradients, "linear", alone)
+    return patch.object(WgradStore, "linear", alone)
 
 
 _FAULTS: dict[str, Any] = {

@@ -74,8 +74,8 @@ def _packs(draw: Random, lengths: Any, num_ranks: int, pieces: list[int]) -> lis
 
 
 def _cut(draw: Random, index: int, length: int, count: int) -> list[Slice]:
-    inner = sorted(draw.sample(range(1, length), min(length, count) - 1))
-    return [Slice(index, a, b) for a, b in pairwise([0, *inner, length])]
+    ulysses_degree = sorted(draw.sample(range(1, length), min(length, count) - 1))
+    return [Slice(index, a, b) for a, b in pairwise([0, *ulysses_degree, length])]
 
 
 def _chains(micro_batches: list[MicroBatch]) -> list[list[int]]:

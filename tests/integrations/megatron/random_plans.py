@@ -50,10 +50,10 @@ def random_plan(
     backward = list(regrouped(draw, forward, cuts, lengths, rank_of, pieces)) if asymmetric else []
     if pad:
         forward, backward = [_padded(m) for m in forward], [_padded(m) for m in backward]
-    twins = set(forward)
+    stored_forwards = set(forward)
     share = {"none": 0.0, "some": 0.5, "all": 1.0}[replay]
     groups = backward or forward
-    replayed = tuple(j for j, m in enumerate(groups) if m not in twins or draw.random() < share)
+    replayed = tuple(j for j, m in enumerate(groups) if m not in stored_forwards or draw.random() < share)
     recomputed: tuple[tuple[int, ...], ...] = ()
     if recompute and not asymmetric:
         shape = (num_stages, len(forward))
@@ -104,8 +104,8 @@ def _padded(micro_batch: MicroBatch) -> MicroBatch:
 def _cut(draw: np.random.Generator, index: int, length: int, pieces: tuple[int, ...]) -> list[Slice]:
     """A sequence in slices of any lengths."""
     count = min(length, int(draw.choice(pieces)))
-    inner = sorted(map(int, draw.choice(np.arange(1, length), count - 1, replace=False))) if count > 1 else []
-    borders = [0, *inner, length]
+    ulysses_degree = sorted(map(int, draw.choice(np.arange(1, length), count - 1, replace=False))) if count > 1 else []
+    borders = [0, *ulysses_degree, length]
     return [Slice(index, a, b) for a, b in pairwise(borders)]
 
 
@@ -161,8 +161,12 @@ def _needs(plan: StepPlan) -> dict[int, set[Op]]:
             chains.setdefault(s.sequence, set()).add(Op("F", i))
     found = {}
     for j, m in enumerate(plan.passes("B")):
-        twin = plan.forward_of[j]
-        own = {Op("F", j if twin is None else twin)} if twin is not None or not plan.backward else set()
+        stored_forward = plan.forward_of[j]
+        own = (
+            {Op("F", j if stored_forward is None else stored_forward)}
+            if stored_forward is not None or not plan.backward
+            else set()
+        )
         found[j] = own.union(*(chains[s.sequence] for s in m.slices if plan.backward or s.sequence in plan.cut))
     return found
 

@@ -30,7 +30,7 @@ from megatron_slice_jobs import errors_of_plans
 def sharing(host: Any, which: str | int, lengths: Any = HAND_LENGTHS, **drawn: Any) -> StepPlan:
     """A plan for a host's layout: by its name, or drawn from a seed."""
     layout, model = host.layout, host.recipe.model
-    sizes = {"num_ranks": layout.plane_size, "num_stages": layout.pp, "layers_per_stage": model.num_layers // layout.pp}
+    sizes = {"num_ranks": layout.dp_cp_size, "num_stages": layout.pp, "layers_per_stage": model.num_layers // layout.pp}
     sizes["heads"] = model.num_attention_heads // layout.tp
     if isinstance(which, str):
         return by_hand(which, **sizes)
@@ -56,7 +56,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
     """Errors of the gradients that overlapped reductions leave, by turns of shared plans and of unshared ones."""
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, megatron__overlap_grad_reduce=True, **changes) as host:
-        data, ranks = tokens(HAND_LENGTHS), host.layout.plane_size
+        data, ranks = tokens(HAND_LENGTHS), host.layout.dp_cp_size
         _, expected = reference(host.recipe, host, data, sequences(HAND_LENGTHS))
         sizes = {
             "num_ranks": ranks,
@@ -74,7 +74,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
 def shared_trained(world: Any, *, plans: list[str | int | None], **changes: Any) -> dict[str, Any]:
     """Losses, norms and weights of a step for each plan; None: whole sequences, each on one rank."""
     with hosted(world, **changes) as host:
-        ranks = host.layout.plane_size
+        ranks = host.layout.dp_cp_size
         limits = {
             "num_ranks": ranks,
             "num_stages": host.layout.pp,
@@ -99,7 +99,7 @@ def shared_own_loop(world: Any) -> float:
         _, expected = reference(host.recipe, host, data, the_plan.sequences)
         ddp, plane = host.ddp, open_plane()
         ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
-        batches = PlannedBatches.of_rank(the_plan, host.plane_rank, data, plane=plane)
+        batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data, plane=plane)
         ddp.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -119,7 +119,7 @@ def refused(world: Any, *, kind: str) -> list[str]:
     with hosted(world) as host:
         good = sharing(host, "ring")
         if kind == "no engine":
-            bad = replace(good, micro_batches=tuple(m._replace(engine="") for m in good.micro_batches))
+            bad = replace(good, micro_batches=tuple(m._replace(cp_comm="") for m in good.micro_batches))
         else:
             bad = replace(good, limits=replace(good.limits, num_stages=2))
         before = [p.detach().clone() for p in host.model.parameters()]

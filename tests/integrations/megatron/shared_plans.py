@@ -37,16 +37,21 @@ def by_hand(
     return (with_order(bare, np.random.default_rng(1)) if wanted else bare).check()
 
 
-def _mixed(engine: str, inner: int = 0) -> Any:
+def _mixed(cp_comm: str, ulysses_degree: int = 0) -> Any:
     """Jobs on {0,1,3}, {2}, {3,1,2}, {0,2} and all four; every rank runs another number of them."""
 
     def plan(whole: list[Slice]) -> Hand:
         def on(ranks: tuple[int, ...], *numbers: int) -> MicroBatch:
             shares = len(ranks) > 1
             # Groups of two divide four ranks only; the others are a ring then.
-            fits = engine != "hybrid" or len(ranks) == 4
-            kind = (engine if fits else "ring") if shares else ""
-            return MicroBatch(tuple(whole[i] for i in numbers), ranks, engine=kind, inner=inner * (kind == "hybrid"))
+            fits = cp_comm != "hybrid" or len(ranks) == 4
+            kind = (cp_comm if fits else "ring") if shares else ""
+            return MicroBatch(
+                tuple(whole[i] for i in numbers),
+                ranks,
+                cp_comm=kind,
+                ulysses_degree=ulysses_degree * (kind == "hybrid"),
+            )
 
         return [on((0, 1, 3), 0, 5), on((2,), 6), on((3, 1, 2), 2), on((0, 2), 3, 7), on((2, 0, 3, 1), 1, 4)], None
 
@@ -57,8 +62,8 @@ def _zones(remap: bool) -> Any:
     """One micro-batch of long sequences on many ranks and short ones on one, as Zeppelin has it."""
 
     def plan(whole: list[Slice]) -> Hand:
-        homes = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 1), (3, 2), (1, 3, 0), (2,), (2,), (0,))
-        return [MicroBatch(tuple(whole), (0, 1, 2, 3), engine="ring", homes=homes, remap=remap)], None
+        cp_groups = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 1), (3, 2), (1, 3, 0), (2,), (2,), (0,))
+        return [MicroBatch(tuple(whole), (0, 1, 2, 3), cp_comm="ring", cp_groups=cp_groups, remap=remap)], None
 
     return plan
 
@@ -66,11 +71,11 @@ def _zones(remap: bool) -> Any:
 def _chain(whole: list[Slice]) -> Hand:
     """A sequence in slices on three ranks beside short ones on one, and in their last pack together."""
     ranks = (2, 0, 3)
-    last = MicroBatch((Slice(1, 40, 64), whole[5]), (0, 2, 3), engine="ring", homes=((2, 0, 3), (3,)))
+    last = MicroBatch((Slice(1, 40, 64), whole[5]), (0, 2, 3), cp_comm="ring", cp_groups=((2, 0, 3), (3,)))
     return [
-        MicroBatch((Slice(1, 0, 24),), ranks, engine="ring"),
+        MicroBatch((Slice(1, 0, 24),), ranks, cp_comm="ring"),
         MicroBatch((whole[0], whole[6]), (1,)),
-        MicroBatch((Slice(1, 24, 40), whole[4]), ranks, engine="all_gather"),
+        MicroBatch((Slice(1, 24, 40), whole[4]), ranks, cp_comm="all_gather"),
         MicroBatch((whole[7], whole[3]), (0,)),
         last,
         MicroBatch((whole[2],), (1,)),
@@ -81,24 +86,24 @@ def _growth(whole: list[Slice]) -> Hand:
     """A sequence that starts on one rank and grows to three, then four."""
     return [
         MicroBatch((Slice(1, 0, 20), whole[6]), (1,)),
-        MicroBatch((whole[0],), (3, 0), engine="all_to_all"),
-        MicroBatch((Slice(1, 20, 44),), (1, 2, 0), engine="ring"),
+        MicroBatch((whole[0],), (3, 0), cp_comm="all_to_all"),
+        MicroBatch((Slice(1, 20, 44),), (1, 2, 0), cp_comm="ring"),
         MicroBatch((whole[2], whole[7]), (3,)),
-        MicroBatch((Slice(1, 44, 64), whole[4]), (3, 1, 0, 2), engine="ring"),
+        MicroBatch((Slice(1, 44, 64), whole[4]), (3, 1, 0, 2), cp_comm="ring"),
         MicroBatch((whole[3], whole[5]), (2,)),
     ], True
 
 
-def _pairs(engine: str) -> Any:
+def _pairs(cp_comm: str) -> Any:
     """For a plane of two: shared and lonely micro-batches by turns, one sequence in slices."""
 
     def plan(whole: list[Slice]) -> Hand:
         return [
-            MicroBatch((Slice(1, 0, 40), whole[7]), (1, 0), engine=engine),
+            MicroBatch((Slice(1, 0, 40), whole[7]), (1, 0), cp_comm=cp_comm),
             MicroBatch((whole[0],), (0,)),
             MicroBatch((whole[2], whole[5]), (1,)),
-            MicroBatch((Slice(1, 40, 64),), (1, 0), engine=engine),
-            MicroBatch((whole[3], whole[4]), (0, 1), engine="all_to_all"),
+            MicroBatch((Slice(1, 40, 64),), (1, 0), cp_comm=cp_comm),
+            MicroBatch((whole[3], whole[4]), (0, 1), cp_comm="all_to_all"),
             MicroBatch((whole[6],), (1,)),
         ], True
 
@@ -110,8 +115,8 @@ def _together(whole: list[Slice]) -> Hand:
     engines = ("ring", "all_gather", "all_to_all", "ring")
     groups = ((1, 7), (0, 5), (4,), (2, 3, 6))
     return [
-        MicroBatch(tuple(whole[i] for i in group), (1, 0), engine=engine)  # type: ignore[arg-type]
-        for engine, group in zip(engines, groups, strict=True)
+        MicroBatch(tuple(whole[i] for i in group), (1, 0), cp_comm=cp_comm)  # type: ignore[arg-type]
+        for cp_comm, group in zip(engines, groups, strict=True)
     ], False
 
 
@@ -120,7 +125,7 @@ _HAND = {
     "ring": _mixed("ring"),
     "all_gather": _mixed("all_gather"),
     "all_to_all": _mixed("all_to_all"),
-    "hybrid": _mixed("hybrid", inner=2),
+    "hybrid": _mixed("hybrid", ulysses_degree=2),
     "zones": _zones(False),
     "zones, remap": _zones(True),
     "chain": _chain,
@@ -147,8 +152,8 @@ def random_shared_plan(
 
     Args:
         heads: of a tensor-parallel rank; never do more ranks share them.
-        asymmetric: unshared sequences may be grouped and cut anew in the backward; then no home grows, and nothing is
-            recomputed but by replays.
+        asymmetric: unshared sequences may be grouped and cut anew in the backward; then no CP group grows, and nothing
+            is recomputed but by replays.
         replay: "none", "some" or "all".
         pieces: a sequence is cut into one of these numbers of slices, or fewer, so that all its ranks have tokens.
     """
@@ -161,9 +166,9 @@ def random_shared_plan(
     cut = any(len(chain) > 1 for chain in chains)
     backward = tuple(_regroup(draw, micro_batches, chains, lengths, pieces)) if asymmetric else ()
     share = {"none": 0.0, "some": 0.5, "all": 1.0}[replay]
-    twins = set(micro_batches)
+    stored_forwards = set(micro_batches)
     groups = backward or micro_batches
-    replayed = tuple(j for j, m in enumerate(groups) if m not in twins or draw.random() < share)
+    replayed = tuple(j for j, m in enumerate(groups) if m not in stored_forwards or draw.random() < share)
     shape = (num_stages, len(micro_batches))
     rows = draw.integers(0, layers_per_stage + 1, shape) if recompute else ()
     bare = StepPlan(
@@ -180,10 +185,10 @@ def random_shared_plan(
 
 
 class _Part:
-    """A slice with the home and the kind of engine that it asks for."""
+    """A slice with the CP group and the kind of cp_comm that it asks for."""
 
-    def __init__(self, piece: Slice, home: tuple[int, ...], kind: str) -> None:
-        self.piece, self.home, self.kind = piece, home, kind
+    def __init__(self, piece: Slice, cp_group: tuple[int, ...], kind: str) -> None:
+        self.piece, self.cp_group, self.kind = piece, cp_group, kind
 
 
 def _chain_of(
@@ -208,16 +213,16 @@ def _chain_of(
     }[kind]
     size = int(draw.choice(list(sizes) or [1]))
     kind = kind if size > 1 else "alone"
-    home = tuple(map(int, draw.permutation(num_ranks)[:size]))
+    cp_group = tuple(map(int, draw.permutation(num_ranks)[:size]))
     count = max(1, min(int(draw.choice(pieces)), length // (2 * num_ranks)))
     steps = draw.multinomial(length - count * 2 * num_ranks, [1 / count] * count) if count > 1 else [0]
     borders = np.cumsum([0, *(2 * num_ranks + s for s in steps)]).tolist() if count > 1 else [0, length]
     chain = []
     for a, b in pairwise(borders):
-        if grows and kind in ("alone", "ring") and a and draw.random() < 0.5:  # the home grows, and turns
-            more = [r for r in range(num_ranks) if r not in home]
-            home = tuple(map(int, draw.permutation([*home, *more[: int(draw.integers(len(more) + 1))]])))
-        chain.append(_Part(Slice(index, a, b), home, "ring" if kind == "alone" and len(home) > 1 else kind))
+        if grows and kind in ("alone", "ring") and a and draw.random() < 0.5:  # the CP group grows, and turns
+            more = [r for r in range(num_ranks) if r not in cp_group]
+            cp_group = tuple(map(int, draw.permutation([*cp_group, *more[: int(draw.integers(len(more) + 1))]])))
+        chain.append(_Part(Slice(index, a, b), cp_group, "ring" if kind == "alone" and len(cp_group) > 1 else kind))
     return chain
 
 
@@ -230,25 +235,25 @@ def _packs(draw: np.random.Generator, chains: list[list[_Part]], num_ranks: int)
         kind = chosen[0][0].kind
         alike = [c for c in heads if c is not chosen[0] and c[0].kind in (kind, "alone")]
         if kind == "alone":
-            alike = [c for c in alike if c[0].home == chosen[0][0].home]
+            alike = [c for c in alike if c[0].cp_group == chosen[0][0].cp_group]
         chosen += [alike[i] for i in draw.permutation(len(alike))[: int(draw.integers(0, 4))]]
         yield _pack(draw, [chain.pop(0) for chain in chosen], kind, num_ranks)
 
 
 def _pack(draw: np.random.Generator, parts: list[_Part], kind: str, num_ranks: int) -> MicroBatch:
-    slices, homes = tuple(p.piece for p in parts), tuple(p.home for p in parts)
+    slices, cp_groups = tuple(p.piece for p in parts), tuple(p.cp_group for p in parts)
     if kind == "alone":
-        return MicroBatch(slices, homes[0])
-    engine = str(draw.choice(RING_LIKE)) if kind == "ring" else kind
-    common = {"engine": engine, "inner": 2 if kind == "hybrid" else 0, "routed": bool(draw.integers(2))}
-    ranks = homes[0]
-    if len(set(homes)) > 1:
-        ranks = tuple(map(int, draw.permutation(sorted({r for home in homes for r in home}))))
-        common["homes"] = homes
+        return MicroBatch(slices, cp_groups[0])
+    cp_comm = str(draw.choice(RING_LIKE)) if kind == "ring" else kind
+    common = {"cp_comm": cp_comm, "ulysses_degree": 2 if kind == "hybrid" else 0, "routed": bool(draw.integers(2))}
+    ranks = cp_groups[0]
+    if len(set(cp_groups)) > 1:
+        ranks = tuple(map(int, draw.permutation(sorted({r for cp_group in cp_groups for r in cp_group}))))
+        common["cp_groups"] = cp_groups
     remap = bool(draw.random() < 0.4) and sum(s.length for s in slices) >= num_ranks
-    if remap and draw.integers(2):  # ranks that are nobody's home do the other modules' work only
+    if remap and draw.integers(2):  # ranks that are nobody's CP group do the other modules' work only
         idle = [r for r in range(num_ranks) if r not in ranks]
-        common["homes"] = homes
+        common["cp_groups"] = cp_groups
         ranks = (*ranks, *idle)
     return MicroBatch(slices, ranks, remap=remap, **common)
 
@@ -268,7 +273,7 @@ def _regroup(
         fixed |= grown
         grown = {i for ids in tied if ids & fixed for i in ids}
     cuts = {i: [part.piece for part in chain] for i, chain in enumerate(chains)}
-    ranks = [chain[0].home[0] for chain in chains]
+    ranks = [chain[0].cp_group[0] for chain in chains]
     return regrouped(draw, list(forward), cuts, lengths, ranks, pieces, frozenset(fixed))
 
 

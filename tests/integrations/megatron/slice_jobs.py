@@ -29,7 +29,7 @@ def planned(host: Any, seed: int, lengths: Any = LENGTHS, **drawn: Any) -> StepP
     """A random plan for a host's layout."""
     layout = host.layout
     layers = host.recipe.model.num_layers // layout.pp
-    sizes = {"num_ranks": layout.plane_size, "num_stages": layout.pp, "layers_per_stage": layers}
+    sizes = {"num_ranks": layout.dp_cp_size, "num_stages": layout.pp, "layers_per_stage": layers}
     return random_plan(seed, lengths, **sizes, **drawn)
 
 
@@ -80,7 +80,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
         data = tokens()
         _, expected = reference(host.recipe, host, data, sequences(LENGTHS))
         for seed in seeds:
-            for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.plane_size)):
+            for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.dp_cp_size)):
                 host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
@@ -89,7 +89,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
 def trained(world: Any, *, cut: bool, record: bool = False, **changes: Any) -> dict[str, Any]:
     """Losses, norms and weights of three steps, with random plans or with Megatron's schedule; what was recorded."""
     with hosted(world, **changes) as host:
-        plans = [planned(host, seed) if cut else plan(host.layout.plane_size) for seed in (4, 5, 6)]
+        plans = [planned(host, seed) if cut else plan(host.layout.dp_cp_size) for seed in (4, 5, 6)]
         results = [host.train_step(p, tokens(seed=i), lr=1e-2, record=record) for i, p in enumerate(plans)]
         return {
             "spans": [r.spans for r in results],
@@ -103,7 +103,7 @@ def trained(world: Any, *, cut: bool, record: bool = False, **changes: Any) -> d
 def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
     found = []
-    stage, rank = host.pipeline_stage, host.plane_rank
+    stage, rank = host.pipeline_stage, host.dp_cp_rank
     behind = host.layout.pp - 1 - stage
     stock = one_forward_one_backward(the_plan.of_rank(rank), behind)
     for kind, number in orders_of_stage(the_plan, stage)[rank] if the_plan.order else stock:

@@ -41,7 +41,7 @@ def test_a_pack_holds_the_samples_side_by_side():
     assert pack.segments == (0, 3, 6)
     assert pack.cu_seqlens.tolist() == [0, 3, 6]
     assert pack.labels_T.tolist() == [105, 106, 107, IGNORE, 102, 103]
-    assert (pack.max_seqlen, pack.num_targets, pack.num_slots) == (3, 5, 6)
+    assert (pack.max_seqlen, pack.num_targets, pack.num_padded_tokens) == (3, 5, 6)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])

@@ -1,4 +1,4 @@
-"""Micro-batches that ranks share, on any ranks and by every engine, against plain training of whole sequences."""
+"""Micro-batches that ranks share, on any ranks and by every cp_comm, against plain training of whole sequences."""
 
 from __future__ import annotations
 
@@ -54,21 +54,23 @@ def test_the_random_plans_hold_what_they_are_to_prove():
         return lambda plan: any(len(m.ranks) > 1 and holds(m) for m in plan.micro_batches)
 
     def grows(plan):
-        homes = {}
+        cp_groups = {}
         for m in plan.micro_batches:
-            for s, home in zip(m.slices, m.homes or [m.ranks] * len(m.slices), strict=True):
-                homes.setdefault(s.sequence, set()).add(frozenset(home))
-        return any(len(found) > 1 for found in homes.values())
+            for s, cp_group in zip(m.slices, m.cp_groups or [m.ranks] * len(m.slices), strict=True):
+                cp_groups.setdefault(s.sequence, set()).add(frozenset(cp_group))
+        return any(len(found) > 1 for found in cp_groups.values())
 
     wanted = {
-        **{engine: some(lambda m, engine=engine: m.engine == engine) for engine in MIXED},
+        **{cp_comm: some(lambda m, cp_comm=cp_comm: m.cp_comm == cp_comm) for cp_comm in MIXED},
         "three ranks of four": some(lambda m: len(m.ranks) == 3),
-        "homes of several sizes": some(lambda m: len(set(map(len, m.homes))) > 1),
-        "a short sequence at home beside a long one": some(lambda m: 1 in map(len, m.homes)),
+        "homes of several sizes": some(lambda m: len(set(map(len, m.cp_groups))) > 1),
+        "a short sequence beside a long one": some(lambda m: 1 in map(len, m.cp_groups)),
         "a remap": some(lambda m: m.remap),
-        "a remap to ranks that are nobody's home": some(lambda m: m.homes and set(m.ranks) > set(sum(m.homes, ()))),
+        "a remap to ranks that are nobody's home": some(
+            lambda m: m.cp_groups and set(m.ranks) > set(sum(m.cp_groups, ()))
+        ),
         "routed": some(lambda m: m.routed),
-        "a home that grows": grows,
+        "a CP group that grows": grows,
         "some kept, some replayed": lambda p: p.kept and p.replayed and not p.backward,
         "recomputed layers": lambda p: any(map(any, p.recompute)),
         "groups of their own in backward beside shared ones": lambda p: p.backward and p.shared and p.cut,

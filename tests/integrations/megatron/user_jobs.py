@@ -439,7 +439,7 @@ def _plan_of_the_latest() -> Any:
         return run(self, packed, *rest)
 
     def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any) -> Any:
-        return attend(q, k, v, latest[0] if latest[0].num_slots == pack.num_slots else pack, *rest)
+        return attend(q, k, v, latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack, *rest)
 
     stack = ExitStack()
     stack.enter_context(patch.object(UserStep, "run", noting))
