@@ -9,7 +9,7 @@ from typing import Any
 
 from .core import registry
 from .core.input.bounds import lengths_of_batch, refuse_endless
-from .core.plan.step_plan import StepPlan, sequences
+from .core.plan.step_plan import StepPlan, as_lengths
 from .core.planning.chain import PlanChain
 from .core.recipe import recipe as recipes
 from .core.recipe.recipe import Recipe
@@ -49,4 +49,4 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
     refuse_endless(batch, chain.largest_slice)
-    return chain.plan(sequences(batch))
+    return chain.plan(as_lengths(batch))

@@ -38,7 +38,9 @@ from evenload.commands._shared.show import emit, grid, seconds
 from evenload.commands.profile import machine
 from evenload.core.costs.costs import MemoryCost
 from evenload.core.costs.memory import peak_activation_bytes
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes
@@ -107,13 +109,13 @@ class Shape:
         order = (*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count))))
         replayed = tuple(range(count - self.keep)) if variant == REPLAYED else ()
         micro_batches = tuple(MicroBatch((piece,), (0,)) for piece in pieces)
-        return StepPlan(sequences([self.tokens]), micro_batches, limits, (order,), replayed=replayed).check()
+        return check(StepPlan(as_lengths([self.tokens]), micro_batches, limits, (order,), replayed=replayed))
 
 
 def whole(count: int, length: int, limits: Limits) -> StepPlan:
     """One micro-batch of uncut sequences."""
     micro_batch = MicroBatch(tuple(Slice(i, 0, length) for i in range(count)), (0,))
-    return StepPlan(sequences([length] * count), (micro_batch,), limits).check()
+    return check(StepPlan(as_lengths([length] * count), (micro_batch,), limits))
 
 
 def tokens_of(shape: Shape) -> Callable[[int], npt.NDArray[np.int64]]:

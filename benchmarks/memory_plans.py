@@ -39,8 +39,10 @@ from evenload.commands.profile import machine
 from evenload.commands.profiling.memory import measure_memory, random_tokens
 from evenload.core.costs.costs import Costs, MemoryCost
 from evenload.core.costs.memory import fixed_bytes
+from evenload.core.laws import check
 from evenload.core.machine.shape import shape_of
-from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import VALUE_BYTES, context_of, limits_of
 from evenload.core.recipe.recipe import Recipe, parse
@@ -121,11 +123,11 @@ def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
         rows = [_pieces(i, n, (6, 4)[i]) for i, n in enumerate(batch)]
         rows[0][-1].append(Slice(len(batch), 0, 200))
         batch.append(200)
-    plan = assemble(StepPlan(sequences(batch), (), limits), limits, rows)
+    plan = assemble(StepPlan(as_lengths(batch), (), limits), limits, rows)
     if kind == "replays":
         kept = max(2 * num_ranks, 1)
         plan = replace(plan, replayed=tuple(range(len(plan.micro_batches) - kept)))
-    return plan.check()
+    return check(plan)
 
 
 def _pieces(sequence: int, length: int, count: int) -> list[list[Slice]]:

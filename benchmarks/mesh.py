@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.costs.costs import rank_works
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
@@ -114,7 +114,7 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
         "each": flexsp.static(MODEL, batch, cuts, flexsp.DEGREES, each=True)[0],
     }
     chain = ulysses_chain()
-    lengths = np.array([s.length for s in batch], dtype=np.int64)
+    lengths = batch
     plan, row["plan_s"] = planned(chain, batch)
     found = simulate(plan, chain.context, record=False)
     row["evenload"], row["imbalance"] = found.step_s, _imbalance([plan], chain)
@@ -125,7 +125,7 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
 
 def groups_row(batch: Batch, chain: PlanChain, *, certify: bool) -> Row:
     """FlexSP's problem: the best of the first numbers of sorted micro-batches, each in disjoint groups."""
-    cap, lengths = chain.limits.max_tokens, np.array([s.length for s in batch], dtype=np.int64)
+    cap, lengths = chain.limits.max_tokens, batch
     cost_table = cost_table_of(chain.context, chain.limits, ULYSSES, int(lengths.max()))
     fewest = -(-int(lengths.sum()) // (flexsp.RANKS * cap))
     best: tuple[float, list[tuple[list[int], float]]] = (float("inf"), [])
@@ -186,7 +186,7 @@ def balanced_cp(batch: Batch, num_ranks: int, cap: int) -> tuple[list[list[list[
 
     scheduler = BalancedCPScheduler(cap, Ranks())
     began = time.process_time()
-    _, groups = scheduler.get_groups_and_subsamples([(s.index, s.length) for s in batch], None)
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(batch.tolist())), None)
     return list(groups), time.process_time() - began
 
 
@@ -197,16 +197,16 @@ def plan_of(group: list[list[int]], batch: Batch, chain: PlanChain) -> StepPlan:
         for i in mine:
             order.setdefault(i, []).append(rank)
     number = {i: k for k, i in enumerate(order)}
-    cost_table = cost_table_of(chain.context, chain.limits, MeshConfig(), max(s.length for s in batch))
+    cost_table = cost_table_of(chain.context, chain.limits, MeshConfig(), int(batch.max()))
     made = []
     for i, ranks in order.items():
-        strategy = common_way([(batch[i].length, tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
+        strategy = common_way([(int(batch[i]), tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
         assert strategy is not None
-        piece = Slice(number[i], 0, batch[i].length)
+        piece = Slice(number[i], 0, int(batch[i]))
         made.append(
             MicroBatch((piece,), tuple(ranks), 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
         )
-    return StepPlan(sequences(batch[i].length for i in order), tuple(made), chain.limits)
+    return StepPlan(batch[order], tuple(made), chain.limits)
 
 
 def _imbalance(plans: Iterable[StepPlan], chain: PlanChain) -> float:
@@ -234,7 +234,7 @@ def large_rows(lengths: list[int], quick: bool) -> list[Row]:
     for zero in (False, True):
         chain = mesh_chain(num_ranks, flexsp.cap_of(MODEL), zero=zero)
         chain = chain if zero else launched_free(chain)
-        batch = sequences(np.resize(lengths, count))
+        batch = as_lengths(np.resize(lengths, count))
         plan, plan_s = planned(chain, batch)
         step_s = simulate(plan, chain.context, record=False).step_s
         bound_s = lower_bound_s(np.resize(lengths, count), plan.limits, chain.context, MeshConfig(), cuts=False)
@@ -249,13 +249,13 @@ def _means(rows: list[Row]) -> Row:
 
 def benchmark(file: Path | None, count: int, quick: bool) -> Row:
     label, batches = batches_of("wikipedia-like", 512, count, CONTEXT, file)
-    padded = [sequences(-(-s.length // flexsp.PAD) * flexsp.PAD for s in batch) for batch in batches]
+    padded = [as_lengths(-(-batch // flexsp.PAD) * flexsp.PAD) for batch in batches]
     return {
         "predicted": True,
         "lengths": label,
         "batches": [flexsp_row(batch, certify=True) for batch in padded],
         "megatron": [megatron_row(batch) for batch in batches],
-        "large": large_rows([s.length for batch in batches for s in batch], quick),
+        "large": large_rows(np.concatenate(list(batches)).tolist(), quick),
     }
 
 

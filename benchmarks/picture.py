@@ -12,7 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from evenload.commands._shared.preflight import preflight
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import predict
@@ -28,7 +28,7 @@ def main(path: str) -> None:
     overrides = [f"parallel.dp={NUM_RANKS}", f"train.global_batch_size={NUM_SAMPLES}"]
     ready = preflight(load_recipe(RECIPES / "quickstart.yaml", overrides))
     drawn, _ = SampleOrder(len(ready.source.lengths), ready.recipe.train.seed).take(NUM_SAMPLES)
-    batch = sequences(ready.source.lengths[drawn])
+    batch = as_lengths(ready.source.lengths[drawn])
     figure, axes = plt.subplots(len(PLANNERS), 1, figsize=(9, 5.4), sharex=True)
     for axis, (title, name) in zip(axes, PLANNERS.items(), strict=True):
         plan = replace(ready.chain, instead=name).plan(batch)
@@ -40,7 +40,7 @@ def main(path: str) -> None:
 
 def _draw(axis: plt.Axes, plan: StepPlan, chain: PlanChain, title: str) -> None:
     costs, colours = chain.context.costs, plt.get_cmap("viridis")
-    longest = max(s.length for s in plan.sequences)
+    longest = int(plan.lengths.max())
     step_s = predict(plan, costs).step_s
     for rank in range(plan.limits.num_ranks):
         at = 0.0

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import sequences
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp
 from evenload.plugins.pipeline.baselines import statically_recomputed
@@ -100,7 +100,7 @@ def ideal_seconds(batch: Batch) -> float:
     """Compute and exchange of the mean stage."""
     chain = SETTING.chain("pipeline", per_rank(LARGEST))
     _, of_lane = fold_cp(chain.limits, chain.context)
-    return float(of_lane.costs.sequence_s([s.length for s in batch]).sum())
+    return float(of_lane.costs.sequence_s(batch).sum())
 
 
 def timed(chain: PlanChain, batch: Batch) -> Row:
@@ -120,7 +120,7 @@ def timed(chain: PlanChain, batch: Batch) -> Row:
 def rows_of(context: int, seeds: int, file: Path | None, count: int) -> Iterator[Row]:
     """A row for each way: means over the seeds; peak, planning and imbalance are the largest of them."""
     drawn = [lengths_of(context, seed, file, count) for seed in range(seeds)]
-    batches = [sequences(lengths) for _, lengths in drawn]
+    batches = [as_lengths(lengths) for _, lengths in drawn]
     ideal_s = statistics.mean(ideal_seconds(batch) for batch in batches)
     for name, way in ways(context).items():
         try:

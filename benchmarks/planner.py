@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from evenload.commands._shared.show import emit, grid, seconds
-from evenload.core.plan.step_plan import Sequence, StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
@@ -49,13 +49,13 @@ def synthetic(count: int, max_length: int) -> Lengths:
     return cut(lengths.astype(np.int64), max_length, "split", 2).length
 
 
-def batches(lengths: Lengths, size: int, count: int) -> Iterator[tuple[Sequence, ...]]:
+def batches(lengths: Lengths, size: int, count: int) -> Iterator[Lengths]:
     """Global batches as training draws them; samples repeat where the file holds fewer than one batch."""
     lengths = np.tile(lengths, -(-size // len(lengths)))
     order = SampleOrder(len(lengths), SEED)
     for _ in range(count):
         drawn, order = order.take(size)
-        yield sequences(lengths[drawn])
+        yield as_lengths(lengths[drawn])
 
 
 def measure(
@@ -83,13 +83,13 @@ def measure(
     return rows
 
 
-def _step(chain: PlanChain, batch: tuple[Sequence, ...], bound_s: float) -> dict[str, float]:
+def _step(chain: PlanChain, batch: Lengths, bound_s: float) -> dict[str, float]:
     began = time.perf_counter()
     plan: StepPlan = chain.plan(batch)
     plan_s = time.perf_counter() - began
     predicted = predict(plan, chain.context.costs)
     forward, backward = micro_batch_imbalance(plan, chain.context.costs)
-    cost_s = chain.context.costs.sequence_s([s.length for s in batch])
+    cost_s = chain.context.costs.sequence_s(batch)
     return {
         "plan_s": plan_s,
         "imbalance": predicted.imbalance,

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 from evenload.commands._shared.show import emit, grid, seconds
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.step import simulate
@@ -37,7 +38,7 @@ def measure(words: list[str], micro_batches: int, runs: int) -> dict[str, Any]:
     ranks = chain.limits.num_ranks
     lengths = np.random.default_rng(0).lognormal(np.log(1100), 1.2, ranks * micro_batches).astype(int).clip(2, 32768)
     dealt = tuple(MicroBatch((Slice(i, 0, int(n)),), (i % ranks,)) for i, n in enumerate(lengths))
-    plan = StepPlan(sequences(lengths), dealt, replace(chain.limits, max_tokens=32768)).check()
+    plan = check(StepPlan(as_lengths(lengths), dealt, replace(chain.limits, max_tokens=32768)))
     row: dict[str, Any] = {"layout": " ".join(words), "ranks": recipe.layout().world_size, "passes": 2 * len(dealt)}
     for name, record in (("simulate_s", False), ("with_timeline_s", True)):
         times = []

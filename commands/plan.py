@@ -16,7 +16,8 @@ from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
 from ..core.input.json_text import to_json
-from ..core.plan.step_plan import Sequence, StepPlan, sequences
+from ..core.laws import check
+from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
 from ..core.recipe.recipe import Recipe
@@ -113,7 +114,7 @@ def look_ahead(
     planned = []
     for _ in range(steps):
         draw = drawing()
-        batch = sequences(draw.lengths)
+        batch = as_lengths(draw.lengths)
         start = time.perf_counter()
         step_plan = chain.plan(batch)
         plan_s = time.perf_counter() - start
@@ -144,7 +145,7 @@ def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated
     return Simulated(step_plan, simulate(step_plan, chain.context, record=record))
 
 
-def _baselines(chain: PlanChain, batch: tuple[Sequence, ...], record: bool) -> dict[str, Simulated]:
+def _baselines(chain: PlanChain, batch: Lengths, record: bool) -> dict[str, Simulated]:
     names = [
         name
         for name in chain.baseline_names
@@ -193,7 +194,7 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
     tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
     capped = replace(baseline.plan.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
     try:
-        replace(baseline.plan, limits=capped).check()
+        check(replace(baseline.plan, limits=capped))
     except PlanError as error:
         return f"{error.what} ({error.found})"
     held, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
@@ -218,10 +219,10 @@ def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
 
 def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
     """Say so when one sequence alone bounds the step."""
-    seconds = chain.context.costs.sequence_s(np.array([s.length for s in step_plan.sequences]))
+    seconds = chain.context.costs.sequence_s(step_plan.lengths)
     mean = float(seconds.sum()) / chain.limits.num_ranks
     longest = float(seconds.max()) / chain.context.layout.cp
     if longest <= mean or step_plan.shared:
         return []
-    tokens = step_plan.sequences[int(seconds.argmax())].length
+    tokens = int(step_plan.lengths[seconds.argmax()])
     return [f"one sequence of {tokens} tokens costs {longest / mean:.2f}x a rank's mean share and bounds the step"]

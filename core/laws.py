@@ -24,8 +24,11 @@ from .simulate.events import play
 _CP_COMMS = get_args(CpComm)
 
 
-def check(plan: StepPlan) -> None:
-    """Raise `PlanError` with the first broken law; where the law knows no remedy, it says who made the plan."""
+def check(plan: StepPlan) -> StepPlan:
+    """The plan, if it keeps every law; raise `PlanError` with the first broken one otherwise.
+
+    Where the law knows no remedy, the error says who made the plan.
+    """
     try:
         for law in (
             _every_token_once,
@@ -49,12 +52,15 @@ def check(plan: StepPlan) -> None:
             raise
         do = f"correct what made the plan ({plan.made_by or 'not said'}), or disable it"
         raise PlanError(error.what, error.found, do) from None
+    return plan
 
 
 def _every_token_once(plan: StepPlan) -> None:
-    lengths = np.array([s.length for s in plan.sequences], dtype=np.int64)
-    if [s.index for s in plan.sequences] != list(range(len(plan.sequences))):
-        raise PlanError("sequences are not numbered 0, 1, 2, ...", f"{len(plan.sequences)} sequences")
+    lengths = plan.lengths
+    if lengths.ndim != 1:
+        raise PlanError("lengths are no row of integers", f"an array of shape {lengths.shape}")
+    if len(plan.tenants) not in (0, len(lengths)):
+        raise PlanError("a plan has not one tenant for each sequence", f"{len(plan.tenants)}, {len(lengths)}")
     if (lengths < 1).any():
         index = int((lengths < 1).argmax())
         raise PlanError("a sequence has no tokens", f"sequence {index} of length {lengths[index]}")
@@ -222,7 +228,7 @@ def _backward_groups(plan: StepPlan) -> None:
         raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
     ranks_of = {s.sequence: cp_group_of(m, k).ranks for m in plan.micro_batches for k, s in enumerate(m.slices)}
     forward = {m for m in plan.micro_batches if len(m.ranks) > 1}
-    start_of = {s.index: s.length for s in plan.sequences}
+    start_of = dict(enumerate(plan.lengths.tolist()))
     for index, micro_batch in enumerate(plan.backward):
         _refuse_two_slices(f"backward micro-batch {index}", micro_batch.slices)
         if len(micro_batch.ranks) > 1 and micro_batch not in forward:

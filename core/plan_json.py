@@ -22,7 +22,9 @@ from .errors import EvenloadError, PlanError, shorten
 from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
-from .plan.step_plan import Beside, CpComm, Limits, MicroBatch, Op, PassKind, Sequence, Slice, StepPlan
+from .laws import check
+from .plan.limits import Beside, Limits
+from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"
 
@@ -96,7 +98,7 @@ class _File(_Form):
 def step_json(plan: StepPlan) -> dict[str, Any]:
     """A step of plan.json: enough to check the plan without our code."""
     row = {
-        "lengths": [s.length for s in plan.sequences],
+        "lengths": plan.lengths.tolist(),
         "num_ranks": plan.limits.num_ranks,
         "max_tokens": plan.limits.max_tokens,
         "limits": _limits_json(plan.limits),
@@ -110,8 +112,8 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         "bound_s": plan.bound_s,
         "digest": plan.digest.hex(),
     }
-    if any(s.tenant for s in plan.sequences):
-        row["tenants"] = [s.tenant for s in plan.sequences]
+    if plan.tenants.any():
+        row["tenants"] = plan.tenants.tolist()
     return {**row, "checksum": _checksum(row)}
 
 
@@ -139,7 +141,7 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
     caps = [cap.max_tokens for cap in file.caps.values() if cap.max_tokens is not None]
     plans = []
     for number, row in enumerate(file.steps):
-        plans.append(read_step(row, limits).check())
+        plans.append(check(read_step(row, limits)))
         if caps and row["max_tokens"] > max(caps):
             detail = f"{row['max_tokens']} tokens a rank, asked for were {max(caps)}"
             raise PlanError(f"step {number} of {name} was made under a higher cap", detail, _DO)
@@ -164,11 +166,12 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
         raise PlanError("plan.json says twice what ranks and caps are", "limits of another plan", _DO)
     if row.checksum is not None and row.checksum != _checksum({k: v for k, v in data.items() if k != "checksum"}):
         raise PlanError("a step of plan.json has changed since it was written", "another checksum", _DO)
-    tenants = row.tenants or [0] * len(row.lengths)
-    if len(tenants) != len(row.lengths):
-        raise PlanError("plan.json has not one tenant for each sequence", f"{len(tenants)}, {len(row.lengths)}", _DO)
+    if row.tenants is not None and len(row.tenants) != len(row.lengths):
+        detail = f"{len(row.tenants)}, {len(row.lengths)}"
+        raise PlanError("plan.json has not one tenant for each sequence", detail, _DO)
     plan = StepPlan(
-        sequences=tuple(Sequence(i, n, t) for i, (n, t) in enumerate(zip(row.lengths, tenants, strict=True))),
+        lengths=as_lengths(row.lengths),
+        tenants=as_lengths(row.tenants or []),
         micro_batches=tuple(map(_micro_batch, row.micro_batches)),
         limits=held_to,
         order=tuple(tuple(Op(kind, number) for kind, number in stage) for stage in row.order),

@@ -16,7 +16,8 @@ from .costs.traffic import NO_TRAFFIC, Traffic
 from .errors import EvenloadError, nearest
 from .machine.cluster import Cluster
 from .machine.layout import Layout
-from .plan.step_plan import Limits, StepPlan
+from .plan.limits import Limits
+from .plan.step_plan import StepPlan
 
 ENTRY_POINT_GROUP = "evenload.plugins"
 

@@ -36,8 +36,10 @@ from evenload.commands.profiling.cases import Case
 from evenload.commands.profiling.memory import measure_memory, random_tokens
 from evenload.core.costs.costs import Costs
 from evenload.core.costs.memory import peak_activation_bytes
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import in_slots
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import limits_of
 from evenload.core.recipe.recipe import Recipe, parse
@@ -100,16 +102,16 @@ class Shape(NamedTuple):
         last = self.chunks - 1
         backward = [*reversed(range(self.chunks)), *range(self.chunks, len(made))]
         order = in_slots(range(len(made)), backward, [max(last, place) + 1 for place in range(len(made))], AHEAD)
-        batch = sequences([self.tokens, *[short] * (PACKS * SHORT)])
-        return StepPlan(batch, tuple(made), replace(limits, max_tokens=self.chunk + 1), (tuple(order),)).check()
+        batch = as_lengths([self.tokens, *[short] * (PACKS * SHORT)])
+        return check(StepPlan(batch, tuple(made), replace(limits, max_tokens=self.chunk + 1), (tuple(order),)))
 
     def recomputed(self, plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
         """The plan with every choice of layers to recompute."""
         count = len(plan.micro_batches)
         for layers in (0, self.layers // 2, self.layers):
-            yield f"{layers} of {self.layers}", replace(plan, recompute=((layers,) * count,)).check()
+            yield f"{layers} of {self.layers}", check(replace(plan, recompute=((layers,) * count,)))
         waits = [self.layers * (self.chunks - i) // self.chunks for i in range(self.chunks)]
-        yield "graded", replace(plan, recompute=((*waits, *[0] * PACKS),)).check()
+        yield "graded", check(replace(plan, recompute=((*waits, *[0] * PACKS),)))
 
     def cases(self) -> list[Case]:
         """Shapes to fit costs on, little work first."""

@@ -32,7 +32,8 @@ import numpy as np
 from common import SIMPLE, Batch, arguments, finish
 from evenload.commands._shared.show import grid
 from evenload.core.balance.partition import best_fit_decreasing
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.plugins.mesh.emit.step import step
 from lengths import K, drawn
@@ -80,16 +81,17 @@ def batches_of(setting: Setting, count: int, tokens: int) -> Iterator[Batch]:
     ends = np.cumsum(lengths)
     for i in range(count):
         first, last = np.searchsorted(ends, [i * tokens, (i + 1) * tokens])
-        yield sequences(lengths[first:last].tolist())
+        yield as_lengths(lengths[first:last].tolist())
 
 
 def naive(batch: Batch, chain: PlanChain) -> StepPlan:
     """Degrees by memory; slots of all ranks, of one micro-batch a rank each, in the order of the batch."""
     ranks, cap = chain.limits.num_ranks, chain.links[0][1].max_tokens
-    long = [s for s in batch if s.length >= cap]
-    short = [s for s in batch if s.length < cap]
+    whole = [Slice(i, 0, n) for i, n in enumerate(batch.tolist())]
+    long = [s for s in whole if s.length >= cap]
+    short = [s for s in whole if s.length < cap]
     packs = [[short[i] for i in sorted(one)] for one in best_fit_decreasing([s.length for s in short], cap)]
-    packs.sort(key=lambda one: -one[0].index)
+    packs.sort(key=lambda one: -one[0].sequence)
     made: list[MicroBatch] = []
     while long or packs:
         free = 0
@@ -97,12 +99,12 @@ def naive(batch: Batch, chain: PlanChain) -> StepPlan:
             s = long.pop(0)
             cp_group = tuple(range(free, free + -(-s.length // cap)))
             free += len(cp_group)
-            made.append(MicroBatch((Slice(s.index, 0, s.length),), cp_group, 0, "ring" if len(cp_group) > 1 else ""))
+            made.append(MicroBatch((s,), cp_group, 0, "ring" if len(cp_group) > 1 else ""))
         for rank in range(free, ranks):
             if packs:
-                made.append(MicroBatch(tuple(Slice(s.index, 0, s.length) for s in packs.pop()), (rank,)))
+                made.append(MicroBatch(tuple(packs.pop()), (rank,)))
     # Uneven chunks may add two tokens on one of the ranks.
-    return step(StepPlan(batch, (), chain.limits), replace(chain.limits, max_tokens=cap + 2), made, "naive").check()
+    return check(step(StepPlan(batch, (), chain.limits), replace(chain.limits, max_tokens=cap + 2), made, "naive"))
 
 
 def step_of(setting: Setting, batch: Batch) -> dict[str, dict[str, float]]:
@@ -151,7 +153,7 @@ def hides_its_ring(plane: Plane) -> float:
     """Seconds of a 312K sequence on 39 ranks over those of its compute alone: 1.00 where all of the ring is hidden."""
     chain = theirs(replace(plane, ranks=64).mesh(**RING))
     n = 312 * K
-    plan = StepPlan(sequences([n]), (MicroBatch((Slice(0, 0, n),), tuple(range(39)), 0, "ring"),), chain.limits)
+    plan = StepPlan(as_lengths([n]), (MicroBatch((Slice(0, 0, n),), tuple(range(39)), 0, "ring"),), chain.limits)
     traffic = replace(chain.context.traffic, kv_bytes_per_token=0.0)
     alone = replace(chain, context=replace(chain.context, traffic=traffic))
     return seconds_of(plan, chain) / seconds_of(plan, alone)

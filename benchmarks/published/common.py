@@ -16,14 +16,14 @@ from typing import Any
 
 from evenload.commands._shared.show import emit, grid
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import CpComm, Sequence, sequences
+from evenload.core.plan.step_plan import CpComm, Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.face import load_plugins
 from lengths import K, corpus
 
-Batch = tuple[Sequence, ...]
+Batch = Lengths
 Result = dict[str, Any]
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -217,7 +217,7 @@ class Case:
             for ways in (self.theirs, self.simple, self.ours, *self.more.values())
         )
         simple = min(theirs, simple, key=lambda one: one.step_s)
-        tokens = sum(s.length for batch in self.batches for s in batch) / len(self.batches)
+        tokens = sum(int(batch.sum()) for batch in self.batches) / len(self.batches)
         return {
             "setting": self.name,
             "paper": self.paper,
@@ -245,7 +245,7 @@ def batches_of(
 ) -> tuple[str, tuple[Batch, ...]]:
     """What stood in, and ``count`` global batches of ``size`` sequences up to ``longest`` tokens."""
     label, lengths = corpus(name, size * count, longest, wikipedia)
-    return label, tuple(sequences(lengths[i * size : (i + 1) * size]) for i in range(count))
+    return label, tuple(as_lengths(lengths[i * size : (i + 1) * size]) for i in range(count))
 
 
 def ways(

@@ -35,7 +35,8 @@ from common import Batch, arguments, batches_of, finish
 from evenload.commands._shared.show import grid
 from evenload.core.costs.costs import load
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe.recipe import parse
@@ -134,8 +135,8 @@ def step_seconds(model: Model, plan: StepPlan, degree: int = 1) -> float:
 
 def chunks(batch: Batch, count: int) -> list[list[int]]:
     """The batch, longest first, in ``count`` runs whose largest holds the fewest tokens."""
-    order = sorted((s.index for s in batch), key=lambda i: -batch[i].length)
-    tokens = [batch[i].length for i in order]
+    order = sorted(range(len(batch)), key=lambda i: -int(batch[i]))
+    tokens = [int(batch[i]) for i in order]
 
     def runs(most: int) -> list[list[int]]:
         out: list[list[int]] = [[]]
@@ -164,7 +165,7 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
     done, held = np.zeros(RANKS // degree), np.zeros(RANKS // degree, dtype=np.int64)
     members: list[list[int]] = [[] for _ in done]
     for i in chunk:
-        n = batch[i].length
+        n = int(batch[i])
         if not (held + n <= cap).any():
             return None
         group = int(np.where(held + n <= cap, done, np.inf).argmin())
@@ -175,7 +176,7 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
     for g, mine in enumerate(members):
         ranks = tuple(range(g * degree, (g + 1) * degree))
         if mine:
-            out.append(MicroBatch(tuple(Slice(i, 0, batch[i].length) for i in mine), ranks))
+            out.append(MicroBatch(tuple(Slice(i, 0, int(batch[i])) for i in mine), ranks))
         else:
             out += [MicroBatch((), (rank,)) for rank in ranks]
     return out
@@ -201,11 +202,10 @@ class Cut:
         return [way[d] for way in self.ways]
 
 
-@cache
 def cuts_of(model: Model, batch: Batch) -> list[Cut]:
     """The first numbers of micro-batches that all ranks together can hold."""
     out: list[Cut] = []
-    count = -(-sum(s.length for s in batch) // (RANKS * cap_of(model)))
+    count = -(-int(batch.sum()) // (RANKS * cap_of(model)))
     while len(out) < TRIES:
         parts = chunks(batch, count)
         ways = [{d: way for d in DEGREES if (way := groups(model, batch, part, d))} for part in parts]
@@ -223,7 +223,7 @@ def static(model: Model, batch: Batch, cuts: list[Cut], degrees: tuple[int, ...]
     for cut in cuts:
         rounds = cut.best(degrees, each=each)
         if rounds is not None:
-            plan = StepPlan(batch, tuple(m for one in rounds for m in one), limits, made_by="static").check()
+            plan = check(StepPlan(batch, tuple(m for one in rounds for m in one), limits, made_by="static"))
             best = min(best, (step_seconds(model, plan), len(rounds)))
     return best
 
@@ -231,7 +231,7 @@ def static(model: Model, batch: Batch, cuts: list[Cut], degrees: tuple[int, ...]
 def _alone(model: Model, batch: Batch, way: list[MicroBatch]) -> float:
     mine = [s.sequence for m in way for s in m.slices]
     number = {old: new for new, old in enumerate(mine)}
-    part = tuple(batch[i]._replace(index=number[i]) for i in mine)
+    part = batch[mine]
     renamed = [m._replace(slices=tuple(s._replace(sequence=number[s.sequence]) for s in m.slices)) for m in way]
     return step_seconds(model, StepPlan(part, tuple(renamed), chain_of(model, 1).limits))
 
@@ -254,7 +254,7 @@ def row_of(
         chain = mesh_of(model, ulysses)
         steps = [simulate(chain.plan(batch), chain.context, record=False).step_s for batch in batches]
         seconds[name] = float(np.mean(steps))
-    lengths = [np.array([s.length for s in batch], dtype=np.float64) for batch in batches]
+    lengths = [batch.astype(np.float64) for batch in batches]
     return {
         "setting": f"{model.name} {context // K}K",
         "lengths": label,
@@ -281,7 +281,7 @@ def rows(quick: bool, wikipedia: Any) -> Iterator[dict[str, Any]]:
     for model in MODELS[: 1 if quick else None]:
         for context, paper in reversed(model.paper[1:] if quick else model.paper):
             label, batches = batches_of("wikipedia-like", 512, 2 if quick else 8, context, wikipedia)
-            batches = tuple(sequences(-(-s.length // PAD) * PAD for s in batch) for batch in batches)
+            batches = tuple(as_lengths(-(-batch // PAD) * PAD) for batch in batches)
             yield row_of(model, context, paper, batches, label)
 
 

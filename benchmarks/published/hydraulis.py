@@ -33,7 +33,7 @@ SETTINGS = (
 def of_tokens(corpus: str, tokens: int, count: int, longest: int) -> tuple[str, tuple[Batch, ...]]:
     """What stood in, and batches of about so many tokens: as many sequences as hold them in the mean."""
     _, (sample,) = batches_of(corpus, 4096, 1, longest)
-    mean = sum(s.length for s in sample) / len(sample)
+    mean = int(sample.sum()) / len(sample)
     return batches_of(corpus, max(32, round(tokens / mean)), count, longest)
 
 

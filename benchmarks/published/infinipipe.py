@@ -37,7 +37,7 @@ from evenload.commands._shared.show import grid
 from evenload.core.costs.costs import load
 from evenload.core.costs.memory import activation_budget_bytes, fixed_bytes
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe.recipe import parse
@@ -108,7 +108,7 @@ def settings() -> Iterator[Setting]:
 def batches_of(setting: Setting, count: int, size: int) -> list[Batch]:
     """Longer sequences are cut to the context, as in the paper."""
     lengths = np.minimum(drawn(setting.lengths, count * size), setting.context)
-    return [sequences(lengths[i * size : (i + 1) * size].tolist()) for i in range(count)]
+    return [as_lengths(lengths[i * size : (i + 1) * size].tolist()) for i in range(count)]
 
 
 def with_layers(plan: StepPlan, layers: int) -> StepPlan:

@@ -27,13 +27,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain as flat
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from common import Batch, Degrees, Machines, Way, arguments, finish
 from evenload.commands._shared.drawing import Drawing
 from evenload.commands._shared.show import grid
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.simulate.predict import micro_batch_imbalance
@@ -102,13 +104,13 @@ def parts_of(documents: list[int], context: int) -> list[list[int]]:
 def plain(chain: PlanChain, windows: list[list[int]]) -> StepPlan:
     """A window a micro-batch, dealt to the lanes in turn."""
     limits, _ = fold_cp(chain.limits, chain.context)
-    batch = sequences(n for window in windows for n in window)
-    rest = iter(batch)
+    batch = as_lengths(flat.from_iterable(windows))
+    rest = iter(Slice(i, 0, n) for i, n in enumerate(batch.tolist()))
     micro_batches = []
     for k, window in enumerate(windows):
-        slices = tuple(Slice(s.index, 0, s.length) for _, s in zip(window, rest, strict=False))
+        slices = tuple(islice(rest, len(window)))
         micro_batches.append(MicroBatch(slices, (k % limits.num_ranks,)))
-    return unfold_cp(StepPlan(batch, tuple(micro_batches), limits), chain.limits, chain.context.layout.cp).check()
+    return check(unfold_cp(StepPlan(batch, tuple(micro_batches), limits), chain.limits, chain.context.layout.cp))
 
 
 @dataclass
@@ -143,7 +145,7 @@ def row_of(setting: Setting, count: int) -> dict[str, Any]:
     steps = list(steps_of(lengths, setting, count))
 
     windows = [parts_of(documents, setting.context) for documents in steps]
-    batches = [sequences(flat.from_iterable(step)) for step in windows]
+    batches = [as_lengths(flat.from_iterable(step)) for step in windows]
 
     def planned(planner: str, recompute: bool, **packing: Any) -> Tally:
         chain, total = setting.chain(planner, recompute, **packing), Tally()
@@ -184,11 +186,11 @@ def row_of(setting: Setting, count: int) -> dict[str, Any]:
 
 def _delayed(setting: Setting, recompute: bool, batches: list[Batch]) -> Tally:
     """The same documents, drawn in another order, in as many steps and those in which the last may wait."""
-    lengths = np.array([s.length for batch in batches for s in batch], dtype=np.int64)
+    lengths = np.concatenate(list(batches))
     chain = setting.chain("evenload", recompute, slices="off", max_delay_steps=DELAY)
     drawing, total = Drawing(SampleOrder(len(lengths), SEED), lengths, len(lengths) // len(batches), chain), Tally()
     for _ in range(len(batches) + DELAY):
-        total.add(chain.plan(sequences(drawing().lengths)), chain)
+        total.add(chain.plan(as_lengths(drawing().lengths)), chain)
     return total
 
 

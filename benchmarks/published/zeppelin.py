@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from common import Batch, arguments, finish
 from evenload.commands._shared.show import grid
-from evenload.core.plan.step_plan import sequences
+from evenload.core.plan.step_plan import as_lengths
 from lengths import K, corpus
 from planes import Plane, described, shared_by, theirs
 
@@ -77,7 +77,7 @@ def batches_of(setting: Setting, count: int) -> Iterator[Batch]:
         while sum(mine) + held <= tokens:
             mine.append(held)
             held = next(rest)
-        yield sequences(mine)
+        yield as_lengths(mine)
 
 
 def step_of(plane: Plane, batch: Batch) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ import numpy as np
 from ...core.errors import EvenloadError
 from ...core.input.bounds import refuse_endless
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import sequences
+from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
@@ -61,7 +61,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     # The longest samples of all: if these can be planned, no later batch has one that cannot.
     longest = np.sort(source.lengths)[-layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
-    chain.plan(sequences(longest))
+    chain.plan(as_lengths(longest))
     return Preflight(recipe, layout, source, chain)
 
 

@@ -114,7 +114,7 @@ class Facts:
     @property
     def num_drawn(self) -> int:
         """Sequences of all steps."""
-        return sum(len(one.plan.sequences) for one in self.ours.steps)
+        return sum(len(one.plan.lengths) for one in self.ours.steps)
 
     @property
     def predicted(self) -> str:

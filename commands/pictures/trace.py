@@ -153,7 +153,7 @@ def _hand_overs(track: Track, threads: Mapping[tuple[int, int], _Thread], number
 def _whole_step(track: Track, number: int, thread: _Thread) -> str:
     end_s = max((span.end_s for span in track.spans), default=0.0)
     args = {
-        "sequences": len(track.plan.sequences),
+        "sequences": len(track.plan.lengths),
         "tokens": track.plan.num_tokens,
         "padding": round(track.plan.padding_frac, 4),
         "made by": track.plan.made_by,

@@ -23,7 +23,7 @@ class TellPass:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._lengths = {s.index: s.length for s in plan.sequences}
+        self._lengths = plan.lengths.tolist()
         self._known: dict[tuple[str, int, int], str] = {}
 
     def __call__(self, kind: str, span: Span) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...core.costs.costs import Work, work_of
-from ...core.plan.step_plan import Limits, MicroBatch, Op, Sequence, Slice, StepPlan
+from ...core.laws import check
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 FACTOR = 4
 SHORTEST = 64
@@ -46,7 +48,7 @@ class Case:
     def plan(self, num_ranks: int) -> StepPlan:
         """The checked step of all ranks."""
         per_rank = self.count * self.num
-        batch = tuple(Sequence(i, self.length) for i in range(num_ranks * per_rank))
+        batch = as_lengths([self.length] * (num_ranks * per_rank))
         borders = list(pairwise(self.length * i // self.cuts for i in range(self.cuts + 1)))
         micro_batches = tuple(
             MicroBatch(tuple(Slice(first + i, start, stop) for i in range(self.num)), (rank,))
@@ -60,7 +62,7 @@ class Case:
             chain = self.cuts * num_ranks
             starts = range(0, len(micro_batches), chain)
             order = (tuple(op for first in starts for op in _there_and_back(first, chain)),)
-        return StepPlan(batch, micro_batches, Limits(num_ranks, self.slots), order=order, made_by="profile").check()
+        return check(StepPlan(batch, micro_batches, Limits(num_ranks, self.slots), order=order, made_by="profile"))
 
     def __str__(self) -> str:
         text = f"{self.num} x {self.length}" + (f" in {self.cuts} slices" if self.cuts > 1 else "")

@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from ...core.costs.costs import MemoryCost
 from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
+from ...core.laws import check
 from ...core.machine.layout import Layout
 from ...core.machine.shape import shape_of
-from ...core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from ...core.planning.setting import limits_of
 from ...core.planning.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ...core.recipe.recipe import Recipe
@@ -149,7 +151,7 @@ def two_alive(count: int, length: int, *, cut: bool, num_ranks: int = 1) -> Step
     Whole sequences, or with ``cut`` the halves of twice as long ones.
     """
     per_rank = count if cut else 2 * count
-    batch = sequences([length * (1 + cut)] * per_rank * num_ranks)
+    batch = as_lengths([length * (1 + cut)] * per_rank * num_ranks)
     micro_batches = []
     for half in (0, 1):
         for rank in range(num_ranks):
@@ -158,7 +160,7 @@ def two_alive(count: int, length: int, *, cut: bool, num_ranks: int = 1) -> Step
             micro_batches.append(MicroBatch(tuple(pieces), (rank,)))
     there = range(len(micro_batches))
     order = (*(Op("F", i) for i in there), *(Op("B", i) for i in reversed(there)))
-    return StepPlan(batch, tuple(micro_batches), Limits(num_ranks, count * length), (order,), made_by="profile").check()
+    return check(StepPlan(batch, tuple(micro_batches), Limits(num_ranks, count * length), (order,), made_by="profile"))
 
 
 def random_tokens(recipe: Recipe) -> Any:

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import EvenloadError
+from ...core.laws import check
 from ...core.plan.branches import IDLE_RANKS, PACKED, RANKS_WITHOUT_PASS, branches_of
-from ...core.plan.step_plan import Op, StepPlan, sequences
+from ...core.plan.step_plan import Op, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 
 Ints = npt.NDArray[np.int64]
@@ -56,8 +57,8 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
 
 def planned(chain: PlanChain, lengths: Ints, prefers: str) -> StepPlan:
     """The plan of a batch that takes a branch most likely. Raises EvenloadError."""
-    plan = opened(chain)[prefers].plan(sequences(lengths))
-    return without_dummies(plan).check() if prefers == RANKS_WITHOUT_PASS else plan
+    plan = opened(chain)[prefers].plan(as_lengths(lengths))
+    return check(without_dummies(plan)) if prefers == RANKS_WITHOUT_PASS else plan
 
 
 def without_dummies(plan: StepPlan) -> StepPlan:

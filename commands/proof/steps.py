@@ -131,7 +131,7 @@ class Beside:
             inspect=captured.update,
         )
         with job.watchdog.working("plain step", number):
-            loss, gradients = self.plain.gradients(reader.expected, batch.plan.sequences)
+            loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths)
         judged = _Judged(self.tolerance, loss, gradients, self.plain)
         parts = parts_of(self.plain, captured)
         if PRECISE[job.recipe.train.dtype] and any(everyone(not judged.passes(parts))):
@@ -172,7 +172,7 @@ class Beside:
             if dtype:
                 model = integration(recipe.trainer).PlainModel(recipe, job.host, dtype=dtype)
                 model.load(weights)
-                results[dtype] = model.gradients(tokens_of, batch.plan.sequences)
+                results[dtype] = model.gradients(tokens_of, batch.plan.lengths)
                 model.close()
         loss, gradients = results[higher]
         reference = _Judged(self.tolerance, loss, gradients, self.plain)
@@ -206,7 +206,7 @@ class Beside:
             tolerance=worst.bound,
             norm_rel_err=max(e.norm for e in all_errors),
             update_rel_err=max(max(e.weight.error, e.moment.error) for e in all_errors),
-            sequences=len(batch.plan.sequences),
+            sequences=len(batch.plan.lengths),
             tokens=batch.plan.num_tokens,
             planner=batch.plan.made_by,
             tokens_missing=missing,
@@ -260,7 +260,7 @@ class _Reader:
 
 def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:
     """(tokens no rank ran, tokens run more than once), of the slices that ranks report."""
-    runs = [np.zeros(s.length, dtype=np.int64) for s in plan.sequences]
+    runs = [np.zeros(n, dtype=np.int64) for n in plan.lengths]
     for s in executed:
         runs[s.sequence][s.start : s.stop] += 1
     missing = sum(int((r == 0).sum()) for r in runs)

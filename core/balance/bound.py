@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..costs.costs import Costs
-from ..plan.step_plan import Limits
+from ..plan.limits import Limits
 from .partition import Ints
 
 

@@ -26,8 +26,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..machine.cluster import Cluster
+from ..plan.limits import Beside, Limits
 from ..plan.order import orders_of_stage
-from ..plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan
+from ..plan.step_plan import MicroBatch, Op, PassKind, Slice, StepPlan, fact_of_plan
 from ..plan.token_layout import tokens_of_ranks
 from .costs import MemoryCost, is_even
 from .offload import KEPT_LAYERS, layers_on_device
@@ -105,20 +106,19 @@ class _Part(NamedTuple):
 
 
 def _parts_of(plan: StepPlan, ops: list[Op], rank: int) -> list[_Part]:
-    """What a rank has of the micro-batches of its passes; of each it is worked out once for a plan."""
-    known: dict[tuple[bool, int], _Part | dict[int, _Part]] = plan.parts_known
-    own_backward = bool(plan.backward)
+    """What a rank has of the micro-batches of its passes."""
+    forward, backward = _parts_of_direction(plan, "F"), _parts_of_direction(plan, "B" if plan.backward else "F")
     out = []
     for kind, number in ops:
-        key = (own_backward and kind != "F", number)
-        found = known.get(key)
-        if found is None:
-            micro_batch = plan.passes(kind)[number]
-            found = known[key] = (
-                _even_part(plan, micro_batch) if is_even(micro_batch) else _uneven_parts(plan, micro_batch)
-            )
-        out.append(found if isinstance(found, _Part) else found[rank])
+        parts = (forward if kind == "F" else backward)[number]
+        out.append(parts if isinstance(parts, _Part) else parts[rank])
     return out
+
+
+@fact_of_plan("lengths", "micro_batches", "backward")
+def _parts_of_direction(plan: StepPlan, kind: PassKind) -> list[_Part | dict[int, _Part]]:
+    """Of each micro-batch what any of its ranks has, or each of them where they have unlike work."""
+    return [_even_part(plan, m) if is_even(m) else _uneven_parts(plan, m) for m in plan.passes(kind)]
 
 
 def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> _Part:

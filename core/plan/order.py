@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 
-from .step_plan import Op, PassKind, StepPlan
+from .step_plan import Op, PassKind, StepPlan, fact_of_plan
 
 KINDS: tuple[PassKind, ...] = ("F", "B", "W")
 
 
+@fact_of_plan("micro_batches", "backward", "order", "limits")
 def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
     """The passes of every plane rank at a stage: ``result[rank]``, not to be written to."""
-    if stage not in plan.orders_known:
-        plan.orders_known[stage] = _orders_of_stage(plan, stage)
-    return plan.orders_known[stage]
-
-
-def _orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
     if not plan.order:
         ahead = plan.limits.num_stages - 1 - stage
         return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]

@@ -1,7 +1,7 @@
 """The shared vocabulary: sequences, slices, micro-batches and the plan of one step.
 
 A `StepPlan` is computed from lengths alone and is the same on every rank. It is the one object that the planner makes,
-`check` judges, the command line prints, the simulator times and the runtime executes.
+`laws.check` judges, the command line prints, the simulator times and the runtime executes.
 
 Ranks in this module are *plane* ranks: positions 0 .. num_ranks-1 in the data-parallel x context-parallel plane. Peers
 of a plane rank in tensor or pipeline parallelism run the same micro-batches.
@@ -10,19 +10,36 @@ of a plane rank in tensor or pipeline parallelism run the same micro-batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+from ..errors import PlanError
+from .limits import Limits
+
+Lengths = npt.NDArray[np.int64]
+"""Tokens of each sequence of a global batch [S]; a sequence's number is its place."""
+
+
+def as_lengths(values: Any) -> Lengths:
+    """Integers [S] in a list, an array or an iterator, as an array that nobody can write to."""
+    known = isinstance(values, np.ndarray) and values.dtype == np.int64
+    array: Lengths = values if known else np.array(list(values), dtype=np.int64)
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
 
 
 class Sequence(NamedTuple):
-    """One training sample, known by its length alone."""
+    """One sequence of a plan, as an object (`StepPlan.sequences`)."""
 
-    index: int  # type: ignore[assignment]  # a sample's index, not tuple.index
-    """Position of the sample in the global batch, 0 .. len(batch)-1."""
+    index: int  # type: ignore[assignment]  # a sequence's number, not tuple.index
+    """Its place in the global batch, 0 .. len(batch)-1."""
     length: int
     """Tokens."""
     tenant: int = 0
@@ -92,62 +109,44 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-class Beside(NamedTuple):
-    """Bytes that `core.costs.memory` counts beside activations and prefix KV, for one stage of one tensor-parallel
-    rank."""
+_FACTS: dict[str, frozenset[str]] = {}
+"""The fields of a plan that each fact depends on, by the name under which a plan keeps the fact.
 
-    cut_saves_bytes_per_token: float = 0.0
-    """Per token and layer: what a token of a cut sequence keeps less, as its K and V are in the store already; in
-    micro-batches of cut sequences alone."""
-    head_bytes_per_token: float = 0.0
-    """Per token at the last stage: logits and what else the output layer and the loss keep for the backward."""
-    head_working_bytes_per_token: float = 0.0
-    """Per token at the last stage: what output layer and loss take while they run."""
-    working_bytes_per_token: float = 0.0
-    """Per token: what the backward of one layer takes while it runs."""
-    pass_bytes: float = 0.0
-    """What any pass takes while it runs, however many tokens: the gradient of one weight before it is added up."""
-    gradient_bytes: float = 0.0
-    """Gradients that the trainer makes in a step's first backward; 0 where they are there throughout."""
+Of the limits a fact depends on the numbers of ranks and stages alone.
+"""
+_Fact = TypeVar("_Fact")
 
 
-NOTHING_BESIDE = Beside()
+def fact(*fields: str) -> Callable[[Callable[[Any], _Fact]], cached_property[_Fact]]:
+    """A property that is worked out of these fields of a plan, once."""
+
+    def register(method: Callable[[Any], _Fact]) -> cached_property[_Fact]:
+        _FACTS[method.__name__] = frozenset(fields)
+        return cached_property(method)
+
+    return register
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the trainer and the machine allow; `check` holds every plan to it."""
+def fact_of_plan(*fields: str) -> Callable[[Callable[..., _Fact]], Callable[..., _Fact]]:
+    """A function of a plan and hashable arguments whose answers depend on these fields, each worked out once."""
 
-    num_ranks: int
-    max_tokens: int
-    """Tokens (padding included) that one rank may hold in one micro-batch."""
-    num_stages: int = 1
-    layers_per_stage: int = 1
-    equal_counts: bool = False
-    """Every rank must run the same number of micro-batches (ZeRO-3, expert parallelism)."""
-    max_activation_bytes: float = float("inf")
-    """Activations and prefix KV that one rank of one stage may hold at once."""
-    activation_bytes_per_token: float = 0.0
-    """Per token and layer, kept from forward to backward when nothing is recomputed."""
-    kv_bytes_per_token: float = 0.0
-    """Per token and layer: K and V of a sequence that is cut, kept for its later slices."""
-    kv_grad_bytes_per_token: float = 0.0
-    """Per token and layer: dK and dV of a cut sequence, kept from its first backward to its last."""
-    replay_bytes_per_token: float = 0.0
-    """Per token and layer while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
-    input_bytes_per_token: float = 0.0
-    """Per token: the stage input that a replayed micro-batch keeps (the first stage has the token ids instead)."""
-    beside: Beside = NOTHING_BESIDE
-    whole_sequences: bool = False
-    """The host runs whole sequences only, forward and backward of one micro-batch after the other."""
-    heads: int = 0
-    """Query heads of one tensor-parallel rank, which ranks that share heads divide; 0: not known."""
-    node_ranks: int = 0
-    """Neighbouring plane ranks that share a node; 0: all do."""
-    splits_backward: bool = False
-    """The host can run weight gradients as passes of their own (W)."""
-    deferred_bytes_per_token: float = 0.0
-    """Per token and layer, kept from a split backward to its W: inputs of linear layers, gradients of their outputs."""
+    def register(function: Callable[..., _Fact]) -> Callable[..., _Fact]:
+        name = f"{function.__module__}.{function.__qualname__}"
+        _FACTS[name] = frozenset(fields)
+
+        @wraps(function)
+        def known(plan: StepPlan, *arguments: Any) -> _Fact:
+            answers: dict[Any, _Fact] = vars(plan).setdefault(name, {})
+            if arguments not in answers:
+                answers[arguments] = function(plan, *arguments)
+            return answers[arguments]
+
+        return known
+
+    return register
+
+
+NO_TENANTS = as_lengths([])
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +166,8 @@ class StepPlan:
     equal a micro-batch of the forward, and its activations are kept.
     """
 
-    sequences: tuple[Sequence, ...]
+    lengths: Lengths
+    """Tokens of each sequence of the global batch, int64 [S]; given as any integers."""
     micro_batches: tuple[MicroBatch, ...]
     limits: Limits
     order: tuple[tuple[Op, ...], ...] = ()
@@ -182,57 +182,65 @@ class StepPlan:
     offload: tuple[float, ...] = ()
     """For each micro-batch of the forward the share of its inner layers' activations that waits in host memory for the
     backward; empty: none (ByteScale, arXiv 2502.21231, section 4)."""
+    tenants: Lengths = field(default_factory=lambda: NO_TENANTS)
+    """Whose each sequence is, int64 [S]; empty: all are of one tenant."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", as_lengths(self.lengths))
+        object.__setattr__(self, "tenants", as_lengths(self.tenants))
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences as objects, for readers of a plan; planners take `lengths`."""
+        tenants = self.tenants.tolist() or [0] * len(self.lengths)
+        return tuple(Sequence(i, n, t) for i, (n, t) in enumerate(zip(self.lengths.tolist(), tenants, strict=True)))
 
     def passes(self, kind: PassKind) -> tuple[MicroBatch, ...]:
         """The micro-batches of a direction, by the numbers that `Op.micro_batch` has there."""
         return self.backward if kind != "F" and self.backward else self.micro_batches
 
-    @cached_property
+    @fact("order")
     def split(self) -> tuple[frozenset[int], ...]:
         """For each stage the backwards whose weight gradients are a pass of their own there; empty without an order."""
         return tuple(frozenset(op.micro_batch for op in ops if op.kind == "W") for ops in self.order)
 
-    @cached_property
+    @fact("lengths", "micro_batches", "backward")
     def cut(self) -> frozenset[int]:
         """Sequences that are in more than one slice, forward or backward: those that need prefix KV."""
-        lengths = {s.index: s.length for s in self.sequences}
+        lengths = self.lengths.tolist()
         grouped = (*self.micro_batches, *self.backward)
         return frozenset(s.sequence for m in grouped for s in m.slices if s.stop - s.start < lengths[s.sequence])
 
-    @cached_property
+    @fact("micro_batches", "backward")
     def shared(self) -> bool:
         """Whether any micro-batch runs on several ranks."""
         return any(len(m.ranks) > 1 for m in (*self.micro_batches, *self.backward))
 
-    @cached_property
+    @fact("micro_batches", "order", "recompute", "offload")
     def in_host_schedule(self) -> bool:
         """Whether the trainer's own schedule runs it; static context parallelism is the trainer's too."""
         own = self.order or self.recompute or any(self.offload)
         return not (own or any(m.cp_comm and len(m.ranks) > 1 for m in self.micro_batches))
 
-    @cached_property
-    def orders_known(self) -> dict[int, list[list[Op]]]:
-        """What `core.plan.order` has found."""
-        return {}
-
-    @cached_property
-    def parts_known(self) -> dict[Any, Any]:
-        """What `core.costs.memory` has found of what ranks have of the micro-batches."""
-        return {}
-
     def revised(self, **changes: Any) -> StepPlan:
-        """The same micro-batches run otherwise: another order, recomputation or offload, other replays, caps or notes.
+        """The same plan but for these fields. What was worked out of other fields is not worked out again.
 
-        What the changes do not touch is not worked out again.
+        Raises:
+            PlanError: a plan has no such field.
         """
+        if unknown := sorted(set(changes) - set(self.__dataclass_fields__)):
+            fields = ", ".join(self.__dataclass_fields__)
+            raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")
         other = replace(self, **changes)
-        known = ["cut", "slots", "num_tokens", "num_slots", "_by_rank", "shared", "parts_known"]
-        known += [] if "order" in changes else ["orders_known", "split"]
-        known += [] if "replayed" in changes else ["forward_of", "kept"]
-        vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
+        changed = set(changes)
+        if self.limits.shape == other.limits.shape:
+            changed.discard("limits")
+        for name in _FACTS.keys() & vars(self).keys():
+            if _FACTS[name].isdisjoint(changed):
+                vars(other)[name] = vars(self)[name]
         return other
 
-    @cached_property
+    @fact("micro_batches", "backward", "replayed")
     def forward_of(self) -> tuple[int | None, ...]:
         """For each micro-batch of the backward pass the forward one whose activations it uses; None: replayed."""
         replayed = frozenset(self.replayed)
@@ -244,21 +252,21 @@ class StepPlan:
         stored_forwards = (None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
         return tuple(found.pop(0) if found else None for found in stored_forwards)
 
-    @cached_property
+    @fact("micro_batches", "backward", "replayed")
     def kept(self) -> frozenset[int]:
         """Micro-batches of the forward whose activations wait for their backward."""
         return frozenset(i for i in self.forward_of if i is not None)
 
-    @cached_property
+    @fact("lengths")
     def num_tokens(self) -> int:
-        return sum(s.length for s in self.sequences)
+        return int(self.lengths.sum())
 
-    @cached_property
+    @fact("micro_batches")
     def num_padded_tokens(self) -> int:
         """Tokens computed over all micro-batches, padding and dummies included."""
         return sum(self.slots["F"])
 
-    @cached_property
+    @fact("micro_batches", "backward")
     def slots(self) -> dict[PassKind, tuple[int, ...]]:
         """`MicroBatch.num_padded_tokens` of every micro-batch of a direction."""
         forward = tuple(m.num_padded_tokens for m in self.micro_batches)
@@ -274,7 +282,7 @@ class StepPlan:
         """Indices of the micro-batches of a plane rank in a direction, in launch order."""
         return self._by_rank[kind][rank]
 
-    @cached_property
+    @fact("micro_batches", "backward", "limits")
     def _by_rank(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         def indices(micro_batches: tuple[MicroBatch, ...]) -> tuple[tuple[int, ...], ...]:
             mine: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
@@ -285,13 +293,6 @@ class StepPlan:
 
         forward = indices(self.micro_batches)
         return {"F": forward, "B": indices(self.backward) if self.backward else forward}
-
-    def check(self) -> StepPlan:
-        """Return the plan if it keeps every law; raise `PlanError` with the first broken one otherwise."""
-        from ..laws import check
-
-        check(self)
-        return self
 
     @cached_property
     def digest(self) -> bytes:
@@ -304,7 +305,7 @@ class StepPlan:
             "ranks": np.array([r for m in grouped for r in m.ranks], dtype=np.int64),
             "degrees": np.array([len(m.ranks) for m in grouped], dtype=np.int64),
             "pads": np.array([m.pad_to for m in grouped], dtype=np.int64),
-            "sequences": np.array(self.sequences, dtype=np.int64).reshape(-1, 3),
+            "sequences": self._numbered(),
             "replayed": np.array([len(self.backward), *self.replayed], dtype=np.int64),
         }
         order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
@@ -315,31 +316,11 @@ class StepPlan:
             digest.update(array.tobytes())
         return digest.digest()
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented form of a step in ``plan.json``: enough to check the plan without our code."""
-        from ..plan_json import step_json
-
-        return step_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
-        """Read back what `to_json` wrote, under the given limits or its own; `check` it before use.
-
-        Raises:
-            PlanError: ``data`` is no such step, or not the one that was written.
-        """
-        from ..plan_json import read_step
-
-        return read_step(data, limits)
+    def _numbered(self) -> Lengths:
+        """Number, length and tenant of each sequence [S, 3]."""
+        tenants = self.tenants if len(self.tenants) else np.zeros_like(self.lengths)
+        return np.stack([np.arange(len(self.lengths)), self.lengths, tenants], axis=1)
 
 
 _PLAIN = MicroBatch._fields.index("cp_comm")
 """Fields before this one say all of a micro-batch on one rank."""
-
-
-def sequences(lengths: Any, tenants: Any = None) -> tuple[Sequence, ...]:
-    """Sequences of a global batch from their lengths [tokens]."""
-    values = [int(n) for n in lengths]
-    if tenants is None:
-        return tuple(Sequence(i, n) for i, n in enumerate(values))
-    return tuple(Sequence(i, n, int(t)) for i, (n, t) in enumerate(zip(values, tenants, strict=True)))

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from ..errors import EvenloadError, nearest
+from ..laws import check
 from ..machine.layout import Layout
-from ..plan.step_plan import Limits, Sequence, StepPlan
+from ..plan.limits import Limits
+from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
 from ..registry import PlanningContext, Plugin, PluginConfig
 from ..simulate.step import simulate
@@ -89,13 +91,13 @@ class PlanChain:
                 )
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
-    def stock(self, batch: tuple[Sequence, ...]) -> StepPlan:
+    def stock(self, batch: Lengths) -> StepPlan:
         """What the trainer would do by itself."""
         if self._cp > 1:
             return unfold_cp(self._of_lanes().stock(batch), self.limits, self._cp)
         return stock_plan(batch, self.limits, self.micro_batch_size)
 
-    def plan(self, batch: tuple[Sequence, ...]) -> StepPlan:
+    def plan(self, batch: Lengths) -> StepPlan:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
         if self.instead:
             return self.baseline(self.instead, batch)
@@ -103,7 +105,7 @@ class PlanChain:
         notes = self._unequal_caps()
         return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
 
-    def _chained(self, batch: tuple[Sequence, ...]) -> StepPlan:
+    def _chained(self, batch: Lengths) -> StepPlan:
         """What the plugins plan one after the other."""
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
@@ -120,7 +122,7 @@ class PlanChain:
                 plan = replace(plan, limits=config.capped(plan.limits))
         return plan.revised(notes=(*plan.notes, *notes)) if notes else plan
 
-    def simpler(self, batch: tuple[Sequence, ...]) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
+    def simpler(self, batch: Lengths) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
         """(name, planner) of what takes over when `plan` fails or is late, from better to safer.
 
         A planner raises EvenloadError where its plan would break a cap or a setting of the recipe.
@@ -129,18 +131,18 @@ class PlanChain:
         for name in (*names, STOCK):
             yield name, lambda name=name: self._instead_of_plugins(name, batch)  # type: ignore[misc]
 
-    def baseline(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
+    def baseline(self, name: str, batch: Lengths) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
         if self._cp > 1:
-            return unfold_cp(self._of_lanes().baseline(name, batch), self.limits, self._cp).check()
+            return check(unfold_cp(self._of_lanes().baseline(name, batch), self.limits, self._cp))
         if ALIASES.get(name, name) == STOCK:
-            return self.stock(batch).check()
+            return check(self.stock(batch))
         plugin, config = self._owner(name)
         plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.context, config)
-        return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf)).check()
+        return check(plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf)))
 
     def breaks(self, name: str, plan: StepPlan) -> str:
         """Which setting of its plugin a baseline's plan does not keep; empty where it keeps all."""
@@ -159,9 +161,9 @@ class PlanChain:
         own, caps = plan.limits, self.caps
         tokens = min(own.max_tokens, caps.max_tokens)
         held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
-        return plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes)).check()
+        return check(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes)))
 
-    def _instead_of_plugins(self, name: str, batch: tuple[Sequence, ...]) -> StepPlan:
+    def _instead_of_plugins(self, name: str, batch: Lengths) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""
         plan = self.baseline(name, batch)
         if broken := self.breaks(name, plan):
@@ -186,7 +188,7 @@ class PlanChain:
         if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
 
-    def _best_of_lanes(self, batch: tuple[Sequence, ...]) -> StepPlan:
+    def _best_of_lanes(self, batch: Lengths) -> StepPlan:
         """Lanes are planned by compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
 
         On a lane every slice moves the keys and values of its whole prefix, which compute may not hide.

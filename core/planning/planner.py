@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import EvenloadError, RankError
-from ..plan.step_plan import StepPlan, sequences
+from ..plan.step_plan import StepPlan, as_lengths
 from .chain import PlanChain, warn_once
 
 logger = logging.getLogger("evenload")
@@ -135,7 +135,7 @@ class Planner:
         def work() -> None:
             start = time.perf_counter()
             try:
-                future.set_result((chain.plan(sequences(draw.lengths)), time.perf_counter() - start))
+                future.set_result((chain.plan(as_lengths(draw.lengths)), time.perf_counter() - start))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -170,7 +170,7 @@ class Planner:
         cause = "; ".join(
             f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
         )
-        batch = sequences(draw.lengths)
+        batch = as_lengths(draw.lengths)
         for name, make in chain.simpler(batch):
             try:
                 plan = make()

@@ -10,7 +10,7 @@ from ..costs.traffic import Sharding, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import heads_of, shape_of
-from ..plan.step_plan import Limits
+from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
 from ..registry import PlanningContext
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of

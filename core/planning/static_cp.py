@@ -14,8 +14,9 @@ from itertools import accumulate
 from ..costs.costs import Costs, PassCost
 from ..costs.traffic import world_ranks
 from ..machine.layout import Layout
+from ..plan.limits import Limits
 from ..plan.order import KINDS
-from ..plan.step_plan import Limits, MicroBatch, Op, StepPlan
+from ..plan.step_plan import MicroBatch, Op, StepPlan
 from ..registry import PlanningContext
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..plan.step_plan import Limits, MicroBatch, Sequence, Slice, StepPlan
+from ..plan.limits import Limits
+from ..plan.step_plan import Lengths, MicroBatch, Slice, StepPlan
 
 UNCAPPED = 1 << 40
 """A stock trainer has no token cap; its micro-batches are capped in samples."""
 
 
-def stock_plan(batch: tuple[Sequence, ...], limits: Limits, micro_batch_size: int = 1) -> StepPlan:
+def stock_plan(lengths: Lengths, limits: Limits, micro_batch_size: int = 1) -> StepPlan:
     """Rank r of R computes samples r*m .. r*m+m-1, then those R*m further on, and so on (m = ``micro_batch_size``).
 
     This is Megatron's MegatronPretrainingSampler and, up to the order of ranks, PyTorch's DistributedSampler. Ranks
     that the last round leaves without samples run dummies where the trainer needs equal counts.
     """
     rounds: list[MicroBatch] = []
-    for first in range(0, len(batch), limits.num_ranks * micro_batch_size):
+    for first in range(0, len(lengths), limits.num_ranks * micro_batch_size):
         for rank in range(limits.num_ranks):
             begin = first + rank * micro_batch_size
-            samples = batch[begin : begin + micro_batch_size]
+            samples = lengths[begin : begin + micro_batch_size].tolist()
             if samples or limits.equal_counts or first == 0:
-                pad_to = max((s.length for s in samples), default=0) if len(samples) > 1 else 0
-                rounds.append(MicroBatch(tuple(Slice(s.index, 0, s.length) for s in samples), (rank,), pad_to))
-    return StepPlan(batch, tuple(rounds), replace(limits, max_tokens=UNCAPPED), made_by="stock")
+                pad_to = max(samples) if len(samples) > 1 else 0
+                slices = tuple(Slice(begin + i, 0, n) for i, n in enumerate(samples))
+                rounds.append(MicroBatch(slices, (rank,), pad_to))
+    return StepPlan(lengths, tuple(rounds), replace(limits, max_tokens=UNCAPPED), made_by="stock")

@@ -137,11 +137,9 @@ class EngineHost(ABC):
 
     def _accumulate(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> dict[str, Any]:
         """Forward and backward of this rank's micro-batches, gradients reduced; `StepResult` but for norm and spans."""
-        num_targets = count_targets(plan.sequences)
+        num_targets = count_targets(plan.lengths)
         if num_targets == 0:
-            raise EvenloadError(
-                "the batch has no target token", f"{len(plan.sequences)} sequences", "use longer samples"
-            )
+            raise EvenloadError("the batch has no target token", f"{len(plan.lengths)} sequences", "use longer samples")
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
         total, executed, branches = self._run(plan, tokens_of, num_targets, mark, clock)

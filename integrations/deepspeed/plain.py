@@ -6,13 +6,13 @@ process group, float32. Nothing here knows of plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ...core.plan.step_plan import Sequence
+from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
@@ -40,9 +40,9 @@ class PlainModel:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
-    def gradients(self, tokens_of: TokensOf, sequences: Iterable[Sequence]) -> tuple[float, dict[str, Tensor]]:
+    def gradients(self, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients, by parameter name, of the mean token loss of a global batch. Every rank computes all."""
-        return plain_gradients(self._model, tokens_of, sequences)
+        return plain_gradients(self._model, tokens_of, lengths)
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""
@@ -56,21 +56,17 @@ class PlainModel:
         """Nothing is held outside."""
 
 
-def reference(
-    recipe: Recipe, host: Host, tokens_of: TokensOf, sequences: Iterable[Sequence]
-) -> tuple[float, Mapping[str, Tensor]]:
+def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, Mapping[str, Tensor]]:
     """Loss and gradients, by parameter name, of the mean token loss of a global batch.
 
     Collective, because the weights are gathered from `host`; every rank then computes the whole batch.
     """
-    return PlainModel(recipe, host).gradients(tokens_of, sequences)
+    return PlainModel(recipe, host).gradients(tokens_of, lengths)
 
 
-def plain_gradients(
-    model: torch.nn.Module, tokens_of: TokensOf, sequences: Iterable[Sequence]
-) -> tuple[float, dict[str, Tensor]]:
+def plain_gradients(model: torch.nn.Module, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
     """The same of any causal language model, in the precision of its weights."""
-    samples = [torch.as_tensor(tokens_of(s.index))[: s.length].long() for s in sequences]
+    samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
     num_targets = sum(len(sample) - 1 for sample in samples)
     model.zero_grad(set_to_none=True)
     total = 0.0

@@ -13,7 +13,7 @@ The reference of a bf16 run is computed in float32 from the bf16 weights: what b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Sequence
+from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
@@ -73,19 +73,19 @@ class PlainModel:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
-    def gradients(self, tokens_of: TokensOf, sequences: Iterable[Sequence]) -> tuple[float, dict[str, Tensor]]:
+    def gradients(self, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the whole model by global parameter name, float64 on the CPU. Collective.
 
         The loss is the sum of all token losses / target tokens, as `StepResult.loss`; tensor-parallel shards are those
         of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
         """
-        batch = [s for s in sequences if s.length > 1]
+        batch = [(i, n) for i, n in enumerate(lengths.tolist()) if n > 1]
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for sequence in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
-            tokens_L = torch.from_numpy(tokens_of(sequence.index)[: sequence.length]).to(self._device)
+        for number, length in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
+            tokens_L = torch.from_numpy(tokens_of(number)[:length]).to(self._device)
             loss_sum = _whole_sequence(self._model, tokens_L)
-            totals += torch.stack([loss_sum, totals.new_tensor(sequence.length - 1)])
+            totals += torch.stack([loss_sum, totals.new_tensor(length - 1)])
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
@@ -130,13 +130,11 @@ class PlainModel:
         dist.destroy_process_group(self._alone)
 
 
-def reference(
-    recipe: Recipe, host: Host, tokens_of: TokensOf, sequences: Iterable[Sequence]
-) -> tuple[float, dict[str, Tensor]]:
+def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one batch from the host's weights; see `PlainModel.gradients`. Collective."""
     plain = PlainModel(recipe, host)
     try:
-        return plain.gradients(tokens_of, sequences)
+        return plain.gradients(tokens_of, lengths)
     finally:
         plain.close()
 

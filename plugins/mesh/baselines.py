@@ -22,7 +22,8 @@ import numpy as np
 
 from ...core.balance.partition import Ints, Load, balance, best_fit_decreasing
 from ...core.costs.memory import activation_budget_bytes
-from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.registry import PlanningContext
 from .candidates.slice_chains import chained
 from .config import MeshConfig

@@ -38,7 +38,7 @@ import numpy as np
 
 from ...core.balance.partition import Floats, Ints
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Limits
+from ...core.plan.limits import Limits
 from ...core.registry import PlanningContext
 from .candidates.disjoint_groups import Table
 from .config import MeshConfig

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from ...core.input.bounds import RankCountOrAll, TokenCount, Tries
-from ...core.plan.step_plan import Limits
+from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
 EngineName = Literal["ring", "all_gather", "all_to_all", "hybrid"]

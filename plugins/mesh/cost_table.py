@@ -18,7 +18,8 @@ import numpy as np
 from ...core.balance.partition import Floats, Ints
 from ...core.costs.costs import PassCost
 from ...core.costs.traffic import attention_s, exposed_s, gathering_s
-from ...core.plan.step_plan import CpComm, Limits, MicroBatch, Slice
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import CpComm, MicroBatch, Slice
 from ...core.registry import PlanningContext
 from .config import MeshConfig
 

@@ -25,7 +25,9 @@ import numpy as np
 from ...core.balance.partition import Ints
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError, PlanError
-from ...core.plan.step_plan import Limits, StepPlan
+from ...core.laws import check
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.stock import UNCAPPED
 from ...core.registry import PlanningContext
@@ -92,7 +94,7 @@ def plan(given: StepPlan, context: PlanningContext, config: MeshConfig) -> StepP
     problem: PlanError | None = None
     for one in found:
         try:
-            best = replace(one.plan, bound_s=bound_s, notes=(*one.plan.notes, *_notes(one, found))).check()
+            best = check(replace(one.plan, bound_s=bound_s, notes=(*one.plan.notes, *_notes(one, found))))
         except PlanError as error:
             problem = error
             continue
@@ -115,7 +117,7 @@ def _on_single_ranks(given: StepPlan, limits: Limits, context: PlanningContext, 
     alone = cp_1(given, context, config)
     if alone.limits.max_tokens == limits.max_tokens:
         return alone
-    longest = max(s.length for s in given.sequences)
+    longest = int(given.lengths.max())
     if config.max_tokens is not None or given.limits.max_tokens < UNCAPPED:
         raise EvenloadError(
             "a sequence is longer than a micro-batch may be, in a loop that runs each on one rank",
@@ -128,7 +130,7 @@ def _on_single_ranks(given: StepPlan, limits: Limits, context: PlanningContext, 
 
 def _of_others(given: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> Iterator[StepPlan]:
     """Baselines that keep the settings. With many sequences degrees by memory alone may level best, others never do."""
-    few, free = len(given.sequences) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
+    few, free = len(given.lengths) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
     for name in BASELINES if few else ("memory_degree",) if free else ():
         other = BASELINES[name](given, context, config)
         if other.limits.max_tokens == limits.max_tokens and not breaks(other, config):

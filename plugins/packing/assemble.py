@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...core.plan.limits import Limits
 from ...core.plan.order import in_slots
-from ...core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan
+from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
 from .slicing import Packs
 
 

@@ -22,8 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import Ints, best_fit_decreasing, karmarkar_karp
 from ...core.plan.step_plan import Slice, StepPlan
@@ -113,11 +111,11 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
 
 def _sizes(bare: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
     """Lengths int64 [K], and the token cap: one that holds the longest."""
-    lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    lengths = bare.lengths
     return lengths, max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
 
 
 def _planned(bare: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
-    lengths = [s.length for s in bare.sequences]
+    lengths = bare.lengths.tolist()
     slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in mine] for mine in packs]
     return assemble(bare, replace(bare.limits, max_tokens=cap), slices, made_by=name)

@@ -16,7 +16,8 @@ import numpy as np
 
 from ...core.balance.partition import Ints, best_fit_decreasing, longest_first
 from ...core.costs.costs import Costs, PassCost
-from ...core.plan.step_plan import Limits, Slice, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
 from .dispatch import dispatch, slots

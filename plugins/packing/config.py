@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from ...core.input.bounds import Amount, CountOrNone, Effort, TokenCount
-from ...core.plan.step_plan import Limits
+from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
 GIB = 1024**3

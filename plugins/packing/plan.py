@@ -20,14 +20,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import Ints
 from ...core.costs.costs import Costs
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
 from ...core.registry import PlanningContext
 from ...core.simulate.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.simulate.step import simulate
@@ -43,7 +42,7 @@ WORTH_A_CUT = 0.01
 
 def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
-    lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    lengths = bare.lengths
     limits = limits_for(bare, config)
     cuts = config.slices != "off" and not limits.whole_sequences
     if not cuts:

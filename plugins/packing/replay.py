@@ -75,7 +75,7 @@ def _over(plan: StepPlan, among: list[int] | None = None) -> list[int]:
 def _refuse(plan: StepPlan, over: list[int]) -> None:
     limits = plan.limits
     peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
-    lengths = {s.index: s.length for s in plan.sequences}
+    lengths = plan.lengths.tolist()
     mine = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
     longest = max((lengths[i] for i in mine), default=0)
     per_token = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * limits.layers_per_stage

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ...core.balance.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
 from ...core.costs.costs import Costs
-from ...core.plan.step_plan import Limits
+from ...core.plan.limits import Limits
 
 
 def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:

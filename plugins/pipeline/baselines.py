@@ -20,8 +20,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ...core.balance.partition import Ints, best_fit_decreasing
 from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
@@ -242,12 +240,8 @@ def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext
 
 
 def _part(chunked: StepPlan, numbers: list[int]) -> StepPlan:
-    """Some micro-batches and their sequences alone."""
-    micro_batches = tuple(chunked.micro_batches[i] for i in numbers)
-    mine = {s.sequence for m in micro_batches for s in m.slices}
-    return replace(
-        chunked, sequences=tuple(s for s in chunked.sequences if s.index in mine), micro_batches=micro_batches
-    )
+    """Some of the micro-batches alone."""
+    return chunked.revised(micro_batches=tuple(chunked.micro_batches[i] for i in numbers))
 
 
 def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
@@ -273,4 +267,4 @@ def _price(context: PlanningContext) -> PassCost:
 
 
 def _lengths(bare: StepPlan) -> Ints:
-    return np.array([s.length for s in bare.sequences], dtype=np.int64)
+    return bare.lengths

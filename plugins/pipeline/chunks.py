@@ -29,7 +29,8 @@ from ...core.balance.partition import Floats, Ints
 from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.registry import PlanningContext
 from .config import PipelineConfig
 
@@ -50,7 +51,7 @@ def chunkings(bare: StepPlan, limits: Limits, context: PlanningContext, config: 
 
     Raises EvenloadError where a sequence is over the cap and may not be cut.
     """
-    lengths = np.array([s.length for s in bare.sequences], dtype=np.int64)
+    lengths = bare.lengths
     if not len(lengths):
         return
     most = 1 if limits.whole_sequences else config.chunks

@@ -25,13 +25,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
-
 from ...core.balance.bound import lower_bound_s
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
+from ...core.plan.limits import Limits
 from ...core.plan.order import orders_of_stage
-from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.registry import PlanningContext
 from .baselines import BASELINES
@@ -63,7 +62,7 @@ def plan(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> S
     over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
     if over > limits.max_tokens:
         note = f"pipeline: a plan with {over} tokens on a rank is over max_tokens and left out ({given.made_by})"
-        best = plan(StepPlan(given.sequences, (), given.limits), context, config)
+        best = plan(StepPlan(given.lengths, (), given.limits), context, config)
         return best.revised(notes=(*best.notes, note))
     if given.micro_batches and limits.num_stages == 1:
         return _alone(given, context, config)
@@ -210,7 +209,7 @@ def _bound_s(best: StepPlan, given: StepPlan, context: PlanningContext) -> float
     costs = context.costs
     if best.shared:
         return 0.0 if costs.recompute and best.recompute else given.bound_s
-    lengths = np.array([s.length for s in best.sequences], dtype=np.int64)
+    lengths = best.lengths
     return lower_bound_s(lengths, best.limits, costs.kept() if costs.recompute else costs)
 
 

@@ -14,7 +14,8 @@ from itertools import islice
 from ...core.costs.memory import activation_budget_bytes, beside_of
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
 from ...core.registry import PlanningContext
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
@@ -62,14 +63,14 @@ def _remedies(given: StepPlan, context: PlanningContext, config: PipelineConfig)
         times for times in _TIMES if not layers % times and _fits(given, *_deeper(limits, context, times), config)
     )
     yield from (f"parallel.pp={stages * times} on {times} times as many devices" for times in islice(deeper, 1))
-    longest = max((s.length for s in given.sequences), default=0)
+    longest = int(given.lengths.max(initial=0))
     shorter = (n for times in _TIMES if (n := longest // times) and _fits(_cut_off(given, n), limits, context, config))
     yield from (f"data.max_length={n}" for n in islice(shorter, 1))
 
 
 def _fits(given: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
     room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
-    bare = StepPlan(given.sequences, (), limits)
+    bare = StepPlan(given.lengths, (), limits)
     try:
         for chunked in islice(chunkings(bare, limits, context, config), _CHUNKINGS):
             plan = ordered(chunked, context)
@@ -81,7 +82,7 @@ def _fits(given: StepPlan, limits: Limits, context: PlanningContext, config: Pip
 
 
 def _cut_off(given: StepPlan, longest: int) -> StepPlan:
-    return replace(given, sequences=tuple(s._replace(length=min(s.length, longest)) for s in given.sequences))
+    return given.revised(lengths=given.lengths.clip(max=longest))
 
 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:

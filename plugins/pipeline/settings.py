@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Limits, StepPlan
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
 from .config import PipelineConfig
 
 
@@ -35,7 +36,7 @@ def breaks(plan: StepPlan, config: PipelineConfig) -> str:
     """The first setting that a plan does not keep, with what it does instead; empty where it keeps all."""
     slices = [s for m in plan.micro_batches for s in m.slices]
     odd = next((s.start for s in slices if s.start % config.block_tokens), 0)
-    lengths, block = {s.index: s.length for s in plan.sequences}, config.block_tokens
+    lengths, block = plan.lengths.tolist(), config.block_tokens
     chunk = max(1, plan.limits.max_tokens // block * block)
     counts = Counter(s.sequence for s in slices)
     many = max((n for i, n in counts.items() if n > max(config.chunks, -(-lengths[i] // chunk))), default=0)

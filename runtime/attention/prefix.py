@@ -70,7 +70,7 @@ class PrefixStore:
         Args:
             plane_rank: of this process; needed where the plan shares micro-batches.
         """
-        lengths = {s.index: s.length for s in plan.sequences if s.index in plan.cut}
+        lengths = {i: int(plan.lengths[i]) for i in plan.cut}
         if not lengths or not plan.shared:
             return cls(lengths) if lengths else None
         assert dp_cp_rank is not None, "a plan that shares micro-batches has another store on each rank"

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from evenload.core.laws import check
 from evenload.patches import bridge_cpu
 
 bridge_cpu()
 
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences  # noqa: E402
+from evenload.core.plan.limits import Limits  # noqa: E402
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths  # noqa: E402
 from evenload.core.recipe.recipe import parse  # noqa: E402
 from evenload.integrations.megatron import open_host  # noqa: E402
 from evenload.integrations.megatron.schedule import PlannedStage  # noqa: E402
@@ -44,7 +46,7 @@ def the_plan() -> StepPlan:
         MicroBatch((pieces[3],), (0,)),
         MicroBatch((pieces[2],), (1, 0, 2), cp_comm="ring"),
     )
-    return StepPlan(sequences(LENGTHS), micro_batches, Limits(RANKS, 1 << 20)).check()
+    return check(StepPlan(as_lengths(LENGTHS), micro_batches, Limits(RANKS, 1 << 20)))
 
 
 def at_hop(number: int, act: Callable[[], None]) -> None:

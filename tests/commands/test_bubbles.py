@@ -10,7 +10,7 @@ import pytest
 from evenload.commands._shared import tables
 from evenload.commands._shared.bubbles import Bubbles, Waits, bubbles_of
 from evenload.commands._shared.recording import _shown
-from evenload.core.plan.step_plan import sequences
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
@@ -71,7 +71,7 @@ def test_simulated_steps_have_the_simulators_bubble(instead: str) -> None:
         }
     )
     chain = replace(PlanChain.of_recipe(recipe, recipe.layout()), instead=instead)
-    plan = chain.plan(sequences(np.random.default_rng(0).integers(10, 1500, 64)))
+    plan = chain.plan(as_lengths(np.random.default_rng(0).integers(10, 1500, 64)))
     outcome = simulate(plan, chain.context)
     found = bubbles_of([outcome.spans])
     if plan.order:

@@ -163,7 +163,7 @@ def test_the_simpler_plan_takes_the_same_batches(caplog: pytest.LogCaptureFixtur
         planned, expected = planner.next(), want()
         assert planned.plan.made_by == "chunks"
         assert same(planned.draw, expected)
-        assert [s.length for s in planned.plan.sequences] == expected.lengths.tolist()
+        assert planned.plan.lengths.tolist() == expected.lengths.tolist()
         waited += num_waiting(planned.draw.state)
     assert waited
 

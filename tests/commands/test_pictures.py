@@ -24,7 +24,8 @@ from evenload.commands.pictures.outlook import names, planners, tracks_of
 from evenload.commands.pictures.report import page_of
 from evenload.commands.plan import Outlook, look_ahead
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import KINDS, Span
 from evenload.face import load_recipe
 
@@ -137,7 +138,7 @@ def test_events_of_a_thread_never_overlap_and_carry_what_the_format_asks_for(out
 
 
 def test_the_args_of_a_pass_describe_its_micro_batch(tmp_path: Path) -> None:
-    batch = sequences([6, 2, 8])
+    batch = as_lengths([6, 2, 8])
     packs = (
         MicroBatch((Slice(0, 0, 6), Slice(1, 0, 2)), (0,), pad_to=6),
         MicroBatch((Slice(2, 0, 8),), (0, 1)),
@@ -165,7 +166,7 @@ def test_the_args_of_a_pass_describe_its_micro_batch(tmp_path: Path) -> None:
 
 
 def test_a_communication_after_a_backward_is_of_the_backwards_micro_batch(tmp_path: Path) -> None:
-    batch = sequences([4, 6])
+    batch = as_lengths([4, 6])
     forward = (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(1, 0, 6),), (0,)))
     plan = StepPlan(batch, forward, Limits(1, 16), backward=forward[::-1])
     spans = [Span(0, 0, "F", 0, 0, 1), Span(0, 0, "C", 0, 1, 2), Span(0, 0, "B", 0, 2, 3), Span(0, 0, "C", 0, 3, 4)]
@@ -180,7 +181,7 @@ def test_a_trace_with_too_many_events_says_which_ranks_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace, "MOST_EVENTS", 10)
-    batch = sequences([1] * 30)
+    batch = as_lengths([1] * 30)
     plan = StepPlan(batch, tuple(MicroBatch((Slice(i, 0, 1),), (i,)) for i in range(30)), Limits(30, 1))
     spans = [Span(0, r, "F", r, 0.0, 2.0 if r == 7 else 1.0) for r in range(30)]
     trace.write_trace(tmp_path / "t.json", [trace.Track("one", plan, spans)], {})

@@ -19,7 +19,8 @@ from evenload.commands.pictures.facts import PARTS, facts_of, parts_of, pieces_o
 from evenload.commands.pictures.report import page_of
 from evenload.commands.plan import Outlook, PlannedStep, Simulated, look_ahead, over_caps
 from evenload.core.costs.memory import peaks_of_stage
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate
 from evenload.face import load_recipe
 from rich.console import Console
@@ -51,14 +52,16 @@ def outlook(tmp_path_factory: pytest.TempPathFactory) -> Outlook:
     place = tmp_path_factory.mktemp("pipeline")
     (place / "recipe.yaml").write_text(RECIPE)
     found = look_ahead(load_recipe(place / "recipe.yaml"), np.array(LENGTHS), 1, record=True)
-    plan = StepPlan(
-        sequences(LENGTHS),
-        tuple(MicroBatch(slices, (0,)) for slices in MICRO_BATCHES),
-        found.chain.limits,
-        order=tuple(map(ops, ORDER)),
-        recompute=RECOMPUTE,
-        made_by="hand",
-    ).check()
+    plan = check(
+        StepPlan(
+            as_lengths(LENGTHS),
+            tuple(MicroBatch(slices, (0,)) for slices in MICRO_BATCHES),
+            found.chain.limits,
+            order=tuple(map(ops, ORDER)),
+            recompute=RECOMPUTE,
+            made_by="hand",
+        )
+    )
     ours = Simulated(plan, simulate(plan, found.chain.context))
     return replace(found, steps=(replace(found.steps[0], ours=ours),))
 

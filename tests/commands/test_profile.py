@@ -158,7 +158,7 @@ class Machine:
 
     def train_step(self, plan: Any, tokens_of: Any, *, lr: float, mark: Any) -> Any:
         assert lr == 0.0
-        assert len(tokens_of(0)) >= plan.sequences[0].length
+        assert len(tokens_of(0)) >= int(plan.lengths[0])
         work = cost_models.work_of(plan.micro_batches)
         self.runs += 1
         noise = 1.0 + 0.5 * (self.runs % profile.REPEATS == 1)

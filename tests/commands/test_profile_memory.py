@@ -16,7 +16,7 @@ import pytest
 from evenload.commands.profiling.memory import COUNTS, Readings, fit_memory_cost, line, two_alive
 from evenload.core.costs.costs import MemoryCost
 from evenload.core.costs.memory import beside_of, peak_activation_bytes
-from evenload.core.plan.step_plan import Limits
+from evenload.core.plan.limits import Limits
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 LENGTH = 100

@@ -271,9 +271,9 @@ def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
 PLANTED = """
 from dataclasses import replace
 import os
-import evenload.commands.refitting as refitting
+import evenload.commands._shared.refitting as refitting
 import evenload.commands.train as train
-from evenload.core.refit import coefficients, rows_of
+from evenload.core.costs.refit import coefficients, rows_of
 take, agreed = train._take, refitting.agreed
 def planted(job, planned, step, record):
     truth = coefficients(job.chain.situation.costs)[:6] * [1, 1, 30, 1, 1, 30]
@@ -310,7 +310,7 @@ def test_costs_follow_the_steps_and_ranks_and_resumes_plan_alike(place: Path, fo
 FAULT = """
 import os
 if os.environ.get("RANK") == "1":
-    import evenload.runtime.pack as pack
+    import evenload.runtime.attention.pack as pack
     real, calls = pack.build_pack, [0]
     def build_pack(*a, **k):
         calls[0] += 1

@@ -34,7 +34,7 @@ LAYOUTS = {
 
 FAULTS = {
     "wrong loss scale": """
-import evenload.runtime.pack as pack
+import evenload.runtime.attention.pack as pack
 real = pack.build_pack
 def build_pack(*a, **k):
     from dataclasses import replace
@@ -43,7 +43,7 @@ def build_pack(*a, **k):
 pack.build_pack = build_pack
 """,
     "dropped token": """
-import evenload.runtime.pack as pack
+import evenload.runtime.attention.pack as pack
 real = pack.build_pack
 def build_pack(micro_batch, *a, **k):
     first = micro_batch.slices[0]

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 from evenload.commands.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
+from evenload.core.laws import check
 from evenload.core.plan import branches
 from evenload.core.plan.branches import branches_of
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
@@ -17,7 +19,7 @@ load_plugins()
 
 LIMITS = Limits(num_ranks=3, max_tokens=16, num_stages=2, layers_per_stage=4)
 PLAN = StepPlan(
-    sequences([12, 5, 3]),
+    as_lengths([12, 5, 3]),
     (
         MicroBatch((Slice(0, 0, 7), Slice(1, 0, 5)), (0,)),
         MicroBatch((Slice(0, 7, 12),), (0,)),
@@ -95,8 +97,8 @@ def test_dummies_are_left_out_of_everything_that_counts_them() -> None:
     dummy = MicroBatch((), (2,))
     limits = replace(LIMITS, splits_backward=True)
     lists = "F0 F1 F2 B0 W0 B1 B2 W2", "F0 B0 F1 B1 F2 B2"
-    plan = StepPlan(PLAN.sequences, (work[0], dummy, work[1]), limits, tuple(map(ops, lists)), ((1, 2, 3), (0, 0, 4)))
-    bare = without_dummies(plan.check()).check()
+    plan = StepPlan(PLAN.lengths, (work[0], dummy, work[1]), limits, tuple(map(ops, lists)), ((1, 2, 3), (0, 0, 4)))
+    bare = check(without_dummies(check(plan)))
     assert bare.micro_batches == tuple(work)
     assert bare.order == (ops("F0 F1 B0 W0 B1 W1"), ops("F0 B0 F1 B1"))
     assert bare.recompute == ((1, 3), (0, 4))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError, PlanError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
 from evenload.core.planning.stock import stock_plan
@@ -37,7 +38,7 @@ def test_of_several_caps_the_least_holds(
     names: tuple[str, str], order: tuple[int, int], parallel: dict[str, int]
 ) -> None:
     made = chain({name: {"max_tokens": cap} for name, cap in zip(names, order, strict=True)}, **parallel)
-    plan = made.plan(sequences([2000, 800, 310, 299, 40]))
+    plan = made.plan(as_lengths([2000, 800, 310, 299, 40]))
     assert made.caps.max_tokens == plan.limits.max_tokens == 300
     assert most_tokens(plan) <= 300
     words = ", ".join(f"{name} {cap}" for name, cap in zip(names, order, strict=True))
@@ -46,7 +47,7 @@ def test_of_several_caps_the_least_holds(
 
 def test_lanes_keep_the_least_cap_and_its_note_speaks_of_ranks() -> None:
     made = chain({"packing": {"max_tokens": 900}, "pipeline": {"max_tokens": 300}}, cp=2)
-    plan = made.plan(sequences([2000, 800, 310, 299, 40]))
+    plan = made.plan(as_lengths([2000, 800, 310, 299, 40]))
     assert plan.limits.max_tokens == 300
     assert plan.notes[-1] == f"{LEAST_CAP}packing 900, pipeline 300"
 
@@ -57,7 +58,7 @@ def test_a_plugin_that_refuses_is_told_of_and_its_caps_still_hold() -> None:
         "mesh": {"engines": ["all_to_all"]},
         "pipeline": {"max_tokens": 500},
     }
-    plan = chain(sections).plan(sequences([900, 300, 20]))
+    plan = chain(sections).plan(as_lengths([900, 300, 20]))
     refusal = (
         "packing: a sequence is longer than plugins.packing.max_tokens (sequence 0 has 900 tokens, the cap is 400)"
     )
@@ -72,30 +73,30 @@ def test_the_plan_that_came_in_stays_where_a_later_plugin_refuses() -> None:
 
     made = chain({"packing": {}, "mesh": {}, "pipeline": {}})
     links = [(replace(plugin, plan=refuses) if plugin.name == "mesh" else plugin, c) for plugin, c in made.links]
-    plan = replace(made, links=tuple(links)).plan(sequences([900, 300, 20]))
+    plan = replace(made, links=tuple(links)).plan(as_lengths([900, 300, 20]))
     assert f"{LEFT_OUT}mesh: mesh has no way (here)" in plan.notes
     assert plan.made_by == "packing"
 
 
 def _greedy(bare: StepPlan, *_: object) -> StepPlan:
     """A planner that raises its cap on the way."""
-    return stock_plan(bare.sequences, bare.limits)
+    return stock_plan(bare.lengths, bare.limits)
 
 
 def test_no_planner_raises_its_cap_on_the_way() -> None:
     made = chain({"packing": {"max_tokens": 100}})
     ((packing, config),) = made.links
     greedy: Plugin = replace(packing, plan=_greedy)
-    assert _greedy(StepPlan(sequences([101, 3]), (), made.limits)).check()
+    assert check(_greedy(StepPlan(as_lengths([101, 3]), (), made.limits)))
     with pytest.raises(PlanError, match=r"over the token cap\n.*101 tokens on a rank, cap 100"):
-        replace(made, links=((greedy, config),)).plan(sequences([101, 3]))
+        replace(made, links=((greedy, config),)).plan(as_lengths([101, 3]))
 
 
 @pytest.mark.parametrize("name", ["packing", "mesh", "pipeline"])
 def test_what_takes_over_keeps_the_caps(name: str) -> None:
     for parallel in ({}, {"dp": 1}, {"pp": 2}):
         made = chain({name: {"max_tokens": 200}}, **parallel)
-        batch = sequences([900, 300, 20, 199])
+        batch = as_lengths([900, 300, 20, 199])
         simpler = dict(made.simpler(batch))
         *_, last = simpler
         assert last == STOCK
@@ -108,7 +109,7 @@ def test_what_takes_over_keeps_the_caps(name: str) -> None:
 
 
 def test_chunks_take_over_with_replays_under_a_cap_of_memory() -> None:
-    batch = sequences([6000, 300, 20])
+    batch = as_lengths([6000, 300, 20])
     free = chain({"packing": {"max_tokens": 500}})
     held = dict(free.simpler(batch))["chunks"]()
     peak = max(bytes_ for bytes_, _ in peaks_of_stage(held, 0))
@@ -125,7 +126,7 @@ def test_chunks_take_over_with_replays_under_a_cap_of_memory() -> None:
 
 def test_what_takes_over_keeps_the_settings() -> None:
     made = chain({"packing": {"max_tokens": 200, "slices": "off"}, "mesh": {}})
-    batch = sequences([900, 30])
+    batch = as_lengths([900, 30])
     assert made.plan(batch)
     chunks, cp_1 = (dict(made.simpler(batch))[name] for name in ("chunks", "cp_1"))
     with pytest.raises(EvenloadError, match=r"plugins\.packing\.slices is off, 1 sequences are cut"):
@@ -143,9 +144,9 @@ def test_a_loop_of_ones_own_runs_whole_sequences_and_is_told_so_once(caplog: pyt
         chain = PlanChain.of_loop(asks, asks.layout())  # type: ignore[attr-defined, arg-type]
         PlanChain.of_loop(asks, asks.layout(), warn=False)  # type: ignore[attr-defined, arg-type]
     assert caplog.text.count("plugins.packing.slices=even, max_delay_steps=3 has no effect") == 1
-    assert not chain.plan(sequences([60, 50, 3, 2])).cut
+    assert not chain.plan(as_lengths([60, 50, 3, 2])).cut
     with pytest.raises(EvenloadError, match="sequence 0 has 65 tokens, the cap is 64"):
-        chain.plan(sequences([65, 3]))
+        chain.plan(as_lengths([65, 3]))
 
 
 def test_a_loop_that_runs_orders_gets_slices_and_is_told_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +154,7 @@ def test_a_loop_that_runs_orders_gets_slices_and_is_told_what_is_left(caplog: py
     with caplog.at_level("WARNING", logger="evenload"):
         chain = PlanChain.of_loop(asks, asks.layout(), whole=False)  # type: ignore[attr-defined, arg-type]
     assert caplog.text.count("plugins.packing.max_delay_steps=3 has no effect") == 1
-    assert chain.plan(sequences([65, 3])).cut == {0}
+    assert chain.plan(as_lengths([65, 3])).cut == {0}
 
 
 def test_nothing_is_told_where_nothing_is_asked(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan_json import read_step, step_json
 
 LIMITS = Limits(num_ranks=2, max_tokens=8, num_stages=2, layers_per_stage=4)
 
@@ -18,7 +22,7 @@ def ops(text: str) -> tuple[Op, ...]:
 
 
 LAWFUL = StepPlan(
-    sequences([12, 5, 3]),
+    as_lengths([12, 5, 3]),
     (
         MicroBatch((Slice(0, 0, 7),), (0,)),
         MicroBatch((Slice(0, 7, 12), Slice(2, 0, 3)), (0,)),
@@ -34,7 +38,7 @@ SPLIT = replace(
     order=(ops("F0 F1 F2 B1 B0 W1 B2 W0"), LAWFUL.order[1]),
 )
 WHOLE = StepPlan(
-    sequences([4, 4]),
+    as_lengths([4, 4]),
     (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(1, 0, 4),), (1,))),
     replace(LIMITS, num_stages=1),
 )
@@ -45,9 +49,9 @@ def with_batches(*batches: MicroBatch) -> StepPlan:
 
 
 def test_lawful_plans_pass() -> None:
-    assert LAWFUL.check() is LAWFUL
-    assert SPLIT.check().split == ({0, 1}, set())
-    assert WHOLE.check() is WHOLE
+    assert check(LAWFUL) is LAWFUL
+    assert check(SPLIT).split == ({0, 1}, set())
+    assert check(WHOLE) is WHOLE
 
 
 BROKEN = {
@@ -75,7 +79,8 @@ BROKEN = {
     "outside": (with_batches(MicroBatch((Slice(0, 0, 5),), (0,)), WHOLE.micro_batches[1]), "outside"),
     "unknown sequence": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(7, 0, 1),), (0,))), "not in the batch"),
     "empty slice": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(1, 2, 2),), (0,))), "outside"),
-    "sequences misnumbered": (replace(WHOLE, sequences=tuple(reversed(WHOLE.sequences))), "numbered"),
+    "tenants of other sequences": (replace(WHOLE, tenants=[0]), "one tenant for each sequence"),
+    "lengths in a square": (replace(WHOLE, lengths=np.ones((2, 2), dtype=np.int64)), "no row of integers"),
     "no such rank": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (2,))), "ranks"),
     "rank twice": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (1, 1))), "ranks"),
     "no rank": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), ())), "ranks"),
@@ -119,7 +124,7 @@ BROKEN = {
     ),
     "unequal counts": (
         with_batches(*WHOLE.micro_batches, MicroBatch((), (0,))).__class__(
-            WHOLE.sequences, (*WHOLE.micro_batches, MicroBatch((), (0,))), replace(WHOLE.limits, equal_counts=True)
+            WHOLE.lengths, (*WHOLE.micro_batches, MicroBatch((), (0,))), replace(WHOLE.limits, equal_counts=True)
         ),
         "equal micro-batch counts",
     ),
@@ -189,7 +194,7 @@ BROKEN = {
 def test_each_law_refuses(name: str) -> None:
     plan, message = BROKEN[name]
     with pytest.raises(PlanError, match=message) as caught:
-        plan.check()
+        check(plan)
     assert caught.value.do
 
 
@@ -204,12 +209,12 @@ def test_memory_counts_what_is_alive() -> None:
 
 def test_memory_of_the_stock_schedule_grows_towards_the_first_stage() -> None:
     limits = Limits(1, 100, num_stages=3, activation_bytes_per_token=1.0)
-    plan = StepPlan(sequences([10] * 5), tuple(MicroBatch((Slice(i, 0, 10),), (0,)) for i in range(5)), limits)
+    plan = StepPlan(as_lengths([10] * 5), tuple(MicroBatch((Slice(i, 0, 10),), (0,)) for i in range(5)), limits)
     assert [peak_activation_bytes(plan, stage, 0)[0] for stage in range(3)] == [30.0, 20.0, 10.0]
 
 
 def test_digest_tells_plans_apart() -> None:
-    same = StepPlan.from_json(LAWFUL.to_json(), LIMITS)
+    same = read_step(step_json(LAWFUL), LIMITS)
     assert same.digest == LAWFUL.digest
     others = [
         replace(LAWFUL, order=(LAWFUL.order[1], LAWFUL.order[1])),
@@ -230,7 +235,7 @@ HALVES = (
     MicroBatch((Slice(1, 0, 5),), (0,)),
 )
 ASYMMETRIC = StepPlan(
-    sequences([12, 5]),
+    as_lengths([12, 5]),
     HALVES,
     replace(LIMITS, num_stages=1),
     order=(ops("F0 F1 F2 B0 B1 B2"),),
@@ -240,12 +245,12 @@ ASYMMETRIC = StepPlan(
 
 
 def test_an_asymmetric_plan_is_lawful_and_survives_json() -> None:
-    assert ASYMMETRIC.check().forward_of == (None, None, 2)
+    assert check(ASYMMETRIC).forward_of == (None, None, 2)
     assert ASYMMETRIC.kept == {2}
     assert ASYMMETRIC.cut == {0}
-    again = StepPlan.from_json(ASYMMETRIC.to_json(), ASYMMETRIC.limits)
+    again = read_step(step_json(ASYMMETRIC), ASYMMETRIC.limits)
     assert again.digest == ASYMMETRIC.digest
-    assert replace(ASYMMETRIC, replayed=(0, 1, 2)).check().digest != again.digest
+    assert check(replace(ASYMMETRIC, replayed=(0, 1, 2))).digest != again.digest
 
 
 B0, B1, B2 = ASYMMETRIC.backward
@@ -272,7 +277,7 @@ ASYMMETRIC_BROKEN = {
 def test_each_law_of_asymmetric_plans_refuses(name: str) -> None:
     changes, message = ASYMMETRIC_BROKEN[name]
     with pytest.raises(PlanError, match=message):
-        replace(ASYMMETRIC, **changes).check()
+        check(replace(ASYMMETRIC, **changes))
 
 
 def test_dummies_of_a_rank_keep_graphs_of_their_own() -> None:
@@ -284,12 +289,12 @@ def test_dummies_of_a_rank_keep_graphs_of_their_own() -> None:
         replayed=(1, 2),
         order=(ops("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),),
     )
-    assert plan.check().forward_of == (3, None, None, 2, 4)
+    assert check(plan).forward_of == (3, None, None, 2, 4)
 
 
 def test_ranks_of_a_stage_need_no_common_order() -> None:
     """Nobody waits for a rank that is not in the micro-batch: stage 0 lists rank 0's passes first, stage 1 rank 1's."""
-    replace(WHOLE, limits=LIMITS, order=(ops("F0 B0 F1 B1"), ops("F1 B1 F0 B0"))).check()
+    check(replace(WHOLE, limits=LIMITS, order=(ops("F0 B0 F1 B1"), ops("F1 B1 F0 B0"))))
 
 
 def test_links_between_stages_are_queues() -> None:
@@ -300,7 +305,7 @@ def test_links_between_stages_are_queues() -> None:
         order=(ops("F0 F1 B0 B1"), ops("F1 F0 B0 B1")),
     )
     with pytest.raises(PlanError, match="different orders"):
-        crossed.check()
+        check(crossed)
 
 
 def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations() -> None:
@@ -318,7 +323,7 @@ SHARED = (
     MicroBatch((Slice(1, 0, 4),), (1,)),
     MicroBatch((Slice(2, 0, 8),), (0, 1), cp_comm="ring"),
 )
-STUCK = StepPlan(sequences([8, 4, 8]), SHARED, LIMITS)
+STUCK = StepPlan(as_lengths([8, 4, 8]), SHARED, LIMITS)
 
 
 def test_ranks_that_would_wait_for_each_other_are_refused_before_any_of_them_runs() -> None:
@@ -327,39 +332,39 @@ def test_ranks_that_would_wait_for_each_other_are_refused_before_any_of_them_run
     Stage 0, two stages: rank 0 runs F0 F2 B0 B2 and rank 1 runs F0 F1 B0 F2 B1 B2.
     """
     with pytest.raises(PlanError, match="the order deadlocks") as caught:
-        STUCK.check()
+        check(STUCK)
     assert "rank 0 of stage 0 waits at F2" in caught.value.found
     assert "rank 1 of stage 0 waits at B0" in caught.value.found
 
 
 def test_the_same_work_runs_in_an_order_of_the_whole_plane() -> None:
     one_list = (ops("F0 F1 B0 F2 B1 B2"), ops("F0 B0 F1 B1 F2 B2"))
-    replace(STUCK, order=one_list).check()
-    replace(STUCK, limits=replace(LIMITS, num_stages=1)).check()  # F, B, F, B: every rank meets in launch order
+    check(replace(STUCK, order=one_list))
+    check(replace(STUCK, limits=replace(LIMITS, num_stages=1)))  # F, B, F, B: every rank meets in launch order
     behind = (SHARED[0], SHARED[2], SHARED[1])
-    replace(STUCK, micro_batches=behind).check()
+    check(replace(STUCK, micro_batches=behind))
 
 
 def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
     """Equal counts: a dummy puts both ranks' shared micro-batches at one place, or at two."""
     dummy = MicroBatch((), (0,))
     in_step = replace(LIMITS, num_stages=1, equal_counts=True)
-    replace(STUCK, micro_batches=(SHARED[0], dummy, *SHARED[1:]), limits=in_step).check()
+    check(replace(STUCK, micro_batches=(SHARED[0], dummy, *SHARED[1:]), limits=in_step))
     with pytest.raises(PlanError, match="runs all ranks in step"):
-        replace(STUCK, micro_batches=(*SHARED, dummy), limits=in_step).check()
+        check(replace(STUCK, micro_batches=(*SHARED, dummy), limits=in_step))
     # Launched in step, yet rank 0 runs the backward of its own one before the shared one's and rank 1 behind it.
     crossed = (SHARED[1]._replace(ranks=(0,)), MicroBatch((Slice(2, 0, 8),), (1,)), SHARED[0])
     crossed_order = replace(STUCK, micro_batches=crossed, limits=in_step, order=(ops("F0 F1 F2 B0 B2 B1"),))
     with pytest.raises(PlanError, match="runs all ranks in step"):
-        crossed_order.check()
-    replace(crossed_order, order=(ops("F0 F1 F2 B2 B0 B1"),)).check()
+        check(crossed_order)
+    check(replace(crossed_order, order=(ops("F0 F1 F2 B2 B0 B1"),)))
 
 
 def test_ranks_that_run_in_step_run_passes_of_one_kind_at_a_time() -> None:
     """Every pass gathers weights from all ranks, forwards from the first layer on and backwards from the last."""
     in_step = replace(LIMITS, num_stages=1, equal_counts=True)
     alone = tuple(MicroBatch((Slice(i, 0, 8),), (i % 2,)) for i in range(4))
-    plan = StepPlan(sequences([8] * 4), alone, in_step, order=(ops("F0 F1 F2 F3 B0 B1 B2 B3"),))
-    assert not plan.check().shared
+    plan = StepPlan(as_lengths([8] * 4), alone, in_step, order=(ops("F0 F1 F2 F3 B0 B1 B2 B3"),))
+    assert not check(plan).shared
     with pytest.raises(PlanError, match="differ in the order of their passes"):
-        replace(plan, order=(ops("F0 F1 B0 F2 F3 B1 B2 B3"),)).check()
+        check(replace(plan, order=(ops("F0 F1 B0 F2 F3 B1 B2 B3"),)))

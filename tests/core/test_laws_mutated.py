@@ -13,8 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from evenload.core.errors import PlanError
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import in_slots
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ class Stage:
             require(op.kind in ("F", "B", "W") and 0 <= op.micro_batch < len(plan.passes(op.kind)), "no such pass")
             for rank in plan.passes(op.kind)[op.micro_batch].ranks:
                 self.rows[rank].append(op)
-        self.stores = {s.index: Store(s.length) for s in plan.sequences}
+        self.stores = {i: Store(n) for i, n in enumerate(plan.lengths.tolist())}
         self.graphs: Counter[int] = Counter()
         self.left: Counter[int] = Counter()
         self.splits = {op.micro_batch for op in plan.order[number] if op.kind == "W"}
@@ -112,7 +114,7 @@ def _refuse_nonsense(plan: StepPlan) -> None:
             "ranks without a token",
         )
         require(len({s.sequence for s in m.slices}) == len(m.slices), "one prefix for two slices")
-        require(all(0 <= s.sequence < len(plan.sequences) and s.start < s.stop for s in m.slices), "no such tokens")
+        require(all(0 <= s.sequence < len(plan.lengths) and s.start < s.stop for s in m.slices), "no such tokens")
     require(len(plan.order) == plan.limits.num_stages, "no such stage")
     require(list(plan.replayed) == [j for j in range(count) if j in plan.replayed], "no such replay")
     for rows, sign in ((plan.micro_batches, 1), (plan.backward, -1)):
@@ -170,7 +172,7 @@ def lawful(draw: st.DrawFn) -> StepPlan:
             micro_batches.append(
                 MicroBatch((Slice(index, start, stop),), cp_group, cp_comm="ring" if cp_group[1:] else "")
             )
-    plan = StepPlan(sequences(lengths), tuple(micro_batches), limits)
+    plan = StepPlan(as_lengths(lengths), tuple(micro_batches), limits)
     count = len(micro_batches)
     last = {s.sequence: i for i, m in enumerate(micro_batches) for s in m.slices}
     need = [1 + last[m.slices[0].sequence] for m in micro_batches]
@@ -194,7 +196,7 @@ def _regrouped(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     """The same with groups of its own in the backward pass, all of them replayed but for those that are alike."""
     cp_group = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
     groups: list[MicroBatch] = []
-    for index, n, _ in plan.sequences:
+    for index, n in enumerate(plan.lengths.tolist()):
         cut = draw(st.integers(1, n))
         bounds = [(cut, n), (0, cut)] if cut < n else [(0, n)]
         groups += [MicroBatch((Slice(index, *pair),), cp_group[index]) for pair in bounds]
@@ -275,7 +277,7 @@ def _rest(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
 @given(st.data())
 def test_the_laws_accept_what_can_be_carried_out_and_nothing_else(data: st.DataObject) -> None:
     plan = data.draw(lawful())
-    carry_out(plan.check())
+    carry_out(check(plan))
     draw = data.draw
     for _ in range(draw(st.integers(1, 2))):
         plan = draw(st.sampled_from([_order, _order, _groups, _rest]))(draw, plan)
@@ -285,7 +287,7 @@ def test_the_laws_accept_what_can_be_carried_out_and_nothing_else(data: st.DataO
     except FaultError as error:
         fault = str(error)
     try:
-        plan.check()
+        check(plan)
         broken = ""
     except PlanError as error:
         broken = error.what

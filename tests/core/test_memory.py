@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from evenload.core.costs.costs import MemoryCost
 from evenload.core.costs.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
+from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Beside, Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import context_of, limits_of
 from evenload.core.planning.states import states_of
 from evenload.core.recipe.recipe import parse
@@ -41,13 +43,13 @@ def ops(text: str) -> tuple[Op, ...]:
 def whole(*lengths: int, limits: Limits = LIMITS, order: str = "") -> StepPlan:
     """A micro-batch for each length."""
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
-    return StepPlan(sequences(lengths), micro_batches, limits, (ops(order),) if order else ())
+    return StepPlan(as_lengths(lengths), micro_batches, limits, (ops(order),) if order else ())
 
 
 def cut(limits: Limits = LIMITS, replayed: tuple[int, ...] = ()) -> StepPlan:
     """One sequence of 30 tokens in slices of 10."""
     micro_batches = tuple(MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10, 20))
-    return StepPlan(sequences([30]), micro_batches, limits, (ops("F0 F1 F2 B2 B1 B0"),), replayed=replayed).check()
+    return check(StepPlan(as_lengths([30]), micro_batches, limits, (ops("F0 F1 F2 B2 B1 B0"),), replayed=replayed))
 
 
 def test_a_pass_needs_more_while_it_runs_than_it_keeps() -> None:
@@ -92,7 +94,7 @@ def test_attention_over_a_long_prefix_gives_gradients_of_all_of_it() -> None:
 def test_cut_sequences_beside_whole_ones_save_nothing() -> None:
     plan = cut()
     mixed = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 5)), (0,))
-    plan = replace(plan, sequences=sequences([30, 5]), micro_batches=(*plan.micro_batches[:2], mixed)).check()
+    plan = check(replace(plan, lengths=[30, 5], micro_batches=(*plan.micro_batches[:2], mixed)))
     kept = 2 * 10 * (2 * (100 - 3) + 20) + 15 * (2 * 100 + 20)
     assert peak_activation_bytes(plan, 0, 0) == (kept + 30 * 2 * 2 + 15 * 30 + 7, Op("B", 2))
 
@@ -106,7 +108,7 @@ def test_gradients_of_keys_and_values_are_those_before_the_last_slice() -> None:
 
 def test_a_replay_behind_the_first_stage_keeps_its_input() -> None:
     plan = cut(replayed=(0, 1))
-    plan = replace(plan, limits=replace(LIMITS, num_stages=2), order=2 * plan.order).check()
+    plan = check(replace(plan, limits=replace(LIMITS, num_stages=2), order=2 * plan.order))
     first, last = (peaks_of_stage(plan, stage)[0][0] for stage in (0, 1))
     keys, gradients = 30 * 2 * 2, 20 * 4 * 2
     assert first == keys + gradients + 10 * 2 * 97 + 10 * 5 + 7
@@ -155,9 +157,9 @@ def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
 def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
     """40 tokens on ranks 0 and 1, 10 more on rank 1."""
     m = MicroBatch((Slice(0, 0, 40), Slice(1, 0, 10)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
-    plan = StepPlan(sequences([40, 10]), (m,), replace(LIMITS, num_ranks=2)).check()
+    plan = check(StepPlan(as_lengths([40, 10]), (m,), replace(LIMITS, num_ranks=2)))
     assert [peak for peak, _ in peaks_of_stage(plan, 0)] == [20 * 250 + 7, 30 * 250 + 7]
-    moved = replace(plan, micro_batches=(m._replace(remap=True),)).check()
+    moved = check(replace(plan, micro_batches=(m._replace(remap=True),)))
     assert [peak for peak, _ in peaks_of_stage(moved, 0)] == [25 * 250 + 7, 25 * 250 + 7]
 
 
@@ -166,7 +168,7 @@ def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
     grown = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 6)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
     limits = replace(LIMITS, num_ranks=2)
-    plan = StepPlan(sequences([30, 6]), (*alone, grown), limits, (ops("F0 F1 F2 B2 B1 B0"),)).check()
+    plan = check(StepPlan(as_lengths([30, 6]), (*alone, grown), limits, (ops("F0 F1 F2 B2 B1 B0"),)))
     (first, at_first), (second, at_second) = peaks_of_stage(plan, 0)
     # Rank 0 keeps K and V of 25 tokens, and saves on all it holds, which is cut; rank 1 of 5, beside a whole sequence.
     of_slices = 2 * 10 * (2 * (100 - 3) + 20) + 5 * (2 * (100 - 3) + 20)
@@ -182,7 +184,7 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
     peaks = {}
     for gradient in (0.0, 1000.0):
         limits = replace(LIMITS, num_ranks=2, kv_grad_bytes_per_token=gradient)
-        plan = StepPlan(sequences([30]), (*alone, grown), limits, order).check()
+        plan = check(StepPlan(as_lengths([30]), (*alone, grown), limits, order))
         peaks[gradient] = [peak for peak, _ in peaks_of_stage(plan, 0)]
     assert peaks[1000.0][1] == peaks[0.0][1]
     # At the end of B2, with one layer of 5 tokens left, both layers' gradients of 20 tokens are there.
@@ -193,14 +195,14 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
 def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
     """Six layers of 100 bytes a token: three quarters of four of them away, and one such share on its way."""
     limits = replace(LIMITS, layers_per_stage=6)
-    plan = replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)).check()
+    plan = check(replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)))
     kept = 10 * (6 * 100 - 0.75 * 4 * 100 + 20)
     assert peak_activation_bytes(plan, 0, 0) == (kept + 40 * (600 + 50) + 7, Op("B", 1))
-    alone = replace(whole(10, limits=limits), offload=(0.75,)).check()
+    alone = check(replace(whole(10, limits=limits), offload=(0.75,)))
     assert peak_activation_bytes(alone, 0, 0) == (kept + 10 * (75 + 30) + 7, Op("B", 0))
     assert offloaded_bytes(alone, 0, 0, 10) == pytest.approx(10 * 0.75 * 4 * 100)
     # The first and the last layer stay.
-    two = replace(whole(10), offload=(0.75,)).check()
+    two = check(replace(whole(10), offload=(0.75,)))
     assert peak_activation_bytes(two, 0, 0) == peak_activation_bytes(whole(10), 0, 0)
 
 

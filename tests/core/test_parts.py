@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import CpComm, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import CpGroup, attended, cp_group_of, dealt, layout_of, tokens_of_ranks
+from evenload.core.plan_json import read_step, step_json
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +86,7 @@ LIMITS = Limits(4, 1 << 20, heads=4)
 
 
 def plan(*micro_batches: MicroBatch, lengths: tuple[int, ...] = (40, 9), limits: Limits = LIMITS) -> StepPlan:
-    return StepPlan(sequences(lengths), micro_batches, limits)
+    return StepPlan(as_lengths(lengths), micro_batches, limits)
 
 
 ALL = (0, 1, 2, 3)
@@ -98,20 +101,20 @@ BOTH = (Slice(0, 0, 40), Slice(1, 0, 9))
         (MicroBatch(BOTH, (0, 1), cp_comm="ring", cp_groups=((0, 2), (1,))), "not among the ranks"),
         (MicroBatch(BOTH, ALL, cp_comm="ring", ulysses_degree=2), "belongs to the cp_comm hybrid"),
         (MicroBatch(BOTH, ALL, cp_comm="hybrid", ulysses_degree=3), "do not divide"),
-        (MicroBatch(BOTH, (0, 1, 2), cp_comm="hybrid", ulysses_degree=3), "no part of the ranks"),
+        (MicroBatch(BOTH, (0, 1, 2), cp_comm="hybrid", ulysses_degree=3), "does not divide the ranks"),
         (MicroBatch(BOTH, ALL, cp_comm="ring", pad_to=40), "is padded"),
     ],
 )
 def test_layouts_that_no_attention_runs_are_refused(broken: MicroBatch, word: str) -> None:
     with pytest.raises(PlanError, match=word):
-        plan(broken).check()
+        check(plan(broken))
 
 
 def test_more_ranks_than_heads_and_ranks_without_tokens_are_refused() -> None:
     with pytest.raises(PlanError, match="more ranks share heads than there are"):
-        plan(MicroBatch(BOTH, ALL, cp_comm="all_to_all"), limits=replace(LIMITS, heads=3)).check()
+        check(plan(MicroBatch(BOTH, ALL, cp_comm="all_to_all"), limits=replace(LIMITS, heads=3)))
     with pytest.raises(PlanError, match="would have no token"):
-        plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, cp_comm="ring"), lengths=(1, 3)).check()
+        check(plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, cp_comm="ring"), lengths=(1, 3)))
 
 
 def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
@@ -122,11 +125,11 @@ def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
         rows = [MicroBatch((c,), r, cp_comm=cp_comm) for c, r in zip(chunks, ranks, strict=True)]  # type: ignore[arg-type]
         return replace(plan(*rows, lengths=(40,)), order=order)
 
-    chain((1,), (2, 1, 0)).check()
-    chain((1, 2), (1, 2), cp_comm="all_to_all").check()
+    check(chain((1,), (2, 1, 0)))
+    check(chain((1, 2), (1, 2), cp_comm="all_to_all"))
     for ranks, cp_comm in ((((0, 1), (1, 2, 3)), "ring"), (((1, 2), (1, 2, 3)), "all_to_all")):
         with pytest.raises(PlanError, match="runs away from its prefix"):
-            chain(*ranks, cp_comm=cp_comm).check()
+            check(chain(*ranks, cp_comm=cp_comm))
 
 
 def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> None:
@@ -142,7 +145,7 @@ def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> Non
     assert len(digests) == 7
     for m in other:
         kept = replace(plan(m), offload=(0.5,))
-        assert StepPlan.from_json(json.loads(json.dumps(kept.to_json())), LIMITS).digest == kept.digest
+        assert read_step(json.loads(json.dumps(step_json(kept))), LIMITS).digest == kept.digest
 
 
 @given(

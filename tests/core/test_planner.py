@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError, RankError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
@@ -77,7 +78,7 @@ def test_a_bad_planner_hands_over_loudly(
     with caplog.at_level(logging.WARNING, "evenload"):
         planned = planner.next()
     assert planned.plan.made_by == "chunks"
-    assert planned.plan.check()
+    assert check(planned.plan)
     assert word in planned.plan.notes[-1]
     assert "'chunks' runs" in caplog.text
 
@@ -257,4 +258,4 @@ def test_ranks_that_plan_differently_stop_with_one_message() -> None:
 
 def test_a_batch_nobody_can_plan_is_an_error() -> None:
     with pytest.raises(EvenloadError, match=r"longer than plugins\.packing\.max_tokens"):
-        chain().plan(sequences([65]))
+        chain().plan(as_lengths([65]))

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.predict import predict
 
 ONE = Costs(
@@ -16,7 +18,7 @@ ONE = Costs(
 
 def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> StepPlan:
     batches = tuple(MicroBatch((Slice(i, 0, n),), r) for i, (n, r) in enumerate(zip(lengths, ranks, strict=True)))
-    return StepPlan(sequences(lengths), batches, limits).check()
+    return check(StepPlan(as_lengths(lengths), batches, limits))
 
 
 def test_ranks_work_side_by_side() -> None:
@@ -51,7 +53,7 @@ def test_one_forward_one_backward_has_its_textbook_bubble() -> None:
 def test_an_order_of_its_own_is_followed() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
     all_forward = tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))  # type: ignore[arg-type]
-    result = predict(replace(made, order=(all_forward, all_forward)).check(), ONE)
+    result = predict(check(replace(made, order=(all_forward, all_forward))), ONE)
     # Stage 1: F0 at 1..2, F1 2..3, B0 3..5, B1 5..7; stage 0: B0 5..7, B1 7..9.
     assert result.step_s == 9
 
@@ -60,10 +62,10 @@ def test_ranks_with_homes_of_their_own_have_their_own_work() -> None:
     """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more: the pass takes what rank 1 does."""
     costs = Costs(source="test", forward=PassCost(token_s=1.0, pair_s=0.25), backward=PassCost(token_s=2.0))
     m = MicroBatch((Slice(0, 0, 8), Slice(1, 0, 4)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
-    made = StepPlan(sequences([8, 4]), (m,), Limits(2, 10)).check()
+    made = check(StepPlan(as_lengths([8, 4]), (m,), Limits(2, 10)))
     result = predict(made, costs)
     assert result.busy_s == (4 + 4 + 8, 8 + 4 + 2 + 16)
     assert result.step_s == 14 + 16
-    again = replace(made, replayed=(0,), order=((Op("F", 0), Op("B", 0)),)).check()
+    again = check(replace(made, replayed=(0,), order=((Op("F", 0), Op("B", 0)),)))
     assert predict(again, costs).busy_s == (2 * 8 + 8, 2 * 14 + 16)
     assert predict(again, costs).step_s == 2 * 14 + 16

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from evenload.core.costs import refit
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.predict import pass_seconds, predict
 
 TRUTH = Costs(
@@ -30,7 +32,7 @@ def plan_of(lengths: list[int], places: list[int], num_ranks: int = 2, per: int 
         MicroBatch(tuple(Slice(i, 0, lengths[i]) for i in range(k * per, min(len(lengths), k * per + per))), (rank,))
         for k, rank in enumerate(places)
     ]
-    return StepPlan(sequences(lengths), tuple(micro_batches), Limits(num_ranks, 1 << 30)).check()
+    return check(StepPlan(as_lengths(lengths), tuple(micro_batches), Limits(num_ranks, 1 << 30)))
 
 
 def measured(plan: StepPlan, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +114,7 @@ def test_no_coefficient_is_negative_and_a_prior_of_zero_can_grow() -> None:
 def test_replays_are_forward_work_inside_backward_and_useless_forwards_are_left_out() -> None:
     micro_batches = (MicroBatch((Slice(0, 0, 64), Slice(1, 0, 32)), (0,)), MicroBatch((Slice(2, 0, 80),), (1,)))
     order = ((Op("F", 0), Op("F", 1), Op("B", 0), Op("B", 1)),)
-    plan = StepPlan(sequences([64, 32, 80]), micro_batches, Limits(2, 256), order=order, replayed=(0,)).check()
+    plan = check(StepPlan(as_lengths([64, 32, 80]), micro_batches, Limits(2, 256), order=order, replayed=(0,)))
     work = refit.rows_of(plan, recompute=False)
     amounts = [1, 96, 0.5 * (64**2 + 32**2)]
     assert not work[0, 0].any(), "its forward keeps nothing"
@@ -132,7 +134,7 @@ def test_padding_dummies_and_groups_count_as_the_cost_model_counts_them() -> Non
         MicroBatch((), (0,)),
         MicroBatch((Slice(2, 0, 50),), (1,)),
     )
-    plan = StepPlan(sequences([30, 20, 50]), micro_batches, Limits(2, 256))
+    plan = StepPlan(as_lengths([30, 20, 50]), micro_batches, Limits(2, 256))
     told = refit.rows_of(plan, False) @ refit.coefficients(TRUTH)[:6]
     assert told == pytest.approx(np.stack(measured(plan, TRUTH), axis=1))
 

@@ -11,10 +11,12 @@ import pytest
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError, PlanError
+from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.events import play
 from evenload.core.simulate.predict import predict
@@ -39,7 +41,7 @@ PLAIN = Cluster(
 
 def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> StepPlan:
     batches = tuple(MicroBatch((Slice(i, 0, n),), r) for i, (n, r) in enumerate(zip(lengths, ranks, strict=True)))
-    return StepPlan(sequences(lengths), batches, limits).check()
+    return check(StepPlan(as_lengths(lengths), batches, limits))
 
 
 def context(layout: Layout, costs: Costs = ONE, **traffic: object) -> PlanningContext:
@@ -74,7 +76,7 @@ def test_a_stage_starts_when_the_state_has_arrived() -> None:
 def test_weight_gradients_that_run_later_let_the_stage_before_begin_sooner() -> None:
     """A backward of 2 s a token is 1 s of its input's gradient and 1 s of its weights'."""
     made = plan([1], [(0,)], Limits(1, 10, num_stages=2, splits_backward=True))
-    split = replace(made, order=((Op("F", 0), Op("B", 0), Op("W", 0)),) * 2).check()
+    split = check(replace(made, order=((Op("F", 0), Op("B", 0), Op("W", 0)),) * 2))
     found = by_rank(simulate(split, context(Layout(pp=2))))
     assert found[1, 0] == [("F", 1, 2), ("B", 2, 3), ("W", 3, 4)]
     assert found[0, 0] == [("F", 0, 1), ("B", 3, 4), ("W", 4, 5)]
@@ -89,7 +91,7 @@ def test_weight_gradients_that_run_later_let_the_stage_before_begin_sooner() -> 
 def test_a_plan_says_itself_what_is_recomputed() -> None:
     """Two of four layers at the second stage: half of their forward, whatever the recipe recomputes."""
     made = plan([3], [(0,)], Limits(1, 10, num_stages=2, layers_per_stage=4))
-    made = replace(made, recompute=((0,), (2,))).check()
+    made = check(replace(made, recompute=((0,), (2,))))
     launching = Costs(source="", forward=PassCost(launch_s=1, token_s=1), backward=PassCost(launch_s=2, token_s=2))
     for costs in (launching, launching.recomputed(1.0)):
         found = simulate(made, context(Layout(pp=2), costs))
@@ -122,7 +124,7 @@ def test_a_host_that_waits_for_its_sends_loses_their_time() -> None:
 def test_a_link_carries_one_tensor_at_a_time() -> None:
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
     order = tuple(tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1))) for _ in range(2))
-    made = replace(made, order=order).check()  # type: ignore[arg-type]
+    made = check(replace(made, order=order))  # type: ignore[arg-type]
     result = simulate(made, context(Layout(pp=2), state_bytes_per_token=3.0))
     # The first forward arrives at 1 + 3, the second, ready at 2, at 4 + 3.
     assert [start for kind, start, _ in by_rank(result)[1, 0] if kind == "F"] == [4, 7]
@@ -174,12 +176,14 @@ def test_measured_rates_of_all_to_all_come_first() -> None:
 def test_a_prefix_goes_round_with_its_slice() -> None:
     """Keys and values of all tokens before a slice are read, so a later slice moves more."""
     slices = (Slice(0, 0, 4), Slice(0, 4, 8))
-    made = StepPlan(
-        sequences([8]),
-        tuple(MicroBatch((s,), (0, 1)) for s in slices),
-        Limits(2, 4),
-        order=((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),),
-    ).check()
+    made = check(
+        StepPlan(
+            as_lengths([8]),
+            tuple(MicroBatch((s,), (0, 1)) for s in slices),
+            Limits(2, 4),
+            order=((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),),
+        )
+    )
     result = simulate(made, context(Layout(dp=2), kv_bytes_per_token=2.0))
     exposed = [end - start for kind, start, end in by_rank(result)[0, 0] if kind == "C"]
     assert exposed == [4, 8, 16, 8]
@@ -240,7 +244,7 @@ def test_a_gradient_sum_hides_behind_the_last_backward_of_the_hosts_own_schedule
     made = plan([4, 4, 1, 1], ranks, Limits(2, 8))
     shared = tuple(m._replace(cp_comm="ring") if len(m.ranks) > 1 else m for m in made.micro_batches)
     ops = tuple(Op(word[0], int(word[1:])) for word in order)  # type: ignore[arg-type]
-    made = replace(made, micro_batches=shared, order=(ops,) if ops else ()).check()
+    made = check(replace(made, micro_batches=shared, order=(ops,) if ops else ()))
     late, early = (
         simulate(made, context(Layout(dp=2), gradient_bytes=80.0, overlap_gradients=overlaps)).step_s
         for overlaps in (False, True)
@@ -262,7 +266,7 @@ def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
 
 
 def test_replays_run_their_forward_again() -> None:
-    made = replace(plan([2], [(0,)], Limits(1, 8)), replayed=(0,), order=((Op("F", 0), Op("B", 0)),)).check()
+    made = check(replace(plan([2], [(0,)], Limits(1, 8)), replayed=(0,), order=((Op("F", 0), Op("B", 0)),)))
     result = simulate(made, context(Layout()))
     assert by_rank(result)[0, 0] == [("F", 0, 2), ("R", 2, 4), ("B", 4, 8)]
     assert result.busy_s.tolist() == [[8]]
@@ -327,7 +331,7 @@ def test_a_link_is_busy_with_what_ranks_share_too() -> None:
 def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
     """Ranks that share run it over links that never wait; static context parallelism is the host's."""
     made = plan([2, 2], [(0, 1), (0, 1)], Limits(2, 10, num_stages=2))
-    ring = replace(made, micro_batches=tuple(m._replace(cp_comm="ring") for m in made.micro_batches)).check()
+    ring = check(replace(made, micro_batches=tuple(m._replace(cp_comm="ring") for m in made.micro_batches)))
     traffic = {"state_bytes_per_token": 4.0, "waits_for_sends": True}
     static, shared = (simulate(one, context(Layout(dp=2, pp=2), **traffic)) for one in (made, ring))
     assert [len(by_rank(one)[0, 0]) for one in (static, shared)] == [4, 4]
@@ -336,7 +340,7 @@ def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
 
 def test_ranks_in_step_with_unlike_counts_are_refused() -> None:
     limits = Limits(2, 100, equal_counts=True)
-    plan = StepPlan(sequences([5, 6, 7]), tuple(MicroBatch((Slice(i, 0, 5 + i),), (i % 2,)) for i in range(3)), limits)
+    plan = StepPlan(as_lengths([5, 6, 7]), tuple(MicroBatch((Slice(i, 0, 5 + i),), (i % 2,)) for i in range(3)), limits)
     with pytest.raises(PlanError, match=r"unlike numbers of passes\n  found: 2 on rank 1, 4 on rank 0"):
         list(play(plan, lambda stage, op: 1.0))
 
@@ -362,7 +366,7 @@ def homes_plan(limits: Limits, **more: object) -> StepPlan:
     """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more and rank 2 another 9."""
     slices, cp_groups = (Slice(0, 0, 8), Slice(1, 0, 4), Slice(2, 0, 9)), ((0, 1), (1,), (2,))
     m = MicroBatch(slices, (0, 1, 2), cp_comm="ring", cp_groups=cp_groups, **more)  # type: ignore[arg-type]
-    return StepPlan(sequences([8, 4, 9]), (m,), limits).check()
+    return check(StepPlan(as_lengths([8, 4, 9]), (m,), limits))
 
 
 def test_the_slowest_rank_of_a_micro_batch_with_homes_decides() -> None:
@@ -386,7 +390,7 @@ def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
     costs = Costs(source="test", forward=RING, backward=RING)
     made = homes_plan(Limits(3, 12))
     order = tuple((Op("F", 0), Op("B", 0)) for _ in range(2))
-    made = replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)).check()
+    made = check(replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)))
     at = replace(context(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
     result = simulate(made, at)
     # Linear work: half of a mean stage's on the first, one and a half on the last; a replay runs a mean forward again.
@@ -415,7 +419,7 @@ def test_with_sharded_parameters_homes_keep_step() -> None:
 
 def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
     limits = Limits(1, 10, layers_per_stage=6, activation_bytes_per_token=4.0)
-    made = replace(plan([10], [(0,)], limits), offload=(0.5,)).check()
+    made = check(replace(plan([10], [(0,)], limits), offload=(0.5,)))
     at = context(Layout())
     # Half of 4 layers' 40 bytes: 80 bytes at 4 a second, behind 4 of 6 layers of 10 s forward and 20 s backward.
     rate = {"host_bytes_per_s": 4.0}
@@ -432,7 +436,7 @@ def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
 
 def test_ranks_of_homes_offload_what_they_have() -> None:
     limits = Limits(3, 12, layers_per_stage=4, activation_bytes_per_token=2.0)
-    made = replace(homes_plan(limits), offload=(1.0,)).check()
+    made = check(replace(homes_plan(limits), offload=(1.0,)))
     costs = Costs(source="test", forward=PassCost(token_s=1.0), backward=PassCost(token_s=1.0))
     at = context(Layout(dp=3), costs)
     result = simulate(made, replace(at, cluster=PLAIN.model_copy(update={"host_bytes_per_s": 1.0})))

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import Limits, StepPlan
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan_json import read_step
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
@@ -324,7 +326,7 @@ def limits_of(words: dict[str, Any]) -> Limits:
 @pytest.mark.parametrize("name", PLANS)
 def test_both_accept_what_is_lawful(name: str) -> None:
     words, step = PLANS[name]
-    StepPlan.from_json(step, limits_of(words)).check()
+    check(read_step(step, limits_of(words)))
     checker.refuse(step, checker.facts_of(words))
 
 
@@ -338,7 +340,7 @@ def test_both_refuse_what_is_broken(mutation: str) -> None:
     with pytest.raises(checker.BrokenError, match=re.escape(fault)):
         checker.refuse(step, checker.facts_of(words))
     with pytest.raises(PlanError):
-        StepPlan.from_json(step, limits_of(words)).check()
+        check(read_step(step, limits_of(words)))
 
 
 def test_a_plan_that_hides_its_cap_is_refused() -> None:
@@ -346,7 +348,7 @@ def test_a_plan_that_hides_its_cap_is_refused() -> None:
     words, lawful = PLANS["host"]
     step = copy.deepcopy(lawful) | {"max_tokens": 100, "lengths": [10, 8, 60]}
     step["micro_batches"][1]["slices"] = [[2, 0, 60]]
-    StepPlan.from_json(step, replace(limits_of(words), max_tokens=100)).check()
+    check(read_step(step, replace(limits_of(words), max_tokens=100)))
     with pytest.raises(checker.BrokenError, match="holds 60 of 20"):
         checker.refuse(step, checker.facts_of(words))
 

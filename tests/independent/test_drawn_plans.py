@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
@@ -178,8 +180,8 @@ def facts(recipe: dict[str, Any], chain: PlanChain) -> Any:
 
 def accept(plan: StepPlan, recipe: dict[str, Any], chain: PlanChain) -> None:
     """The laws, the checker and the caps of the recipe hold."""
-    plan.check()
-    checker.refuse(json.loads(json.dumps(plan.to_json())), facts(recipe, chain))
+    check(plan)
+    checker.refuse(json.loads(json.dumps(step_json(plan))), facts(recipe, chain))
 
 
 def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
@@ -194,7 +196,7 @@ def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
 @given(cases())
 def test_any_recipe_is_planned_under_its_caps_or_refused(case: tuple[dict[str, Any], list[int], str]) -> None:
     recipe, lengths, loop = case
-    names, batch = "+".join(sorted(recipe["plugins"])) or "stock", sequences(lengths)
+    names, batch = "+".join(sorted(recipe["plugins"])) or "stock", as_lengths(lengths)
     try:
         chain = chain_of(recipe, loop)
         plan = chain.plan(batch)
@@ -220,7 +222,7 @@ def attempt(make: Callable[[], Any]) -> Any:
 @given(cases())
 def test_what_takes_over_keeps_the_caps_and_no_baseline_crashes(case: tuple[dict[str, Any], list[int], str]) -> None:
     recipe, lengths, loop = case
-    batch, chain = sequences(lengths), attempt(lambda: chain_of(recipe, loop))
+    batch, chain = as_lengths(lengths), attempt(lambda: chain_of(recipe, loop))
     if chain is None:
         return
     for name, make in chain.simpler(batch):

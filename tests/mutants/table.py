@@ -293,8 +293,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the number of targets is that of the first step",
         _ENGINE_HOST,
-        "        num_targets = count_targets(plan.sequences)\n",
-        '        num_targets = self._first = getattr(self, "_first", 0) or count_targets(plan.sequences)\n',
+        "        num_targets = count_targets(plan.lengths)\n",
+        '        num_targets = self._first = getattr(self, "_first", 0) or count_targets(plan.lengths)\n',
         "quick deepspeed",
     ),
     Mutant(

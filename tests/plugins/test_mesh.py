@@ -8,7 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -46,7 +47,7 @@ def chain(
 
 
 def planned(made: PlanChain, lengths: list[int], **config: object) -> StepPlan:
-    bare = StepPlan(sequences(lengths), (), made.limits)
+    bare = StepPlan(as_lengths(lengths), (), made.limits)
     return plan(bare, made.context, MeshConfig.model_validate(config))
 
 
@@ -77,7 +78,7 @@ def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
 ) -> None:
     ranks, (pp, zero) = layout
     made = chain(ranks, pp, zero, cluster)
-    bare = StepPlan(sequences(lengths), (), made.limits)
+    bare = StepPlan(as_lengths(lengths), (), made.limits)
     config = MeshConfig.model_validate({"engines": engines, "max_tokens": cap})
     if max(lengths) > cap * ranks:
         return
@@ -89,7 +90,7 @@ def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
     taken = seconds(made, found)
     assert taken >= found.bound_s * (1 - 1e-6)
     for name, baseline in BASELINES.items():
-        other = baseline(bare, made.context, config).check()
+        other = check(baseline(bare, made.context, config))
         if other.limits.max_tokens <= cap and pp == 1 and max(lengths) >= 8 * ranks:
             assert taken <= 1.1 * seconds(made, other), name
 
@@ -127,7 +128,7 @@ def test_one_rank_keeps_the_cap_of_many(pp: int, zero: int | None) -> None:
     if zero and pp > 1:
         return
     for ranks in (2, 1):
-        found = planned(chain(ranks, pp, zero), [1024, 512, 256, 64], max_tokens=256).check()
+        found = check(planned(chain(ranks, pp, zero), [1024, 512, 256, 64], max_tokens=256))
         assert found.limits.max_tokens == 256
         assert max(max(tokens_of_ranks(m).values()) for m in found.micro_batches) <= 256
         assert ranks > 1 or found.cut == {0, 1}
@@ -144,7 +145,7 @@ def test_a_plan_over_the_cap_does_not_come_in() -> None:
     for ranks in (1, 4):
         made = chain(ranks)
         came = planned(made, [900, 300, 200], max_tokens=1024, max_degree=1)
-        found = plan(came, made.context, MeshConfig(max_tokens=500)).check()
+        found = check(plan(came, made.context, MeshConfig(max_tokens=500)))
         assert found.limits.max_tokens == 500
         assert "packing" not in found.made_by
 
@@ -167,14 +168,14 @@ def test_any_engines_plan(engines: list[str], heads: int, ranks: int, pp: int, z
     """Also where no cp_comm shares a sequence among so many ranks, and where chains are tried."""
     for cap in (256, 1 << 20):
         lengths = [1000 + 13 * k for k in range(9)]
-        found = planned(chain(ranks, pp, zero, heads=heads), lengths, max_tokens=cap, engines=engines).check()
+        found = check(planned(chain(ranks, pp, zero, heads=heads), lengths, max_tokens=cap, engines=engines))
         assert breaks(found, MeshConfig.model_validate({"engines": engines})) == ""
 
 
 @pytest.mark.parametrize("zero", [None, 3])
 def test_one_rank_a_sequence_in_several_rounds(zero: int | None) -> None:
     lengths = [1000 + 13 * k for k in range(20)]
-    found = planned(chain(2, 1, zero), lengths, max_tokens=4096, max_degree=1).check()
+    found = check(planned(chain(2, 1, zero), lengths, max_tokens=4096, max_degree=1))
     assert not found.shared
 
 
@@ -204,13 +205,13 @@ def test_costs_without_launches_have_a_bound() -> None:
 )
 def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(settings: dict[str, object], broken: str) -> None:
     one = MicroBatch((Slice(0, 0, 90),), (0, 1, 2), cp_comm="ring", remap=True, routed=True)
-    made = StepPlan(sequences([90]), (one,), chain(3).limits, offload=(0.5,))
+    made = StepPlan(as_lengths([90]), (one,), chain(3).limits, offload=(0.5,))
     assert breaks(made, MeshConfig.model_validate(settings)) == (f"plugins.mesh.{broken}" if broken else "")
 
 
 def test_baselines_that_ignore_settings_are_said_to_and_never_taken() -> None:
     made, lengths = chain(4), [6000, 5000, 400, 300]
-    bare, config = StepPlan(sequences(lengths), (), made.limits), MeshConfig(max_tokens=1 << 20, max_degree=2)
+    bare, config = StepPlan(as_lengths(lengths), (), made.limits), MeshConfig(max_tokens=1 << 20, max_degree=2)
     assert "4 ranks share" in breaks(BASELINES["cp_all"](bare, made.context, config), config)
     assert breaks(BASELINES["cp_1"](bare, made.context, config), config) == ""
     assert breaks(plan(bare, made.context, config), config) == ""
@@ -219,8 +220,8 @@ def test_baselines_that_ignore_settings_are_said_to_and_never_taken() -> None:
 def test_what_no_rank_holds_runs_in_slices_on_one_rank_in_cp_1() -> None:
     for ranks, pp, zero in ((3, 1, None), (2, 2, None), (3, 1, 3), (1, 1, None)):
         made = chain(ranks, pp, zero)
-        bare = StepPlan(sequences([3000, 500, 20]), (), made.limits)
-        found = BASELINES["cp_1"](bare, made.context, MeshConfig(max_tokens=600)).check()
+        bare = StepPlan(as_lengths([3000, 500, 20]), (), made.limits)
+        found = check(BASELINES["cp_1"](bare, made.context, MeshConfig(max_tokens=600)))
         assert found.limits.max_tokens == 600
         assert found.cut == {0}
         assert not found.shared
@@ -244,7 +245,7 @@ def test_off_is_a_word_and_one_engine_a_list() -> None:
 
 def test_the_given_plan_stays_where_nothing_is_faster() -> None:
     made = chain(2)
-    batch = sequences([1000, 1000])
+    batch = as_lengths([1000, 1000])
     given = StepPlan(
         batch, tuple(MicroBatch((Slice(i, 0, 1000),), (i,)) for i in range(2)), made.limits, made_by="packing"
     )

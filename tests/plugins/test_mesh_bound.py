@@ -9,7 +9,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError, PlanError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -82,7 +84,7 @@ def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = Fal
     busy = {rank for m in made for rank in m.ranks}
     made += [MicroBatch((), (rank,)) for rank in range(RANKS) if rank not in busy]
     ops = (*(Op("F", i) for i in range(len(made))), *(Op("B", i) for i in reversed(range(len(made)))))
-    return StepPlan(sequences(lengths), tuple(made), limits, order=(ops,) if cut else ())
+    return StepPlan(as_lengths(lengths), tuple(made), limits, order=(ops,) if cut else ())
 
 
 def shared(slices: list[Slice], cp_groups: list[tuple[int, ...]], cp_comm: str) -> MicroBatch:
@@ -97,7 +99,7 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 200), st.integers(200, RANKS * CAP -
 def step_s(plan: StepPlan, made: PlanChain) -> float:
     """Of a lawful plan; others are not drawn."""
     try:
-        plan.check()
+        check(plan)
     except PlanError:
         assume(False)
     return simulate(plan, made.context, record=False).step_s
@@ -127,7 +129,7 @@ def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: b
 @given(LENGTHS, st.booleans(), st.booleans())
 def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list[int], slow: bool, zero: bool) -> None:
     made = chain(slow=slow, zero=zero)
-    batch = sequences(lengths)
+    batch = as_lengths(lengths)
     try:
         plans = [made.plan(batch), *(made.baseline(name, batch) for name in BASELINES)]
     except EvenloadError:
@@ -177,7 +179,7 @@ def test_even_work_meets_the_bound() -> None:
     """As many equal sequences as ranks, no communication: nothing is left to certify."""
     made = chain(slow=False, zero=False)
     plan = StepPlan(
-        sequences([200] * RANKS), tuple(MicroBatch((Slice(i, 0, 200),), (i,)) for i in range(RANKS)), made.limits
+        as_lengths([200] * RANKS), tuple(MicroBatch((Slice(i, 0, 200),), (i,)) for i in range(RANKS)), made.limits
     )
     alone_s = sum(made.context.costs.micro_batch_s(plan.micro_batches[0]))
     bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.context)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -32,7 +33,7 @@ def chain(cap: int, dp: int = 4, pp: int = 1, **more: object) -> PlanChain:
 
 
 def test_what_all_ranks_cannot_hold_at_once_runs_in_slices_on_several() -> None:
-    made = chain(512).plan(sequences([5000, 300, 200, 40]))
+    made = chain(512).plan(as_lengths([5000, 300, 200, 40]))
     mine = [m for m in made.micro_batches if any(s.sequence == 0 for s in m.slices)]
     assert len(mine) >= 3
     assert {len(m.ranks) for m in mine} <= {2, 4}
@@ -41,14 +42,14 @@ def test_what_all_ranks_cannot_hold_at_once_runs_in_slices_on_several() -> None:
 
 
 def test_a_sequence_too_short_for_so_many_ranks_takes_fewer() -> None:
-    made = chain(64, dp=8).plan(sequences([2000, 500]))
+    made = chain(64, dp=8).plan(as_lengths([2000, 500]))
     assert 0 in made.cut
     assert all(LEAST_TOKENS * len(m.ranks) <= s.length for m in made.micro_batches for s in m.slices)
 
 
 def test_a_pipeline_waits_less_with_slices() -> None:
     planner = chain(1 << 20, dp=2, pp=4)
-    batch = sequences([60000, 9000, 800, 700])
+    batch = as_lengths([60000, 9000, 800, 700])
     sliced = simulate(planner.plan(batch), planner.context).step_s
     shared = simulate(planner.baseline("cp_all", batch), planner.context).step_s
     assert sliced < 0.75 * shared
@@ -66,8 +67,8 @@ def test_every_way_of_cutting_is_lawful(lengths: list[int], cap: int, plane: tup
     limits = replace(planner.limits, max_tokens=cap, equal_counts=equal and plane[1] == 1)
     values = np.array(lengths, dtype=np.int64)
     cost_table = cost_table_of(planner.context, limits, MeshConfig(), int(values.max()))
-    bare = StepPlan(sequences(lengths), (), limits)
-    found = [in_blocks(bare, limits, blocks, "chains").check() for blocks in chained(values, cost_table, limits)]
+    bare = StepPlan(as_lengths(lengths), (), limits)
+    found = [check(in_blocks(bare, limits, blocks, "chains")) for blocks in chained(values, cost_table, limits)]
     assert found
     for made in found:
         counts = {len(made.of_rank(rank)) for rank in range(plane[0])}
@@ -80,10 +81,10 @@ def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
     lengths = np.array([8000, 60], dtype=np.int64)
     cost_table = cost_table_of(planner.context, limits, MeshConfig(), 8000)
     made = in_blocks(
-        StepPlan(sequences(lengths), (), limits), limits, next(chained(lengths, cost_table, limits)), "chains"
+        StepPlan(as_lengths(lengths), (), limits), limits, next(chained(lengths, cost_table, limits)), "chains"
     )
     whole = max(peak for peak, _ in peaks_of_stage(made, 0))
-    less = fitted(made, 0.6 * whole).check()
+    less = check(fitted(made, 0.6 * whole))
     assert less.replayed
     assert max(peak for peak, _ in peaks_of_stage(less, 0)) <= 0.6 * whole
     assert fitted(made, whole) is not less
@@ -121,13 +122,13 @@ def test_degrees_that_no_engine_can_share_are_not_tried() -> None:
 
 def test_what_no_cut_can_hold_is_refused() -> None:
     with pytest.raises(EvenloadError, match="longer than all ranks"):
-        chain(2).plan(sequences([4000, 10]))
+        chain(2).plan(as_lengths([4000, 10]))
 
 
 def test_packing_that_may_not_cut_leaves_long_sequences_to_mesh() -> None:
     packing = {"enabled": True, "max_tokens": 512, "slices": "off"}
     recipe = parse({"parallel": {"dp": 4}, "plugins": {"packing": packing, "mesh": {"enabled": True}}})
-    made = PlanChain.of_recipe(recipe, recipe.layout()).plan(sequences([1500, 300, 200, 90]))
+    made = PlanChain.of_recipe(recipe, recipe.layout()).plan(as_lengths([1500, 300, 200, 90]))
     assert made.limits.max_tokens == 512
     assert made.made_by == "mesh"
     assert made.shared

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.predict import predict
@@ -51,7 +51,7 @@ LAYOUTS = st.tuples(st.integers(1, 6), st.sampled_from([(1, None), (2, None), (4
 def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int, tuple[int, int | None]]) -> None:
     ranks, (pp, zero) = layout
     made = chain(ranks, pp=pp, zero_stage=zero)
-    batch = sequences(lengths)
+    batch = as_lengths(lengths)
     whole = chain(ranks, pp=pp, zero_stage=zero, slices="off")
     plans = [whole.plan(batch), *(made.baseline(name, batch) for name in made.baseline_names)]
     for plan in (*plans, made.plan(batch)):  # each has passed check()
@@ -66,7 +66,7 @@ def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int,
 @given(LENGTHS, st.integers(1, 6))
 def test_the_bound_holds_for_every_planner_and_ours_stays_within_its_guarantee(lengths: list[int], ranks: int) -> None:
     made = chain(ranks)
-    batch = sequences(lengths)
+    batch = as_lengths(lengths)
     plan = made.plan(batch)
     ours = predict(plan, made.context.costs)
     # The stock plan is left out: its micro-batches are capped in samples, so it may launch fewer.
@@ -80,10 +80,10 @@ def test_the_bound_holds_for_every_planner_and_ours_stays_within_its_guarantee(l
 @given(LENGTHS, st.integers(1, 6), st.randoms())
 def test_plans_depend_on_lengths_alone(lengths: list[int], ranks: int, random: object) -> None:
     made = chain(ranks)
-    assert made.plan(sequences(lengths)).digest == made.plan(sequences(lengths)).digest
+    assert made.plan(as_lengths(lengths)).digest == made.plan(as_lengths(lengths)).digest
     mixed = sorted(lengths, key=lambda _: random.random())  # type: ignore[attr-defined]
-    one = predict(made.plan(sequences(lengths)), made.context.costs)
-    other = predict(made.plan(sequences(mixed)), made.context.costs)
+    one = predict(made.plan(as_lengths(lengths)), made.context.costs)
+    other = predict(made.plan(as_lengths(mixed)), made.context.costs)
     assert one.step_s == pytest.approx(other.step_s, rel=0.05)
 
 
@@ -99,7 +99,7 @@ def test_within_one_percent_of_the_bound_when_no_sequence_exceeds_the_mean(seed:
     made = chain(ranks, cap=16384)
     lengths = heavy_tail(seed, count, 8192)
     seconds = made.context.costs.sequence_s(lengths)
-    plan = made.plan(sequences(lengths))
+    plan = made.plan(as_lengths(lengths))
     step_s = predict(plan, made.context.costs).step_s
     if seconds.max() <= seconds.mean() * count / ranks:
         assert step_s <= 1.01 * plan.bound_s
@@ -109,7 +109,7 @@ def test_within_one_percent_of_the_bound_when_no_sequence_exceeds_the_mean(seed:
 
 def test_the_baselines_are_what_they_say() -> None:
     made = chain(2, cap=10)
-    batch = sequences([6, 5, 4, 3, 2, 8])
+    batch = as_lengths([6, 5, 4, 3, 2, 8])
 
     def packs(plan: StepPlan) -> list[list[int]]:
         return [[s.sequence for s in m.slices] for m in plan.micro_batches]
@@ -125,13 +125,13 @@ def test_the_baselines_are_what_they_say() -> None:
 
 def test_a_sequence_over_the_cap_is_refused_with_its_length() -> None:
     with pytest.raises(EvenloadError, match="sequence 1 has 300 tokens, the cap is 256"):
-        chain(2, slices="off").plan(sequences([5, 300]))
+        chain(2, slices="off").plan(as_lengths([5, 300]))
 
 
 def test_a_cap_that_another_plugin_set_is_named() -> None:
     made = chain(2, slices="off")
     ((plugin, config),) = made.links
-    bare = StepPlan(sequences([5, 200]), (), replace(made.limits, max_tokens=100))
+    bare = StepPlan(as_lengths([5, 200]), (), replace(made.limits, max_tokens=100))
     with pytest.raises(EvenloadError, match="longer than the least max_tokens of all plugins") as caught:
         plugin.plan(bare, made.context, config)
     assert caught.value.found == "sequence 1 has 200 tokens, the cap is 100"
@@ -142,7 +142,7 @@ def test_a_cap_that_another_plugin_set_is_named() -> None:
 @pytest.mark.parametrize("block", [1, 3, 64, 128])
 def test_chunks_start_at_blocks(block: int) -> None:
     made = chain(2, cap=255, block_tokens=block)
-    plan = made.baseline("chunks", sequences([900, 256, 40]))
+    plan = made.baseline("chunks", as_lengths([900, 256, 40]))
     assert plan.cut == {0, 1}
     assert {s.start % block for m in plan.micro_batches for s in m.slices} == {0}
     assert made.breaks("chunks", plan) == ""
@@ -159,19 +159,19 @@ def test_chunks_start_at_blocks(block: int) -> None:
 )
 def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(section: dict[str, object], broken: str) -> None:
     row = tuple(MicroBatch((Slice(0, a, a + 8),), (0,)) for a in (0, 8))
-    plan = StepPlan(sequences([16]), row, chain(1).limits, backward=row[::-1])
+    plan = StepPlan(as_lengths([16]), row, chain(1).limits, backward=row[::-1])
     assert breaks(plan, PackingConfig.model_validate(section)) == (f"plugins.packing.{broken}" if broken else "")
 
 
 def test_a_rank_without_work_that_holds_too_much_is_refused() -> None:
     """Its dummy has one token, and what any pass takes."""
     with pytest.raises(EvenloadError, match=r"plugins\.packing\.activation_gib cannot hold what a rank must keep"):
-        chain(3, activation_gib=1e-12).plan(sequences([1]))
+        chain(3, activation_gib=1e-12).plan(as_lengths([1]))
 
 
 def test_unknown_baselines_are_refused() -> None:
     with pytest.raises(EvenloadError, match="did you mean 'in_order'"):
-        chain(2).baseline("inorder", sequences([5]))
+        chain(2).baseline("inorder", as_lengths([5]))
 
 
 def test_plan_and_config_import_nothing_but_core() -> None:

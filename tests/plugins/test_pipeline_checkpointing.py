@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
+from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import Beside, Limits
 from evenload.core.plan.order import in_slots, orders_of_stage
-from evenload.core.plan.step_plan import Beside, Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline import checkpointing
@@ -80,7 +82,7 @@ def in_flight(plan: StepPlan, split: bool = False) -> StepPlan:
         for stage, row in enumerate(rows):
             ops = in_slots(forward, backward, [need[i] for i in backward], plan.limits.num_stages - 1 - stage)
             row += _with_weights(ops) if split else ops
-    return replace(plan, order=tuple(map(tuple, rows))).check()
+    return check(replace(plan, order=tuple(map(tuple, rows))))
 
 
 def _with_weights(ops: Sequence[Op]) -> list[Op]:
@@ -101,18 +103,18 @@ def chunked(lengths: Sequence[int], size: int, within: Limits, split: bool = Fal
         for start in range(0, lengths[index], size):
             s = Slice(index, start, min(start + size, lengths[index]))
             micro_batches.append(MicroBatch((s,), (index % within.num_ranks,)))
-    return in_flight(StepPlan(sequences(lengths), tuple(micro_batches), within), split)
+    return in_flight(StepPlan(as_lengths(lengths), tuple(micro_batches), within), split)
 
 
 def shared(within: Limits) -> StepPlan:
     """Rank 0 and 1 share two micro-batches and have one each; rank 2 has two of its own."""
     parts = [(40, (0, 1)), (10, (0,)), (12, (1,)), (24, (2,)), (30, (1, 0)), (16, (2,))]
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))
-    plan = StepPlan(sequences([n for n, _ in parts]), micro_batches, replace(within, num_ranks=3))
+    plan = StepPlan(as_lengths([n for n, _ in parts]), micro_batches, replace(within, num_ranks=3))
     rows = []
     for stage in range(within.num_stages):
         rows.append(in_slots(range(6), range(6), range(1, 7), within.num_stages - 1 - stage))
-    return replace(plan, order=tuple(map(tuple, rows))).check()
+    return check(replace(plan, order=tuple(map(tuple, rows))))
 
 
 def capped(plan: StepPlan, share: float) -> StepPlan:
@@ -147,7 +149,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     again = draw(st.one_of(st.just(set()), st.sets(st.integers(0, count - 1))))
     shares = st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=count, max_size=count)
     away = draw(st.one_of(st.just([]), shares))
-    return plan.revised(replayed=tuple(sorted(again)), offload=tuple(away)).check()
+    return check(plan.revised(replayed=tuple(sorted(again)), offload=tuple(away)))
 
 
 def choices(plan: StepPlan, draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
@@ -191,7 +193,7 @@ def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
     plan: StepPlan, share: float, solver: bool
 ) -> None:
     tight = capped(plan, share)
-    found = fitted(tight, context(plan.limits.num_stages, plan.limits.num_ranks), CONFIG, solver=solver).check()
+    found = check(fitted(tight, context(plan.limits.num_stages, plan.limits.num_ranks), CONFIG, solver=solver))
     room = tight.limits.max_activation_bytes
     assert held(found) <= room
     assert found.order == plan.order
@@ -212,8 +214,8 @@ def refuse_a_layer_too_many(found: StepPlan, room: float) -> None:
 
 def test_other_peoples_chunks_recompute_no_layer_too_many_either() -> None:
     """With one number of layers for all they are the fastest here; most of these layers are not needed."""
-    given = under(StepPlan(sequences([75, 10]), (), replace(limits(2, 4), max_tokens=64)), 15_000.0)
-    found = plan_of_plugin(given, context(2), PipelineConfig(max_tokens=64, block_tokens=16, solver_ms=0)).check()
+    given = under(StepPlan(as_lengths([75, 10]), (), replace(limits(2, 4), max_tokens=64)), 15_000.0)
+    found = check(plan_of_plugin(given, context(2), PipelineConfig(max_tokens=64, block_tokens=16, solver_ms=0)))
     assert found.made_by == "pipeline (fixed_chunks)"
     assert any(map(any, found.recompute))
     refuse_a_layer_too_many(found, 15_000.0)
@@ -263,7 +265,7 @@ def ragged() -> StepPlan:
     """A long tail of sequences in 70 chunks and packs, in elastic order."""
     lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.2, 60), 2, 900).astype(int)
     within = replace(limits(4, 8), max_tokens=400)
-    bare = StepPlan(sequences(lengths), (), within)
+    bare = StepPlan(as_lengths(lengths), (), within)
     every = chunkings(bare, within, context(4), PipelineConfig(max_tokens=400))
     return capped(ordered(min(every, key=lambda plan: len(plan.micro_batches)), context(4)), 0.3)
 
@@ -319,12 +321,12 @@ def test_a_recipe_that_recomputes_is_overruled_where_all_fits() -> None:
 def test_a_host_order_is_kept() -> None:
     """1F1B of the host's own on whole sequences, one stage: recomputation is all that is chosen."""
     bare = StepPlan(
-        sequences([40, 30, 50]),
+        as_lengths([40, 30, 50]),
         tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate([40, 30, 50])),
         limits(1, 4),
     )
     plan = capped(bare, 0.5)
-    found = fitted(plan, context(1), CONFIG).check()
+    found = check(fitted(plan, context(1), CONFIG))
     assert found.order == ()
     assert held(found) <= plan.limits.max_activation_bytes
     # One micro-batch at a time: the longest two have a layer or more again, the shortest none.
@@ -382,7 +384,7 @@ def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
 def test_replays_keep_nothing_to_recompute() -> None:
     plan = chunked([60, 30, 20], 20, limits(2, 4))
     replayed = capped(plan.revised(replayed=(0, 1)), 0.3)
-    found = fitted(replayed, context(2), CONFIG).check()
+    found = check(fitted(replayed, context(2), CONFIG))
     assert held(found) <= replayed.limits.max_activation_bytes
     assert all(row[0] == row[1] == 0 for row in found.recompute)
     assert any(map(any, found.recompute))
@@ -392,7 +394,7 @@ def test_a_forward_that_will_run_again_can_be_the_fullest_pass() -> None:
     """It holds a layer of 60 tokens while 100 wait; the pass behind it fits. One layer of one of the two is enough."""
     plan = chunked([60, 50, 50], 60, limits(1, 2, beside=Beside()))
     order = tuple(Op(kind, i) for kind, i in [("F", 1), ("F", 2), ("F", 0), ("B", 1), ("B", 2), ("B", 0)])
-    replayed = under(replace(plan, order=(order,), replayed=(0,)).check(), 100 * 2 * 100.0 + 2000)
+    replayed = under(check(replace(plan, order=(order,), replayed=(0,))), 100 * 2 * 100.0 + 2000)
     assert sum(fitted(replayed, context(1), GREEDY).recompute[0]) == 1
 
 
@@ -456,8 +458,8 @@ def test_shared_micro_batches_without_an_order_are_fitted_by_the_plugin_too() ->
     """A stage's order would name a shared one once, its ranks' lists name it twice."""
     parts = [(40, (0, 1)), (10, (0,)), (12, (1,))]
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))
-    given = capped(StepPlan(sequences([n for n, _ in parts]), micro_batches, limits(1, 4, ranks=2)), 0.3)
+    given = capped(StepPlan(as_lengths([n for n, _ in parts]), micro_batches, limits(1, 4, ranks=2)), 0.3)
     room = given.limits.max_activation_bytes
-    found = plan_of_plugin(given, context(1, 2), PipelineConfig(activation_gib=room / GIB)).check()
+    found = check(plan_of_plugin(given, context(1, 2), PipelineConfig(activation_gib=room / GIB)))
     assert any(map(any, found.recompute))
     assert held(found) <= room

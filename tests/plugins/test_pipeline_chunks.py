@@ -11,7 +11,8 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.cluster import load
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.baselines import on_one_mesh
@@ -64,7 +65,7 @@ def test_chunkings_hold_every_token_once_in_order_under_the_cap(
     lengths: list[int], ranks: int, cap: int, most: int, stages: int
 ) -> None:
     limits = Limits(num_ranks=ranks, max_tokens=cap, num_stages=stages)
-    bare = StepPlan(sequences(lengths), (), limits)
+    bare = StepPlan(as_lengths(lengths), (), limits)
     config = PipelineConfig(chunks=most, max_tokens=cap)
     if most == 1 and max(lengths) > cap:
         with pytest.raises(EvenloadError, match=f"has {max(lengths)} tokens, the cap is {cap}"):

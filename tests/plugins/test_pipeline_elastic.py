@@ -11,10 +11,12 @@ from evenload.core.balance.slicing import evenly
 from evenload.core.costs.costs import Costs, MemoryCost, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.costs.traffic import Traffic
+from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_of_stage
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
@@ -58,7 +60,7 @@ def chain(*chunks: int, stages: int = 2) -> StepPlan:
     """One rank: sequences of so many chunks, a token each, every chunk a micro-batch, one sequence after the other."""
     slices = [Slice(i, k, k + 1) for i, count in enumerate(chunks) for k in range(count)]
     batches = tuple(MicroBatch((s,), (0,)) for s in slices)
-    return StepPlan(sequences(chunks), batches, replace(LIMITS, num_stages=stages))
+    return StepPlan(as_lengths(chunks), batches, replace(LIMITS, num_stages=stages))
 
 
 def words(plan: StepPlan) -> list[str]:
@@ -111,7 +113,7 @@ def chunked(draw: st.DrawFn) -> tuple[StepPlan, PlanningContext]:
     costs = Costs(source="drawn", forward=draw(cost), backward=draw(cost), memory=memory, num_layers=layers)
     state_bytes = draw(st.sampled_from([0.0, 0.2, 3.0]))
     head_frac = draw(st.sampled_from([0.0, 0.3]))
-    plan = StepPlan(sequences(lengths), batches, limits, recompute=recompute)
+    plan = StepPlan(as_lengths(lengths), batches, limits, recompute=recompute)
     return plan, context(stages, costs, head_frac=head_frac, ranks=ranks, state_bytes_per_token=state_bytes)
 
 
@@ -121,7 +123,7 @@ def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
     case: tuple[StepPlan, PlanningContext], extra: int, cap_bytes: float
 ) -> None:
     plan, at = case
-    made = ordered(plan, at, extra=extra, cap_bytes=cap_bytes).check()
+    made = check(ordered(plan, at, extra=extra, cap_bytes=cap_bytes))
     assert made.micro_batches == plan.micro_batches
     assert made.order == ordered(plan, at, extra=extra, cap_bytes=cap_bytes).order
     last = plan.limits.num_stages - 1
@@ -139,13 +141,13 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(
 ) -> None:
     plan, at = case
     whole = ordered(plan, at, extra=extra)
-    split = ordered(plan, at, extra=extra, split=True).check()
+    split = check(ordered(plan, at, extra=extra, split=True))
     assert without_weights(split) == [list(ops) for ops in whole.order]
     assert simulate(split, at, record=False).step_s <= simulate(whole, at, record=False).step_s * (1 + 1e-9)
     assert peak_bytes(split) <= peak_bytes(whole)
     # With a cap of just what it held before it is lawful still.
     capped = replace(split.limits, max_activation_bytes=peak_bytes(whole))
-    replace(split, limits=capped).check()
+    check(replace(split, limits=capped))
 
 
 @settings(max_examples=40)
@@ -164,7 +166,7 @@ def test_the_clock_is_the_simulator(case: tuple[StepPlan, PlanningContext], spli
 def test_a_link_carries_one_chunk_at_a_time() -> None:
     batches = (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(0, 4, 6),), (0,)))
     at = context(2, state_bytes_per_token=3.0)
-    made = ordered(StepPlan(sequences([6]), batches, LIMITS), at).check()
+    made = check(ordered(StepPlan(as_lengths([6]), batches, LIMITS), at))
     # The last stage has F0 at 4 + 12, F1 at 16 + 6; B1 ends at 28, B0 at 36, and is there at 36 + 12.
     assert end_of(made.order, clock_of(made, at)) == simulate(made, at).step_s == 56
 
@@ -176,32 +178,32 @@ def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, PlanningContex
     numbers = range(len(plan.micro_batches))
     ends = sorted(data.draw(st.sets(st.sampled_from(numbers), max_size=3)))
     groups = [list(numbers)[a:b] for a, b in zip([0, *ends], [*ends, len(numbers)], strict=True)]
-    made = ordered(plan, at, groups=groups).check()
+    made = check(ordered(plan, at, groups=groups))
     assert sorted(made.order[0]) == sorted(ordered(plan, at).order[0])
 
 
 def test_whole_sequences_run_one_forward_one_backward() -> None:
-    made = ordered(chain(1, 1, 1, 1, 1, stages=3), context(3)).check()
+    made = check(ordered(chain(1, 1, 1, 1, 1, stages=3), context(3)))
     assert [list(ops) for ops in made.order] == [one_forward_one_backward(range(5), ahead) for ahead in (2, 1, 0)]
 
 
 def test_a_stage_alternates_between_the_next_sequence_and_the_finished_one() -> None:
-    made = ordered(chain(3, 3), context(2)).check()
+    made = check(ordered(chain(3, 3), context(2)))
     assert words(made) == ["F0 F1 F2 F3 B2 F4 B1 F5 B0 B5 B4 B3", "F0 F1 F2 B2 F3 B1 F4 B0 F5 B5 B4 B3"]
 
 
 def test_ever_fewer_are_in_flight_where_sequences_get_shorter() -> None:
-    made = ordered(chain(3, 1, 1), context(2)).check()
+    made = check(ordered(chain(3, 1, 1), context(2)))
     assert words(made) == ["F0 F1 F2 B2 B1 F3 B0 F4 B3 B4", "F0 F1 F2 B2 B1 B0 F3 B3 F4 B4"]
 
 
 def test_extra_forwards_run_ahead_for_each_stage_behind() -> None:
-    made = ordered(chain(1, 1, 1, 1, 1, 1, 1, 1, stages=3), context(3), extra=1).check()
+    made = check(ordered(chain(1, 1, 1, 1, 1, 1, 1, 1, stages=3), context(3), extra=1))
     assert [in_flight(ops) for ops in made.order] == [5, 3, 1]
 
 
 def test_one_stage_finishes_a_sequence_before_the_next() -> None:
-    made = ordered(chain(2, 1, 3, stages=1), context(1), extra=2).check()
+    made = check(ordered(chain(2, 1, 3, stages=1), context(1), extra=2))
     assert words(made) == ["F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"]
 
 
@@ -209,30 +211,30 @@ def test_backwards_run_by_the_forwards_they_need() -> None:
     # Sequences 0 and 1 are in turns, 2 begins in the pack in which 3 ends: its chain reaches over both.
     slices = [[(0, 0, 1)], [(1, 0, 1)], [(0, 1, 2)], [(1, 1, 2)], [(3, 0, 1)], [(3, 1, 2), (2, 0, 1)], [(2, 1, 2)]]
     batches = tuple(MicroBatch(tuple(Slice(*s) for s in pack), (0,)) for pack in slices)
-    plan = StepPlan(sequences([2, 2, 2, 2]), batches, LIMITS)
+    plan = StepPlan(as_lengths([2, 2, 2, 2]), batches, LIMITS)
     lines = lines_of(plan, 0)
     assert lines.backward == [2, 0, 3, 1, 6, 5, 4]
     assert lines.need == [3, 3, 4, 4, 7, 7, 7]
     assert lines.owed == [3, 4, 5, 6, 7, 7, 7]
-    ordered(plan, context(2)).check()
+    check(ordered(plan, context(2)))
 
 
 def test_a_pipeline_starts_before_the_one_before_has_ended_but_not_ahead_of_its_forwards() -> None:
     plan = chain(1, 1, 1, 1, 3)
-    last = words(ordered(plan, context(2), groups=[[0, 1, 2, 3], [4, 5, 6]]).check())[1]
+    last = words(check(ordered(plan, context(2), groups=[[0, 1, 2, 3], [4, 5, 6]])))[1]
     assert last == "F0 B0 F1 B1 F2 B2 F3 F4 F5 B3 F6 B6 B5 B4"
-    assert words(ordered(plan, context(2)).check())[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
+    assert words(check(ordered(plan, context(2))))[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
 
 
 def test_groups_may_run_in_another_order_than_the_launch() -> None:
-    made = ordered(chain(1, 3), context(2), groups=[[1, 2, 3], [0]]).check()
+    made = check(ordered(chain(1, 3), context(2), groups=[[1, 2, 3], [0]]))
     assert words(made)[1] == "F1 F2 F3 B3 B2 B1 F0 B0"
 
 
 def test_without_any_memory_a_stage_runs_what_its_next_backward_needs_and_no_more() -> None:
     plan = chain(3, 2, 3, 1, stages=3)
     lines = lines_of(plan, 0)
-    made = ordered(plan, context(3), extra=1, cap_bytes=0.0).check()
+    made = check(ordered(plan, context(3), extra=1, cap_bytes=0.0))
     assert [list(ops) for ops in made.order] == [in_slots(lines.forward, lines.backward, lines.need, 0)] * 3
 
 
@@ -241,7 +243,7 @@ def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
     at, chunk_bytes = context(3), 2.0
     free = ordered(plan, at, extra=2)
     assert in_flight(free.order[0]) == 10
-    capped = ordered(plan, at, extra=2, cap_bytes=6 * chunk_bytes).check()
+    capped = check(ordered(plan, at, extra=2, cap_bytes=6 * chunk_bytes))
     assert [in_flight(ops) for ops in capped.order] == [6, 6, 4]
     assert simulate(capped, at).step_s < simulate(ordered(plan, at, extra=2, cap_bytes=0.0), at).step_s
 
@@ -249,7 +251,7 @@ def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
 def test_weight_gradients_fill_the_drain() -> None:
     plan = chain(1, 1)
     assert simulate(ordered(plan, context(2)), context(2)).step_s == 9
-    made = ordered(plan, context(2), split=True).check()
+    made = check(ordered(plan, context(2), split=True))
     # The last stage: F0 1..2, B0 ..3, F1 ..4, B1 ..5, W0 W1 ..7; the first: B0 3..5, B1 ..7.
     assert words(made) == ["F0 F1 B0 B1", "F0 B0 F1 B1 W0 W1"]
     assert simulate(made, context(2)).step_s == 7
@@ -257,15 +259,15 @@ def test_weight_gradients_fill_the_drain() -> None:
 
 def test_a_rank_that_is_done_early_anyway_splits_nothing() -> None:
     batches = tuple(MicroBatch((Slice(i, 0, 1),), (int(i == 4),)) for i in range(5))
-    plan = StepPlan(sequences([1] * 5), batches, replace(LIMITS, num_ranks=2))
-    made = ordered(plan, context(2, ranks=2), split=True).check()
+    plan = StepPlan(as_lengths([1] * 5), batches, replace(LIMITS, num_ranks=2))
+    made = check(ordered(plan, context(2, ranks=2), split=True))
     assert made.split[1]
     assert all(4 not in split for split in made.split)
 
 
 def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() -> None:
     plan = chain(*[1] * 8)  # a chunk holds 2 bytes and defers 0.8: two chunks at the first stage hold 4
-    made = ordered(plan, context(2), split=True).check()
+    made = check(ordered(plan, context(2), split=True))
     waiting = list(accumulate({"F": 0, "B": 1, "W": -1}[op.kind] for op in made.order[1]))
     assert max(waiting) > 1
     assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, context(2)))
@@ -287,10 +289,10 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
     alone = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
     together = MicroBatch((Slice(0, 0, 3), Slice(1, 0, 3)), (0,))
     order = (*(Op("F", i) for i in range(4)), *(Op("B", j) for j in range(3)))
-    bare = StepPlan(sequences(lengths), alone, LIMITS)
-    plan = replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)).check()
+    bare = StepPlan(as_lengths(lengths), alone, LIMITS)
+    plan = check(replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)))
     assert ordered(plan, context(2), extra=3) is plan
-    made = ordered(plan, context(2), split=True).check()
+    made = check(ordered(plan, context(2), split=True))
     assert without_weights(made) == [list(order)] * 2
     # B0 is the fullest moment: there is no room for what it would defer.
     assert words(made)[1] == "F0 F1 F2 F3 B0 B1 B2 W1 W2"
@@ -300,7 +302,7 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
 def test_shared_micro_batches_keep_their_order() -> None:
     limits = replace(LIMITS, num_ranks=2)
     batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
-    plan = StepPlan(sequences([8, 2]), batches, limits).check()
+    plan = check(StepPlan(as_lengths([8, 2]), batches, limits))
     assert ordered(plan, context(2, ranks=2), split=True) is plan
 
 
@@ -328,7 +330,7 @@ def long_tailed(seed: int, stages: int) -> tuple[StepPlan, PlanningContext]:
     packs += [pack] if pack else []
     batches = tuple(MicroBatch(tuple(p), (0,)) for p in packs)
     limits = replace(LIMITS, num_stages=stages, max_tokens=1 << 20)
-    return StepPlan(sequences(lengths), batches, limits), context(stages, costs, state_bytes_per_token=1e-4 / stages)
+    return StepPlan(as_lengths(lengths), batches, limits), context(stages, costs, state_bytes_per_token=1e-4 / stages)
 
 
 def chain_by_chain(plan: StepPlan) -> StepPlan:
@@ -362,7 +364,7 @@ def test_bubbles_shrink_with_the_order_the_forwards_ahead_and_the_weight_passes(
         ordered(plan, at, extra=1),
         ordered(plan, at, extra=1, split=True),
     ]
-    bubbles = [simulate(one.check(), at, record=False).bubble_frac for one in tries]
+    bubbles = [simulate(check(one), at, record=False).bubble_frac for one in tries]
     assert bubbles == sorted(bubbles, reverse=True)
     assert bubbles[1] < 0.9 * bubbles[0]
     assert bubbles[2] < 0.6 * bubbles[0]

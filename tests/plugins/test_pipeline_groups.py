@@ -10,7 +10,8 @@ import pytest
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
@@ -37,7 +38,7 @@ def chunked(chunks: Sequence[int], room: float = float("inf"), ranks: int = 1, s
         for i, n in enumerate(chunks)
         for k in range(n)
     ]
-    return StepPlan(sequences([CHUNK * n for n in chunks]), tuple(micro_batches), limits)
+    return StepPlan(as_lengths([CHUNK * n for n in chunks]), tuple(micro_batches), limits)
 
 
 def context(ranks: int = 1) -> PlanningContext:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.plugins.pipeline import remedies
@@ -34,7 +35,7 @@ def chain(pp: int = 2, vocab: int = 1000, **words: Any) -> PlanChain:
 
 def asked(at: PlanChain, lengths: Any = LENGTHS) -> StepPlan:
     """What the plugin plans."""
-    return plan(StepPlan(sequences(lengths), (), at.limits), at.context, at.links[0][1]).check()
+    return check(plan(StepPlan(as_lengths(lengths), (), at.limits), at.context, at.links[0][1]))
 
 
 def refusal(at: PlanChain) -> DoesNotFitError:

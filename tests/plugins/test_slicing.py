@@ -10,9 +10,11 @@ import pytest
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.step_plan import Limits, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
@@ -48,7 +50,7 @@ def planned(
     limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
     context = PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     section = PackingConfig(**{"enabled": True, "slices": "even", **config})
-    return plan(StepPlan(sequences(lengths), (), limits), context, section).check()
+    return check(plan(StepPlan(as_lengths(lengths), (), limits), context, section))
 
 
 def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
@@ -143,7 +145,7 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int)
     assert made.backward
     assert max(micro_batch_imbalance(made, costs)) < 1.03
     assert max(predict(made, costs).busy_s) < 1.01 * made.bound_s
-    bare = StepPlan(sequences(lengths), (), Limits(64, 1 << 40))
+    bare = StepPlan(as_lengths(lengths), (), Limits(64, 1 << 40))
     context = PlanningContext(costs, Layout(dp=64), A100)
     whole = baselines.whole(bare, context, PackingConfig(enabled=True))
     assert min(micro_batch_imbalance(whole, costs)) > 2.0
@@ -189,8 +191,8 @@ def test_a_pipeline_gets_smaller_micro_batches() -> None:
     lengths = heavy_tail(3, 64, 16_000)
     made = planned(lengths, 2, pp=4)
     context = PlanningContext(COSTS, Layout(dp=2, pp=4), A100)
-    bare = StepPlan(sequences(lengths), (), Limits(2, 1 << 40, num_stages=4))
-    whole = baselines.whole(bare, context, PackingConfig(enabled=True)).check()
+    bare = StepPlan(as_lengths(lengths), (), Limits(2, 1 << 40, num_stages=4))
+    whole = check(baselines.whole(bare, context, PackingConfig(enabled=True)))
     assert predict(made, COSTS).step_s < 0.8 * predict(whole, COSTS).step_s
 
 
@@ -247,13 +249,13 @@ def test_replays_are_the_same_on_ranks_in_step() -> None:
 def test_a_cap_that_the_last_two_blocks_may_exceed_is_refused(cap: int, block: int) -> None:
     with pytest.raises(EvenloadError, match="smaller than two blocks"):
         planned([100], 1, max_tokens=cap, block_tokens=block)
-    assert planned([100], 1, max_tokens=2 * block - 1, block_tokens=block).check()
+    assert check(planned([100], 1, max_tokens=2 * block - 1, block_tokens=block))
 
 
 @pytest.mark.parametrize("slices", ["auto", "even"])
 def test_blocks_that_leave_no_room_for_equal_slices_end_in_chunks(slices: str) -> None:
     """The last micro-batch keeps a whole sequence beside less room than a block, however many there are."""
-    made = planned([2876, 248, 101, 51], 1, max_tokens=343, block_tokens=128, slices=slices).check()
+    made = check(planned([2876, 248, 101, 51], 1, max_tokens=343, block_tokens=128, slices=slices))
     assert max(m.num_tokens for m in made.micro_batches) <= 343
     assert {s.start % 128 for m in made.micro_batches for s in m.slices} == {0}
 
@@ -267,7 +269,7 @@ def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
 
 def test_chains_end_before_the_next_begins() -> None:
     """Two chains and a micro-batch of whole sequences: few activations are alive at a time."""
-    bare = StepPlan(sequences([20, 5, 25]), (), Limits(1, 10))
+    bare = StepPlan(as_lengths([20, 5, 25]), (), Limits(1, 10))
     packs = [
         [Slice(0, 0, 10)],
         [Slice(0, 10, 20)],
@@ -276,11 +278,11 @@ def test_chains_end_before_the_next_begins() -> None:
         [Slice(2, 9, 17)],
         [Slice(2, 17, 25)],
     ]
-    made = assemble(bare, bare.limits, [packs]).check()
+    made = check(assemble(bare, bare.limits, [packs]))
     assert " ".join(f"{op.kind}{op.micro_batch}" for op in made.order[0]) == "F0 F1 B1 B0 F2 B2 F3 F4 F5 B5 B4 B3"
-    two = assemble(
-        replace(bare, limits=replace(bare.limits, num_stages=2)), Limits(1, 10, num_stages=2), [packs]
-    ).check()
+    two = check(
+        assemble(replace(bare, limits=replace(bare.limits, num_stages=2)), Limits(1, 10, num_stages=2), [packs])
+    )
     assert "".join(op.kind for op in two.order[1]) == "FFBBFBFFFBBB"
     assert "".join(op.kind for op in two.order[0]) == "FFBFBFFFBBBB"
 
@@ -296,9 +298,9 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
         name: PlanningContext(costs, Layout(dp=64), A100.model_copy(update={"memory_bytes": size}))
         for name, size in (("large", 2**40), ("small", 2**30))
     }
-    bare = StepPlan(sequences(lengths), (), limits)
+    bare = StepPlan(as_lengths(lengths), (), limits)
     made = {
-        name: plan(bare, one, PackingConfig(enabled=True, slices="even")).check() for name, one in situations.items()
+        name: check(plan(bare, one, PackingConfig(enabled=True, slices="even"))) for name, one in situations.items()
     }
     assert made["large"].backward
     assert not made["small"].backward
@@ -320,12 +322,12 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
         update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 8.0 * 2**20})}
     )
     limits = Limits(1, 1 << 40, num_stages=4, layers_per_stage=8, activation_bytes_per_token=float(2**18))
-    bare = StepPlan(sequences([65536, 500, 900]), (), limits)
+    bare = StepPlan(as_lengths([65536, 500, 900]), (), limits)
     config = PackingConfig(enabled=True, max_tokens=8192)
     made, room = {}, {"large": 2.0**40, "small": 2.0**36}
     for name, size in room.items():
         cluster = A100.model_copy(update={"memory_bytes": size / 0.9})
-        made[name] = plan(bare, PlanningContext(costs, Layout(pp=4), cluster), config).check()
+        made[name] = check(plan(bare, PlanningContext(costs, Layout(pp=4), cluster), config))
     assert not made["large"].replayed
     assert made["small"].replayed
     held = {
@@ -342,8 +344,8 @@ def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str
     lengths = heavy_tail(seed, 24, 60_000)
     costs = COSTS.model_copy(update={"forward": COSTS.forward.model_copy(update={"launch_s": 0.02})})
     limits = Limits(ranks, 1 << 40, num_stages=pp)
-    bare, context = StepPlan(sequences(lengths), (), limits), PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
+    bare, context = StepPlan(as_lengths(lengths), (), limits), PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)  # type: ignore[arg-type]
-    ours, chunks = plan(bare, context, config).check(), baselines.chunks(bare, context, config).check()
+    ours, chunks = check(plan(bare, context, config)), check(baselines.chunks(bare, context, config))
     ours_s, chunks_s = (simulate(one, context, record=False).step_s for one in (ours, chunks))
     assert ours_s <= chunks_s * (1 + 1.01 * WORTH_A_CUT)

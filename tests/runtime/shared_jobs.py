@@ -71,7 +71,7 @@ def run_plan(arguments, how=None):
         {"mode": "plain", "delay_s": 0.0, "dtype": "float64", "layout": {}} | (how or {})
     ).values()
     plan, heads = plans.plan_of(*arguments[:3], arguments[3][0], *arguments[4:]), arguments[3]
-    rank, lengths = dist.get_rank(), [s.length for s in plan.sequences]
+    rank, lengths = dist.get_rank(), plan.lengths.tolist()
     plane = Plane.make([tuple(range(plan.limits.num_ranks))], plan.limits.node_ranks)
     store = PrefixStore.of_plan(plan, rank)
     live, worst, ran = {}, [0.0] * 4, 0

@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 
 def plan_of(lengths, rows, num_ranks, heads=0, node_ranks=0, order=None) -> StepPlan:
@@ -26,7 +28,7 @@ def plan_of(lengths, rows, num_ranks, heads=0, node_ranks=0, order=None) -> Step
     count = len(rows)
     ops = order or [*(("F", i) for i in range(count)), *(("B", i) for i in reversed(range(count)))]
     limits = Limits(num_ranks, 10_000, heads=heads, node_ranks=node_ranks)
-    return StepPlan(sequences(lengths), micro_batches, limits, (tuple(Op(*op) for op in ops),)).check()
+    return check(StepPlan(as_lengths(lengths), micro_batches, limits, (tuple(Op(*op) for op in ops),)))
 
 
 def micro_batch(slices, ranks, cp_comm="ring", **more) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks
 from evenload.runtime.world.groups import GroupPool
 
@@ -14,7 +15,7 @@ from evenload.runtime.world.groups import GroupPool
 def plan(border: int) -> StepPlan:
     """Two sequences on two ranks; `border` says where the second is cut."""
     cut = (MicroBatch((Slice(0, 0, 9), Slice(1, 0, border)), (0,)), MicroBatch((Slice(1, border, 7),), (1,)))
-    return StepPlan(sequences([9, 7]), cut, Limits(num_ranks=2, max_tokens=32))
+    return StepPlan(as_lengths([9, 7]), cut, Limits(num_ranks=2, max_tokens=32))
 
 
 def gathers() -> list[bytes]:

@@ -17,7 +17,7 @@ from evenload.runtime.watchdog.meeting import meet
 JOIN = """
 import os, signal, sys
 import torch.distributed as dist
-from evenload.runtime.world import close_world, init_world
+from evenload.runtime.world.world import close_world, init_world
 rank, how = os.environ["RANK"], sys.argv[1]
 if how != "nothing" and rank == "1":
     init = dist.init_process_group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 CHILD = """
 import time
-from evenload.runtime.orphans import die_with_parent
+from evenload.runtime.watchdog.orphans import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(1000)

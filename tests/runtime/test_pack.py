@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.runtime.attention.pack import IGNORE, PADDING, build_pack, count_targets, padded_borders, slice_losses
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ def test_every_token_and_every_target_once(batch):
     trained = labels != IGNORE
     assert torch.equal(labels[trained], tokens[trained] + 1)
     assert len(set(labels[trained].tolist())) == int(trained.sum())
-    assert sum(p.num_targets for p in packs) == int(trained.sum()) == count_targets(sequences(lengths))
+    assert sum(p.num_targets for p in packs) == int(trained.sum()) == count_targets(as_lengths(lengths))
 
 
 @given(cut_batches())

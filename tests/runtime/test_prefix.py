@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.runtime.attention import blocks
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import build_pack
@@ -95,7 +97,7 @@ WRAPS = {"plain": None, "reentrant": reentrant, "non-reentrant": non_reentrant}
 
 def execute(model, plan, wrap=None, change=lambda pack: pack, **layout):
     """Run a plan's only stage in its order: loss and gradients. Leaves nothing in the store."""
-    lengths = [s.length for s in plan.sequences]
+    lengths = plan.lengths.tolist()
     store = PrefixStore.of_plan(plan)
 
     def pack_of(micro_batch):
@@ -170,7 +172,7 @@ def plans(draw):
         replayed = tuple(sorted(draw(st.sets(st.sampled_from(range(len(forward)))))))
         order = legal_order(draw, forward)
     limits = Limits(num_ranks=1, max_tokens=1000)
-    return StepPlan(sequences(lengths), forward, limits, (tuple(order),), backward=backward, replayed=replayed).check()
+    return check(StepPlan(as_lengths(lengths), forward, limits, (tuple(order),), backward=backward, replayed=replayed))
 
 
 def legal_order(draw, forward):
@@ -200,7 +202,7 @@ def legal_order(draw, forward):
 @given(plans(), st.sampled_from(HEADS), st.sampled_from(sorted(WRAPS)), st.integers(1, 4))
 def test_any_plan_gives_the_gradients_of_whole_sequences(plan, heads, wrap, multiple):
     model = Model(*heads)
-    wanted = plain(model, [s.length for s in plan.sequences])
+    wanted = plain(model, plan.lengths.tolist())
     assume(wanted[0] != 0)  # else every token of the batch weighs nothing
     found = execute(model, plan, WRAPS[wrap], segment_multiple=multiple)
     assert error(found, wanted) < 1e-11
@@ -216,7 +218,7 @@ def chain(lengths, cuts, replayed=()):
     count = len(micro_batches)
     order = [*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count)))]
     limits = Limits(num_ranks=1, max_tokens=10_000)
-    return StepPlan(sequences(lengths), tuple(micro_batches), limits, (tuple(order),), replayed=tuple(replayed)).check()
+    return check(StepPlan(as_lengths(lengths), tuple(micro_batches), limits, (tuple(order),), replayed=tuple(replayed)))
 
 
 LENGTHS = [40, 9, 30]
@@ -493,7 +495,7 @@ def test_bfloat16_within_its_rounding(heads, device):
 def test_the_store_of_a_plan():
     store = PrefixStore.of_plan(SLICED)
     assert [index in store for index in range(3)] == [True, False, True]
-    whole = StepPlan(sequences([5]), (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 10))
+    whole = StepPlan(as_lengths([5]), (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 10))
     assert PrefixStore.of_plan(whole) is None
 
 

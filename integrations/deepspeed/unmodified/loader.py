@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from ....core.errors import EvenloadError
-from ....core.plan.step_plan import MicroBatch, Slice, sequences
+from ....core.plan.step_plan import MicroBatch, Slice, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
 from ..jobs import into_exactly
@@ -146,7 +146,7 @@ class PlannedLoader:
 
     def _micro_batches(self, lengths: list[int]) -> tuple[MicroBatch, ...]:
         """This rank's share of the plan, `num_micro_batches` long."""
-        batch = sequences(lengths)
+        batch = as_lengths(lengths)
         plan = self._chain.plan(batch)
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)

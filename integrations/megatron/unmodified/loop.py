@@ -36,7 +36,7 @@ from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
-from ....core.plan.step_plan import StepPlan, sequences
+from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
@@ -173,7 +173,7 @@ class PlannedSteps:
         me = dist.get_rank(group)
         lengths = [told[rank][place][row] for rank, place, row in order]
         own = {i: mine[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-        plan = chain.plan(sequences(lengths))
+        plan = chain.plan(as_lengths(lengths))
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)
         agree(plan.digest, "plans", self._step)

@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ....core.errors import EvenloadError
+from ....core.laws import check
 from ....core.plan.order import orders_of_stage
 from ....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
 from ....core.simulate.step import Kind
@@ -180,14 +181,16 @@ def with_dummies(plan: StepPlan) -> StepPlan:
     forward, backward = (range(n, n + len(dummies)) for n in (len(plan.micro_batches), len(plan.passes("B"))))
     front = (*(Op("F", i) for i in forward), *(Op("B", j) for j in backward))
     rows = plan.order or tuple(tuple(op for row in orders_of_stage(plan, s) for op in row) for s in stages)
-    return replace(
-        plan,
-        micro_batches=plan.micro_batches + dummies,
-        backward=plan.backward and plan.backward + dummies,
-        order=tuple((*front, *row) for row in rows),
-        recompute=tuple((*row, *(0 for _ in dummies)) for row in plan.recompute),
-        offload=plan.offload and (*plan.offload, *(0.0 for _ in dummies)),
-    ).check()
+    return check(
+        replace(
+            plan,
+            micro_batches=plan.micro_batches + dummies,
+            backward=plan.backward and plan.backward + dummies,
+            order=tuple((*front, *row) for row in rows),
+            recompute=tuple((*row, *(0 for _ in dummies)) for row in plan.recompute),
+            offload=plan.offload and (*plan.offload, *(0.0 for _ in dummies)),
+        )
+    )
 
 
 def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool) -> None:

@@ -26,7 +26,8 @@ from ....core.balance.partition import Ints
 from ....core.balance.slicing import evenly
 from ....core.costs.costs import PassCost
 from ....core.costs.traffic import attention_s
-from ....core.plan.step_plan import Limits, MicroBatch, Slice
+from ....core.plan.limits import Limits
+from ....core.plan.step_plan import MicroBatch, Slice
 from ..cost_table import LEAST_TOKENS, CostTable, CpStrategy
 from ..emit.blocks import Block
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from ....core.balance.partition import Ints
 from ....core.costs.traffic import exposed_of_ranks
-from ....core.plan.step_plan import Limits, MicroBatch, StepPlan
+from ....core.plan.limits import Limits
+from ....core.plan.step_plan import MicroBatch, StepPlan
 from ..assign import Frame, Ranks, placed, target_of
 from ..config import MeshConfig
 from ..cost_table import CostTable, SequenceCosts

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from ....core.costs.costs import PassCost
 from ....core.costs.memory import peaks_of_stage
+from ....core.plan.limits import Limits
 from ....core.plan.order import in_slots
-from ....core.plan.step_plan import Limits, MicroBatch, Op, StepPlan
+from ....core.plan.step_plan import MicroBatch, Op, StepPlan
 
 
 class Block(NamedTuple):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from ....core.balance.partition import Ints
 from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
-from ....core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from ....core.plan.limits import Limits
+from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.stock import UNCAPPED
 from ....core.registry import PlanningContext
 from ..config import MeshConfig
@@ -18,7 +17,7 @@ from ..config import MeshConfig
 
 def lengths_of(plan: StepPlan) -> Ints:
     """int64 [K]."""
-    return np.array([s.length for s in plan.sequences], dtype=np.int64)
+    return plan.lengths
 
 
 def limits_for(plan: StepPlan, context: PlanningContext, config: MeshConfig) -> Limits:
@@ -50,7 +49,7 @@ def _peak(limits: Limits, tokens: int) -> float:
     count = limits.num_stages + 1
     alone = replace(limits, num_ranks=1, max_tokens=UNCAPPED)
     plan = StepPlan(
-        sequences([tokens] * count), tuple(MicroBatch((Slice(i, 0, tokens),), (0,)) for i in range(count)), alone
+        as_lengths([tokens] * count), tuple(MicroBatch((Slice(i, 0, tokens),), (0,)) for i in range(count)), alone
     )
     return max(peak for stage in range(limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import engine_host, open_host
@@ -40,8 +42,8 @@ def plan_of(packs: list[tuple[int, ...]], ranks: list[int], size: int, pad: bool
         for ids, rank in zip(packs, ranks, strict=True)
     )
     passes = tuple(Op(kind, i) for kind in order for i in range(len(packs)))  # type: ignore[arg-type]
-    batch = sequences(LENGTHS)
-    return StepPlan(batch, micro_batches, Limits(size, 64), order=(passes,) if passes else ()).check()
+    batch = as_lengths(LENGTHS)
+    return check(StepPlan(batch, micro_batches, Limits(size, 64), order=(passes,) if passes else ()))
 
 
 PLANS = {
@@ -58,7 +60,7 @@ def exactness(stage: int, dtype: str = "fp32", family: str = "llama") -> dict[st
     made = recipe(stage, dtype=dtype, model={"family": family, **groups})
     host = open_host(made, init_world())
     before = host.weights()
-    loss, wanted = reference(made, host, tokens_of, sequences(LENGTHS))
+    loss, wanted = reference(made, host, tokens_of, as_lengths(LENGTHS))
     results = {}
     for name, make in PLANS.items():
         result, found = host.gradients(make(), tokens_of)
@@ -82,7 +84,7 @@ def mutants(stage: int) -> dict[str, float]:
     """relative_error of deliberately broken runs; all must be far above rounding."""
     made = recipe(stage)
     host = open_host(made, init_world())
-    _, wanted = reference(made, host, tokens_of, sequences(LENGTHS))
+    _, wanted = reference(made, host, tokens_of, as_lengths(LENGTHS))
     good, build = PLANS["unequal counts"](), host_module.build_pack
 
     def error(plan: StepPlan = good) -> float:
@@ -181,7 +183,7 @@ def refused_loads(folder: str) -> list[str]:
 
 def refused_plans() -> list[str]:
     host = open_host(recipe(3), init_world())
-    batch = sequences(LENGTHS)
+    batch = as_lengths(LENGTHS)
     whole = tuple(MicroBatch((Slice(i, 0, n),), (i % 2,)) for i, n in enumerate(LENGTHS))
     both = tuple(Op(kind, i) for kind in ("F", "B") for i in range(len(whole)))  # type: ignore[arg-type]
     plans = [

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.model import build_model
@@ -83,7 +85,7 @@ def planned(host: Any, name: str) -> StepPlan:
             for number, pack in enumerate(packs)
         )
         limits = Limits(layout.dp, 1 << 20, num_stages=layout.pp, layers_per_stage=4 // layout.pp)
-        return StepPlan(sequences(LENGTHS), micro_batches, limits).check()
+        return check(StepPlan(as_lengths(LENGTHS), micro_batches, limits))
     if kind == "shared":
         return random_shared_plan(int(seed), LENGTHS, heads=4, **sizes)
     own = {"idle": {"idle": (1,), "asymmetric": False}, "recompute": {"recompute": True, "asymmetric": False}}
@@ -101,14 +103,14 @@ def with_weights(plan: StepPlan, draw: np.random.Generator) -> StepPlan:
             place = int(draw.integers(row.index(op) + 1, len(row) + 1))
             row.insert(place, Op("W", op.micro_batch))
         order.append(tuple(row))
-    return replace(plan, order=tuple(order), limits=replace(plan.limits, splits_backward=True)).check()
+    return check(replace(plan, order=tuple(order), limits=replace(plan.limits, splits_backward=True)))
 
 
 def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, Any]:
     """Errors of every plan against the plain reference, and what the rank ran."""
     found = {}
     with hosted(pp, stage, **more) as host:
-        loss, wanted = reference(host.recipe, host, tokens_of, sequences(LENGTHS))
+        loss, wanted = reference(host.recipe, host, tokens_of, as_lengths(LENGTHS))
         norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
         before = host.weights()
         for name in names:
@@ -147,7 +149,7 @@ def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **mor
         )
         told: dict[str, Any] = {"loss": [], "norm": [], "passes": [], "marks": []}
         for name in names:
-            loss, _ = plain_gradients(model, tokens_of, sequences(LENGTHS))
+            loss, _ = plain_gradients(model, tokens_of, as_lengths(LENGTHS))
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             plan, marks = planned(host, name), []
@@ -196,13 +198,15 @@ def memory(pp: int) -> dict[str, Any]:
                 saved[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
-            plan = StepPlan(
-                sequences(lengths),
-                (MicroBatch((Slice(0, 0, 64),), (0,)),),
-                limits,
-                order,
-                recompute=((layers,),) * pp,
-            ).check()
+            plan = check(
+                StepPlan(
+                    as_lengths(lengths),
+                    (MicroBatch((Slice(0, 0, 64),), (0,)),),
+                    limits,
+                    order,
+                    recompute=((layers,),) * pp,
+                )
+            )
 
             def forward_alone(stage: Any, op: Any, saved: dict[int, int] = saved, layers: int = layers) -> None:
                 kept[layers] = sum(saved.values())
@@ -233,7 +237,7 @@ def alive_after_sending(pp: int) -> int:
         limits = Limits(1, 1 << 20, num_stages=pp, layers_per_stage=4 // pp)
         order = (tuple(Op(kind, i) for kind in ("F", "B") for i in range(2)),) * pp  # type: ignore[arg-type]
         micro_batches = tuple(MicroBatch((Slice(i, 0, 16),), (0,)) for i in range(2))
-        plan = StepPlan(sequences((16, 16)), micro_batches, limits, order).check()
+        plan = check(StepPlan(as_lengths((16, 16)), micro_batches, limits, order))
         with patch.object(PlannedStage, "_send", sending), patch.object(PlannedStage, "_backward", backward):
             host.gradients(plan, lambda _: np.arange(16))
     return alive[0]
@@ -267,7 +271,7 @@ def mutants(pp: int) -> dict[str, Any]:
         replayed = random_plan(
             5, LENGTHS, num_ranks=host.layout.dp, num_stages=pp, layers_per_stage=4 // pp, replay="all"
         )
-        loss, wanted = reference(host.recipe, host, tokens_of, sequences(LENGTHS))
+        loss, wanted = reference(host.recipe, host, tokens_of, as_lengths(LENGTHS))
 
         def errors(plan: StepPlan = cut) -> Any:
             try:
@@ -308,8 +312,8 @@ def _crossed(host: Any) -> dict[str, Any]:
     limits = Limits(1, 1 << 20, num_stages=2, layers_per_stage=2)
     micro_batches = tuple(MicroBatch((Slice(i, 0, 16),), (0,)) for i in range(2))
     order = (tuple(Op(kind, i) for kind in ("F", "B") for i in range(2)),) * 2  # type: ignore[arg-type]
-    plan = StepPlan(sequences((16, 16)), micro_batches, limits, order).check()
-    _, wanted = reference(host.recipe, host, tokens, plan.sequences)
+    plan = check(StepPlan(as_lengths((16, 16)), micro_batches, limits, order))
+    _, wanted = reference(host.recipe, host, tokens, plan.lengths)
     wanted = {n: g for n, g in wanted.items() if n in host.module.global_parameters()}
 
     def error() -> tuple[float, float]:

@@ -35,7 +35,7 @@ def exactness(stage: int, names: list[str], recompute: bool = False, dtype: str 
     for name in names:
         plan = plans.named(name)
         if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.sequences)
+            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
         loss, wanted = references[plan.sequences]
         result, gradients = host.gradients(plan, plans.tokens_of(plan))
         found[name] = {
@@ -53,7 +53,7 @@ def mutants(stage: int) -> dict[str, tuple[float, float]]:
     made = slices.recipe(stage)
     host = open_host(made, init_world())
     plan = plans.even()
-    loss, wanted = reference(made, host, plans.tokens_of(plan), plan.sequences)
+    loss, wanted = reference(made, host, plans.tokens_of(plan), plan.lengths)
 
     def errors() -> tuple[float, float]:
         result, gradients = host.gradients(plan, plans.tokens_of(plan))

@@ -64,7 +64,7 @@ def exactness(stage: int, names: list[str], recompute: bool = False, dtype: str 
     for name in names:
         plan = plan_named(name)
         if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.sequences)
+            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
         loss, wanted = references[plan.sequences]
         calls: list[int] = []
         # Not the MLP: a recomputed layer stops where it has all that it needs, inside it.
@@ -125,7 +125,7 @@ def mutants(stage: int) -> dict[str, tuple[float, float]]:
     made = recipe(stage)
     host = open_host(made, init_world())
     plan = plans.chains("some", equal=True)
-    loss, wanted = reference(made, host, plans.tokens_of(plan), plan.sequences)
+    loss, wanted = reference(made, host, plans.tokens_of(plan), plan.lengths)
 
     def errors(one: StepPlan = plan) -> tuple[float, float]:
         result, gradients = host.gradients(one, plans.tokens_of(one))
@@ -203,6 +203,6 @@ def refused() -> list[str]:
     host.engine.module.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
     errs(lambda: host.gradients(plan, plans.tokens_of(plan)))
     shared = tuple(m._replace(ranks=(0, 1)) for m in plan.micro_batches)
-    errs(lambda: host.gradients(StepPlan(plan.sequences, shared, plan.limits, plan.order), plans.tokens_of(plan)))
+    errs(lambda: host.gradients(StepPlan(plan.lengths, shared, plan.limits, plan.order), plans.tokens_of(plan)))
     host.close()
     return told

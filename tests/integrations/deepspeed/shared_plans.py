@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 from evenload.core.errors import PlanError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 LENGTHS = (150, 83, 9, 13, 22, 5, 61, 1)
 HEADS = 4
@@ -18,7 +20,7 @@ HEADS = 4
 
 def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
     """Token ids of each sequence of a plan, by its index."""
-    return lambda i: np.random.default_rng(i).integers(0, 97, plan.sequences[i].length)
+    return lambda i: np.random.default_rng(i).integers(0, 97, int(plan.lengths[i]))
 
 
 def piece(sequence: int, part: int = 0, parts: int = 1) -> Slice:
@@ -88,7 +90,7 @@ def even(cp_comm: Any = "ring") -> StepPlan:
 def offloaded() -> StepPlan:
     """Activations of some micro-batches would wait in host memory."""
     made = mixed("ring")
-    return replace(made, offload=(0.5, 0.0, 1.0, 0.0, 0.0, 0.25)).check()
+    return check(replace(made, offload=(0.5, 0.0, 1.0, 0.0, 0.0, 0.25)))
 
 
 def crossed() -> StepPlan:
@@ -98,7 +100,7 @@ def crossed() -> StepPlan:
     made = ordered(LENGTHS, groups)
     forwards = tuple(op for op in made.order[0] if op.kind == "F")
     backwards = tuple(Op("B", j) for j in (1, 2, 0, 3, 4, 5, 6))
-    return StepPlan(made.sequences, made.micro_batches, made.limits, (forwards + backwards,)).check()
+    return check(StepPlan(made.lengths, made.micro_batches, made.limits, (forwards + backwards,)))
 
 
 def random_plan(seed: int) -> StepPlan:
@@ -143,7 +145,7 @@ def _group(pieces: list[Slice], chosen: dict[str, Any], rng: random.Random) -> M
         found = found._replace(remap=rng.random() < 0.3, routed=rng.random() < 0.3)
     alone = found._replace(slices=tuple(Slice(k, 0, p.length) for k, p in enumerate(pieces)))
     try:
-        StepPlan(sequences([p.length for p in pieces]), (alone,), _limits()).check()
+        check(StepPlan(as_lengths([p.length for p in pieces]), (alone,), _limits()))
     except PlanError:  # too few tokens for its ranks, which slices of a chain never have
         return MicroBatch(tuple(pieces), ranks[:1])
     return found
@@ -164,7 +166,7 @@ def ordered(
     rng: random.Random | None = None,
 ) -> StepPlan:
     """The checked plan; one global order of passes: forwards, then backwards in reverse, or any order by `rng`."""
-    batch, limits, back = sequences(lengths), _limits(equal, node_ranks), tuple(backward or ())
+    batch, limits, back = as_lengths(lengths), _limits(equal, node_ranks), tuple(backward or ())
     known = {m[:2] for m in groups}
     replayed = tuple(sorted({j for j, m in enumerate(back) if m[:2] not in known} | set(again)))
     bare = StepPlan(batch, tuple(groups), limits, backward=back, replayed=replayed)
@@ -172,7 +174,7 @@ def ordered(
     backwards = [Op("B", j) for j in range(len(back or groups))]
     if not back:
         backwards.reverse()
-    missing = {s.index: s.length for s in batch}
+    missing = dict(enumerate(batch.tolist()))
     left, ops = dict(missing), []
     while forwards or backwards:
         ready = [op for op in backwards if _is_ready(bare, op, missing, left, ops)]
@@ -185,7 +187,7 @@ def ordered(
         backwards.remove(ops[-1])
         for s in bare.passes("B")[ops[-1].micro_batch].slices:
             left[s.sequence] = s.start
-    return StepPlan(batch, tuple(groups), limits, (tuple(ops),), backward=back, replayed=replayed).check()
+    return check(StepPlan(batch, tuple(groups), limits, (tuple(ops),), backward=back, replayed=replayed))
 
 
 def _is_ready(plan: StepPlan, op: Op, missing: dict[int, int], left: dict[int, int], ops: list[Op]) -> bool:

@@ -8,7 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 LENGTHS = (160, 75, 9, 13, 22, 5, 17, 1)
 """Sequence 0 becomes 16 slices on rank 0, sequence 1 five on rank 1; the others go with them."""
@@ -19,7 +21,7 @@ Row = list[list[Slice]]
 
 def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
     """Token ids of each sequence of a plan, by its index."""
-    return lambda i: np.random.default_rng(i).integers(0, 97, plan.sequences[i].length)
+    return lambda i: np.random.default_rng(i).integers(0, 97, int(plan.lengths[i]))
 
 
 def whole(sequence: int) -> Slice:
@@ -118,9 +120,9 @@ def make(
     groups, groups_back = _launched(forward), _launched(backward or [])
     known = {m[:2] for m in groups}
     replayed = {j for j, m in enumerate(groups_back) if m[:2] not in known} | set(again)
-    plan = StepPlan(sequences(lengths), groups, limits, backward=groups_back, replayed=tuple(sorted(replayed)))
+    plan = StepPlan(as_lengths(lengths), groups, limits, backward=groups_back, replayed=tuple(sorted(replayed)))
     ops = [op for rank in range(len(forward)) for op in _order(plan, rank, rng)]
-    return StepPlan(plan.sequences, groups, limits, (tuple(ops),), backward=groups_back, replayed=plan.replayed).check()
+    return check(StepPlan(plan.lengths, groups, limits, (tuple(ops),), backward=groups_back, replayed=plan.replayed))
 
 
 def _launched(rows: list[Row]) -> tuple[MicroBatch, ...]:
@@ -132,7 +134,7 @@ def _order(plan: StepPlan, rank: int, rng: random.Random | None) -> list[Op]:
     forwards, backwards = list(plan.of_rank(rank)), list(plan.of_rank(rank, "B"))
     if not plan.backward:
         backwards.reverse()
-    left = {s.index: s.length for s in plan.sequences}
+    left = dict(enumerate(plan.lengths.tolist()))
     missing = dict(left)
     ops: list[Op] = []
     while forwards or backwards:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import attention
 from evenload.integrations.deepspeed.host import loss_sum
@@ -54,7 +54,7 @@ def _in_turn(packs):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt"])
 def test_any_packing_is_exact(family):
     packed, plain = _models(family)
-    loss, wanted = plain_gradients(plain, TOKENS.__getitem__, sequences(LENGTHS))
+    loss, wanted = plain_gradients(plain, TOKENS.__getitem__, as_lengths(LENGTHS))
     assert len(wanted) == len(list(packed.parameters()))
     for packs in ([_pack()], [_pack((2, 0)), _pack((1, 3))], [_pack((0, 1), 19), _pack((2, 3), 8)]):
         found_loss, found = _gradients(packed, packs, _in_turn(packs))
@@ -66,7 +66,7 @@ def test_any_packing_is_exact(family):
 def test_a_replay_runs_under_the_pack_of_its_own_forward(reentrant):
     packed, plain = _models("llama")
     packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    _, wanted = plain_gradients(plain, TOKENS.__getitem__, sequences(LENGTHS))
+    _, wanted = plain_gradients(plain, TOKENS.__getitem__, as_lengths(LENGTHS))
     # Two packs of one size: under the other's borders a replay would run, and be wrong.
     packs = [_pack((0, 3), 8), _pack((2,), 16), _pack((1,))]
     _, found = _gradients(packed, packs, [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 2), ("B", 1)])
@@ -84,7 +84,7 @@ def test_a_replay_runs_under_the_pack_of_its_own_forward(reentrant):
 )
 def test_mutants_are_caught(change):
     packed, plain = _models("llama")
-    _, wanted = plain_gradients(plain, TOKENS.__getitem__, sequences(LENGTHS))
+    _, wanted = plain_gradients(plain, TOKENS.__getitem__, as_lengths(LENGTHS))
     pack = dataclasses.replace(_pack(), **change)
     assert relative_error(_gradients(packed, [pack], [("F", 0), ("B", 0)])[1], wanted) > 1e-3
 

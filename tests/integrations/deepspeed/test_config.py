@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
@@ -105,7 +106,7 @@ def _plan(counts):
     lengths = [4] * sum(counts)
     ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
     micro_batches = tuple(MicroBatch((Slice(i, 0, 4),), (rank,)) for i, rank in enumerate(ranks))
-    return StepPlan(sequences(lengths), micro_batches, Limits(len(counts), 4))
+    return StepPlan(as_lengths(lengths), micro_batches, Limits(len(counts), 4))
 
 
 def test_equal_counts_only_where_the_stage_needs_them():
@@ -132,7 +133,7 @@ def test_a_script_of_ones_own_shares_nothing_and_is_told_so_once(caplog, section
         chain = PlanChain.of_loop(recipe, recipe.layout())
         PlanChain.of_loop(recipe, recipe.layout(), warn=False)
     assert caplog.text.count("plugins.mesh.enabled=True has no effect") == 1
-    plan = chain.plan(sequences([64, 60, 3, 2, 9]))
+    plan = chain.plan(as_lengths([64, 60, 3, 2, 9]))
     assert sum(len(m.slices) for rank in into_exactly(plan, 2) for m in rank) == 5
 
 

@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
@@ -24,7 +26,7 @@ def _plan(replayed=(), cut=False, split=False, stages=2):
     micro_batches = tuple(MicroBatch((s,), (0,)) for s in slices)
     passes = [Op("F", i) for i in range(3)] + [Op("B", i) for i in (2, 1, 0)] + [Op("W", 1)] * split
     limits = Limits(1, 8, num_stages=stages, layers_per_stage=2, splits_backward=split)
-    return StepPlan(sequences(lengths), micro_batches, limits, (tuple(passes),) * stages, replayed=replayed).check()
+    return check(StepPlan(as_lengths(lengths), micro_batches, limits, (tuple(passes),) * stages, replayed=replayed))
 
 
 def _told(plan, stage):

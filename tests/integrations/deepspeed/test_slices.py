@@ -29,7 +29,7 @@ def _model(family, plain=False):
 def _run(model, plan, tokens_of, *, equal=False):
     """Loss and gradients of a plan on a bare model: the passes of one rank after those of the other."""
     model.zero_grad(set_to_none=True)
-    total, num_targets = 0.0, count_targets(plan.sequences)
+    total, num_targets = 0.0, count_targets(plan.lengths)
     for rank in range(plan.limits.num_ranks):
         store, losses = PrefixStore.of_plan(plan), {}
         for one in passes_of_rank(plan, rank, plan.limits.num_ranks, equal=equal):
@@ -73,7 +73,7 @@ def test_every_plan_is_exact_in_float64(slice_plans, family, recompute):
         recompute_layers(model)
     for name in (*HAND, *RANDOM[:6]):
         plan = _by_name(slice_plans, name)
-        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.sequences)
+        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.lengths)
         found_loss, found = _run(model, plan, slice_plans.tokens_of(plan), equal=recompute)
         assert found_loss == pytest.approx(loss, rel=1e-12), name
         assert relative_error(found, wanted) < 1e-9, name

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
 from evenload.integrations.megatron import batch as batch_module
@@ -74,7 +76,7 @@ def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = 
         )
         for rank, indices in packs
     )
-    return StepPlan(sequences(lengths), micro_batches, Limits(num_ranks, 4096)).check()
+    return check(StepPlan(as_lengths(lengths), micro_batches, Limits(num_ranks, 4096)))
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def exactness(
     with hosted(world, **changes) as host:
         data = tokens()
         the_plan = plan(host.layout.dp_cp_size, packs=packs, pad=pad)
-        expected_loss, expected = reference(host.recipe, host, data, the_plan.sequences)
+        expected_loss, expected = reference(host.recipe, host, data, the_plan.lengths)
         with mutation(mutant):
             result, gradients = host.gradients(the_plan, data)
         return {
@@ -207,7 +209,7 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
         data = tokens()
-        _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).sequences)
+        _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).lengths)
         with mutation(mutant):
             for packs in plans:
                 host._run(plan(host.layout.dp_cp_size, packs=packs), data, lambda _: None, BusyClock(CPU))
@@ -270,7 +272,7 @@ def own_loop(world: Any) -> float:
     """A loop of one's own, from the public pieces and stock Megatron only; its error against plain training."""
     with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
         data, the_plan = tokens(), plan(host.layout.dp_cp_size)
-        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        _, expected = reference(host.recipe, host, data, the_plan.lengths)
         ddp = host.ddp
         ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
         batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data)
@@ -307,11 +309,11 @@ def recomputed(world: Any, *, by_plan: bool) -> float:
     """Error with layers recomputed in backward, which must see its own micro-batch's plan; without an order."""
     with hosted(world, parallel__pp=world.size, train__recompute=not by_plan) as host:
         data, the_plan = tokens(), plan(host.layout.dp_cp_size)
-        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        _, expected = reference(host.recipe, host, data, the_plan.lengths)
         if by_plan:
             limits = replace(the_plan.limits, num_stages=world.size, layers_per_stage=4 // world.size)
             layers = tuple(i % 3 for i in range(len(the_plan.micro_batches)))
-            the_plan = replace(the_plan, limits=limits, recompute=(layers,) * world.size).check()
+            the_plan = check(replace(the_plan, limits=limits, recompute=(layers,) * world.size))
         _, gradients = host.gradients(the_plan, data)
         return grad_rel_err(gradients, expected)
 

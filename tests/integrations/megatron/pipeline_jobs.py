@@ -13,8 +13,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
-from evenload.core.plan.step_plan import Limits, StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan_json import read_step
 from evenload.core.planning.setting import context_of, limits_of
 from evenload.integrations.megatron import open_host, schedule
 from evenload.integrations.megatron.model import gpt as model
@@ -49,7 +52,7 @@ def close_host() -> None:
 
 def _reference(host: Any, lengths: list[int]) -> Any:
     if str(lengths) not in _kept["references"]:
-        _kept["references"][str(lengths)] = reference(host.recipe, host, tokens(lengths), sequences(lengths))
+        _kept["references"][str(lengths)] = reference(host.recipe, host, tokens(lengths), as_lengths(lengths))
     return _kept["references"][str(lengths)]
 
 
@@ -57,7 +60,7 @@ def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
     layout = host.layout
     layers = host.recipe.model.num_layers // layout.pp
     limits = Limits(layout.dp_cp_size, 1 << 20, num_stages=layout.pp, layers_per_stage=layers, splits_backward=True)
-    return StepPlan.from_json(written, limits).check()
+    return check(read_step(written, limits))
 
 
 def piped(
@@ -99,7 +102,7 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
 
     sharding = patch.object(model, "DistributedDataParallelConfig", sharding_config)
     with sharding, hosted(world, **changes) as host:
-        _, expected = reference(host.recipe, host, tokens(lengths), sequences(lengths))
+        _, expected = reference(host.recipe, host, tokens(lengths), as_lengths(lengths))
         for written in plans:
             host._run(_plan(host, written), tokens(lengths), lambda _: None, BusyClock(CPU))
             for group in host.ddp.bucket_groups:

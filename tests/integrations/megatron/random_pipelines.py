@@ -11,7 +11,9 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 SHARES = {"none": 0.0, "some": 0.5, "all": 1.0}
 Edges = dict[int, set[int]]
@@ -49,15 +51,17 @@ def random_pipeline(
     orders = _interleaved(draw, forward, backward, _needs(micro_batches), num_stages)
     layers = {"none": (0, 0), "some": (0, layers_per_stage), "all": (layers_per_stage, layers_per_stage)}[recompute]
     limits = Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage, splits_backward=True)
-    return StepPlan(
-        sequences(lengths),
-        tuple(micro_batches),
-        limits,
-        order=tuple(tuple(_with_weights(draw, ops, SHARES[split])) for ops in orders),
-        recompute=tuple(tuple(draw.randint(*layers) for _ in micro_batches) for _ in range(num_stages)),
-        replayed=tuple(i for i in before if draw.random() < SHARES[replay]),
-        made_by=f"recompute {recompute}, split {split}, replay {replay}",
-    ).check()
+    return check(
+        StepPlan(
+            as_lengths(lengths),
+            tuple(micro_batches),
+            limits,
+            order=tuple(tuple(_with_weights(draw, ops, SHARES[split])) for ops in orders),
+            recompute=tuple(tuple(draw.randint(*layers) for _ in micro_batches) for _ in range(num_stages)),
+            replayed=tuple(i for i in before if draw.random() < SHARES[replay]),
+            made_by=f"recompute {recompute}, split {split}, replay {replay}",
+        )
+    )
 
 
 def _packs(draw: Random, lengths: Any, num_ranks: int, pieces: list[int]) -> list[MicroBatch]:

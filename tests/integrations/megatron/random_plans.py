@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 
 
 def random_plan(
@@ -59,7 +61,7 @@ def random_plan(
         shape = (num_stages, len(forward))
         recomputed = tuple(tuple(map(int, row)) for row in draw.integers(0, layers_per_stage + 1, shape))
     bare = StepPlan(
-        sequences(lengths),
+        as_lengths(lengths),
         tuple(forward),
         Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage),
         recompute=recomputed,
@@ -67,7 +69,7 @@ def random_plan(
         backward=tuple(backward),
         replayed=replayed,
     )
-    return with_order(bare, draw).check()
+    return check(with_order(bare, draw))
 
 
 def with_order(bare: StepPlan, draw: np.random.Generator) -> StepPlan:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan, sequences
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
@@ -57,7 +57,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, megatron__overlap_grad_reduce=True, **changes) as host:
         data, ranks = tokens(HAND_LENGTHS), host.layout.dp_cp_size
-        _, expected = reference(host.recipe, host, data, sequences(HAND_LENGTHS))
+        _, expected = reference(host.recipe, host, data, as_lengths(HAND_LENGTHS))
         sizes = {
             "num_ranks": ranks,
             "num_stages": host.layout.pp,
@@ -96,7 +96,7 @@ def shared_own_loop(world: Any) -> float:
     """A loop of one's own over shared micro-batches, from the public pieces and stock Megatron only; its error."""
     with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
         data, the_plan = tokens(HAND_LENGTHS), sharing(host, "zones")
-        _, expected = reference(host.recipe, host, data, the_plan.sequences)
+        _, expected = reference(host.recipe, host, data, the_plan.lengths)
         ddp, plane = host.ddp, open_plane()
         ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
         batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data, plane=plane)

@@ -8,7 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from megatron_random_plans import regrouped, with_order
 
 HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
@@ -28,13 +30,13 @@ def by_hand(
     whole = [Slice(i, 0, n) for i, n in enumerate(HAND_LENGTHS)]
     micro_batches, ordered = _HAND[name](whole)
     bare = StepPlan(
-        sequences(HAND_LENGTHS),
+        as_lengths(HAND_LENGTHS),
         tuple(micro_batches),
         _limits(num_ranks, num_stages, layers_per_stage, heads=heads),
         made_by=name,
     )
     wanted = num_stages > 1 if ordered is None else ordered
-    return (with_order(bare, np.random.default_rng(1)) if wanted else bare).check()
+    return check(with_order(bare, np.random.default_rng(1)) if wanted else bare)
 
 
 def _mixed(cp_comm: str, ulysses_degree: int = 0) -> Any:
@@ -172,7 +174,7 @@ def random_shared_plan(
     shape = (num_stages, len(micro_batches))
     rows = draw.integers(0, layers_per_stage + 1, shape) if recompute else ()
     bare = StepPlan(
-        sequences(lengths),
+        as_lengths(lengths),
         micro_batches,
         _limits(num_ranks, num_stages, layers_per_stage, heads=heads, node_ranks=2),
         recompute=tuple(tuple(map(int, row)) for row in rows),
@@ -181,7 +183,7 @@ def random_shared_plan(
         replayed=replayed,
     )
     ordered = cut or backward or replayed or num_stages > 1 or draw.integers(2)
-    return (with_order(bare, draw) if ordered else bare).check()
+    return check(with_order(bare, draw) if ordered else bare)
 
 
 class _Part:

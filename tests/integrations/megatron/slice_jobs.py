@@ -10,8 +10,10 @@ from unittest.mock import patch
 
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import one_forward_one_backward, orders_of_stage
-from evenload.core.plan.step_plan import Limits, MicroBatch, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.integrations.megatron.forward import Forward
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
@@ -53,7 +55,7 @@ def errors_of_plans(
 ) -> list[dict[str, Any]]:
     """Loss and gradients of named plans against plain training, or what the host said of a planted fault."""
     data, found = tokens(lengths), []
-    expected_loss, expected = reference(host.recipe, host, data, sequences(lengths))
+    expected_loss, expected = reference(host.recipe, host, data, as_lengths(lengths))
     for name, the_plan in plans:
         with planted():
             try:
@@ -78,7 +80,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
         data = tokens()
-        _, expected = reference(host.recipe, host, data, sequences(LENGTHS))
+        _, expected = reference(host.recipe, host, data, as_lengths(LENGTHS))
         for seed in seeds:
             for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.dp_cp_size)):
                 host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
@@ -152,7 +154,7 @@ def in_flight(world: Any, *, packs: int) -> dict[str, int]:
     micro_batches = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(packs))
     limits = Limits(1, 4, num_stages=2, layers_per_stage=2)
     order = tuple(tuple(one_forward_one_backward(range(packs), ahead)) for ahead in (1, 0))
-    the_plan = StepPlan(sequences(lengths), micro_batches, limits, order=order).check()
+    the_plan = check(StepPlan(as_lengths(lengths), micro_batches, limits, order=order))
     told = {"sent": 0, "most": 0}
     send = StageLinks.send
 

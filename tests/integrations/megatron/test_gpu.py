@@ -52,7 +52,7 @@ def errors(jobs: Any, world: Any, dtype: str, packs: Any) -> tuple[float, float,
 
     with jobs.hosted(world, train__dtype=dtype, **WIDE) as host:
         data, plan = jobs.tokens(LENGTHS), jobs.plan(1, LENGTHS, packs)
-        expected_loss, expected = reference(host.recipe, host, data, plan.sequences)
+        expected_loss, expected = reference(host.recipe, host, data, plan.lengths)
         result, gradients = host.gradients(plan, data)
         return abs(result.loss - expected_loss) / expected_loss, grad_rel_err(gradients, expected), result
 

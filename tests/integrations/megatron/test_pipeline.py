@@ -9,8 +9,11 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import one_forward_one_backward
-from evenload.core.plan.step_plan import Limits, MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan_json import step_json
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow
@@ -171,7 +174,7 @@ def test_the_proof_catches_a_gradient_that_tensor_parallel_ranks_did_not_sum(on_
 
 def test_spans_tell_every_pass_and_weights_are_multiplied_in_their_own(on_ranks):
     plan = drawn(4, "pp2", split="some", recompute="some")
-    for stage, found in enumerate(on_ranks(2, "passes", plan=plan.to_json(), lengths=LENGTHS, parallel__pp=2)):
+    for stage, found in enumerate(on_ranks(2, "passes", plan=step_json(plan), lengths=LENGTHS, parallel__pp=2)):
         layers, count = LAYERS // 2, len(plan.split[stage])
         assert [(kind, number) for kind, number, _, _ in found["spans"]] == [*found["ops"], ("G", -1), ("U", -1)]
         times = [t for _, _, start, end in found["spans"] for t in (start, end)]
@@ -187,7 +190,7 @@ def test_what_waits_for_a_weight_pass_is_what_the_limits_say(on_ranks, tp):
     """In float64: inputs of the linear layers and gradients of their outputs, whether layers were recomputed or not."""
     plan = drawn(5, "pp2", split="all", recompute="some")
     changes = {"parallel__pp": 2, "parallel__tp": tp}
-    for found in on_ranks(2 * tp, "passes", plan=plan.to_json(), lengths=LENGTHS, **changes):
+    for found in on_ranks(2 * tp, "passes", plan=step_json(plan), lengths=LENGTHS, **changes):
         per_token = found["deferred_bytes_per_token"] * LAYERS // 2
         assert dict(found["held"]) == {i: per_token * m.num_tokens for i, m in enumerate(plan.micro_batches)}
 
@@ -203,8 +206,8 @@ def test_what_was_sent_is_freed_in_time_also_between_weight_passes(on_ranks):
             ops += [op, *late]
         orders.append((*ops, Op("W", 10), Op("W", 11)))
     limits = Limits(1, 4, num_stages=2, layers_per_stage=2, splits_backward=True)
-    plan = StepPlan(sequences([4] * 12), packs, limits, order=tuple(orders)).check()
-    for found in on_ranks(2, "passes", plan=plan.to_json(), lengths=[4] * 12, parallel__pp=2):
+    plan = check(StepPlan(as_lengths([4] * 12), packs, limits, order=tuple(orders)))
+    for found in on_ranks(2, "passes", plan=step_json(plan), lengths=[4] * 12, parallel__pp=2):
         assert (found["sent"], found["most"]) == (12, 2)
         assert not found["left_over"]
 
@@ -213,8 +216,8 @@ def test_a_step_after_one_that_failed_halfway_is_refused_and_takes_none_of_its_m
     """The first stage has sent three packs, of which the second has taken one."""
     packs = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(4))
     orders = tuple(tuple(one_forward_one_backward(range(4), ahead)) for ahead in (2, 0))
-    plan = StepPlan(sequences([4] * 4), packs, Limits(1, 4, num_stages=2, layers_per_stage=2), order=orders).check()
-    for first, *after in on_ranks(2, "after_an_error", plan=plan.to_json(), lengths=[4] * 4, parallel__pp=2):
+    plan = check(StepPlan(as_lengths([4] * 4), packs, Limits(1, 4, num_stages=2, layers_per_stage=2), order=orders))
+    for first, *after in on_ranks(2, "after_an_error", plan=step_json(plan), lengths=[4] * 4, parallel__pp=2):
         assert first == "planted"
         assert ["the step before failed halfway" in text for text in after] == [True, True]
 

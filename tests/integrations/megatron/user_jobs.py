@@ -20,7 +20,8 @@ import evenload
 import numpy as np
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, sequences
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.face import load_plugins
@@ -152,7 +153,7 @@ def planning(make: Callable[[Any], StepPlan]) -> Iterator[list[StepPlan]]:
     made: list[StepPlan] = []
 
     def plan(chain: PlanChain, batch: Any) -> StepPlan:
-        made.append(make(chain, [s.length for s in batch]))
+        made.append(make(chain, batch))
         return made[-1]
 
     with patch.object(PlanChain, "plan", plan):
@@ -170,7 +171,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "layers_per_stage": limits.layers_per_stage,
         }
         plan = random_plan(seed, lengths, **sizes, **how)
-        plan = replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)).check()
+        plan = check(replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)))
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
     return make
@@ -184,7 +185,7 @@ def with_weights(plan: StepPlan, seed: int) -> StepPlan:
         for op in [op for op in row if op.kind == "B" and draw.random() < 0.5]:
             row.insert(int(draw.integers(row.index(op) + 1, len(row) + 1)), Op("W", op.micro_batch))
     limits = replace(plan.limits, splits_backward=True)
-    return replace(plan, limits=limits, order=tuple(map(tuple, rows))).check()
+    return check(replace(plan, limits=limits, order=tuple(map(tuple, rows))))
 
 
 def user_plans(
@@ -230,7 +231,7 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
         for one in settings:
 
             def plan(chain: PlanChain, lengths: list[int]) -> StepPlan:
-                return make(chain, sequences(lengths))
+                return make(chain, as_lengths(lengths))
 
             with evenload.enabled(recipe(pipeline={"enabled": True, **one})), planning(plan) as made:
                 found = user.step()
@@ -371,7 +372,7 @@ def _refusal(the_recipe: Any) -> str | None:
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
     """Every sample a micro-batch of its own, without an order."""
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
-    return StepPlan(sequences(lengths), micro_batches, chain.limits).check()
+    return check(StepPlan(as_lengths(lengths), micro_batches, chain.limits))
 
 
 def left_behind(world: Any) -> dict[str, Any]:
