@@ -158,7 +158,7 @@ def test_a_failing_row_takes_the_rows_before_it_back(core, ledger, bad):
     assert vars(core.Engine)["make"] is core.ORIGINALS["make"]
     assert "inherited" not in vars(core.Engine)
     assert states(ledger) == [("earlier call", "applied")]
-    assert core.stored_forward(1) == 10
+    assert core.twin(1) == 10
     ledger.apply(good)
     assert core.step(1) == 20
 
