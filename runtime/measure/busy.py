@@ -51,7 +51,7 @@ class _Moment(NamedTuple):
     wall: Any
 
 
-class _Block(NamedTuple):
+class _TimedBlock(NamedTuple):
     kind: Kind
     micro_batch: int
     start: _Moment
@@ -73,7 +73,7 @@ class BusyClock:
     def __init__(self, device: torch.device, *, record: bool = False) -> None:
         self._cuda, self._record = device.type == "cuda", record
         self._busy_now = cpu_clock()
-        self._blocks: list[_Block] = []
+        self._blocks: list[_TimedBlock] = []
         self._start = self._now()
 
     @contextmanager
@@ -81,7 +81,7 @@ class BusyClock:
         """Count the block as forward (F) or backward (B; R: a forward that is run again; W: weight gradients)."""
         start = self._now()
         yield
-        self._blocks.append(_Block(kind, micro_batch, start, self._now()))
+        self._blocks.append(_TimedBlock(kind, micro_batch, start, self._now()))
 
     def noting(self, kind: Kind) -> AbstractContextManager[None]:
         """Note a block that is not counted: the gradient sum (G), the update (U)."""
@@ -117,7 +117,7 @@ class BusyClock:
     def _started(self, micro_batch: int, _: Tensor) -> None:
         start = self._now()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._blocks.append(_Block("B", micro_batch, start, self._now())))
+        engine.queue_callback(lambda: self._blocks.append(_TimedBlock("B", micro_batch, start, self._now())))
 
     def _now(self) -> _Moment:
         if self._cuda:
