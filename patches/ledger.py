@@ -118,11 +118,6 @@ class Ledger:
         awaited = [Status(row, "pending", f"waits for the import of {row.module}") for row in self._pending.values()]
         return (*on, *awaited, *self._skipped.values())
 
-    @property
-    def rebound(self) -> tuple[str, ...]:
-        """Copies outside the host's own package, ``module:name``, that were rebound."""
-        return tuple(path for applied in self._applied for path in applied.foreign)
-
     def __enter__(self) -> Ledger:
         return self
 
@@ -240,7 +235,7 @@ def _may_be_copied(slot: Slot, original: Any) -> bool:
 
 def _copies(row: Patch, slot: Slot, original: Any) -> list[Slot]:
     """The declared re-exports, checked, and every other module global that is the original."""
-    declared = [found for alias in row.aliases if (found := _alias(row, alias, original)) is not None]
+    declared = [alias_slot for alias in row.aliases if (alias_slot := _alias(row, alias, original)) is not None]
     copies = list(globals_holding(original, row.reach)) if _may_be_copied(slot, original) else []
     known = {slot.place, *(alias.place for alias in declared)}
     return [*declared, *(copy for copy in copies if copy.place not in known)]
@@ -253,22 +248,22 @@ def _alias(row: Patch, path: str, original: Any) -> Slot | None:
         return None
     try:
         slot = locate(path)
-        held = slot.read()
+        current = slot.read()
     except AttributeError:
-        held = MISSING
-    if held is MISSING:
+        current = MISSING
+    if current is MISSING:
         if is_loading(module):
             return None
         raise missing_symbol(row, path)
-    if held is not original:
+    if current is not original:
         raise EvenloadError(
             f"patch '{row.name}': {path} is no longer {row.target}",
-            describe(held),
+            describe(current),
             "apply evenload before the other change, or take that change off; calls there would miss the patch",
         )
     return slot
 
 
 def _is_foreign(copy: Slot, row: Patch) -> bool:
-    home = (row.module.partition(".")[0], __name__.partition(".")[0], *(row.reach or ()))
-    return copy.path not in row.aliases and not within(copy.path.partition(":")[0], home)
+    own_packages = (row.module.partition(".")[0], __name__.partition(".")[0], *(row.reach or ()))
+    return copy.path not in row.aliases and not within(copy.path.partition(":")[0], own_packages)

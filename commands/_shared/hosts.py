@@ -67,5 +67,3 @@ def integration(trainer: str) -> Any:
     """The integration's package, imported now: ``open_host`` and ``reference`` are its public names."""
     return import_module(f"...integrations.{trainer}", __package__)
 
-
-Opener = Callable[..., Any]

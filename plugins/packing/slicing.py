@@ -57,11 +57,6 @@ def fill(
     return best
 
 
-def pack_seconds(pack: list[Slice], price: PassCost) -> float:
-    """What a micro-batch costs [s], launch left out."""
-    return float(sum(price.seconds(s.stop - s.start, s.start) for s in pack))
-
-
 def _pour(
     line: list[int],
     rest: list[int],
