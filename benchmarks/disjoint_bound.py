@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
-from evenload.core.balance.partition import Floats, Ints
+from evenload.core.aliases import Floats, Ints
 from evenload.core.errors import EvenloadError
 from evenload.plugins.mesh.bounds import search
 from evenload.plugins.mesh.candidates.disjoint_groups import Table
@@ -45,7 +45,9 @@ def micro_batch_bound_s(
     seconds = np.where(fits, table.seconds, np.inf)
     least = max(float((seconds * table.degrees).min(axis=1).sum()) / num_ranks, float(seconds.min(axis=1).max()))
     program = _Program(lengths, seconds, table.degrees, max_tokens)
-    return min(search(lambda c: c >= known_s or program.ranks(c, num_ranks, nodes) <= num_ranks + _TOLERANCE, least), known_s)
+    return min(
+        search(lambda c: c >= known_s or program.ranks(c, num_ranks, nodes) <= num_ranks + _TOLERANCE, least), known_s
+    )
 
 
 class _Program:

@@ -10,7 +10,7 @@ rank of a stage.
     activations   predicted: `core.costs.memory`, or what gradient sum and update take; measured: the most that a step
                   holds beyond what is there between steps (`runtime.measure.memory`: tracked storages on a CPU)
     in all        the same with weights and optimizer states: `Simulation.peak_bytes`; measured: what is alive between
-                  steps (`runtime.measure.held`) and the peak above it
+                  steps (`runtime.measure.memory`) and the peak above it
 
 DeepSpeed's reduce_bucket_size is 10^6 here: its default makes ZeRO 1 and 2 take 2 GB for the gradient sum (and ZeRO 3
 keep 2 GB), beside which plans of this size would not be seen.
@@ -51,8 +51,7 @@ from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
-from evenload.runtime.measure.held import live_bytes
-from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.measure.memory import live_bytes, peak_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
 

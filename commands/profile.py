@@ -50,8 +50,8 @@ from ..core.recipe.recipe import Recipe
 from ..core.registry import PlanningContext
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
-from ..runtime.measure.held import free_bytes
 from ..runtime.measure.links import LinkFit, measure_links
+from ..runtime.measure.memory import free_bytes
 from ..runtime.world.variables import integer
 from ._shared.job import Job, logger, run_rank
 from ._shared.show import progress

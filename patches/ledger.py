@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,6 @@ class _Applied:
     original: Any
     late_reach: tuple[str, ...] | None = None
     """Where names imported while the patch was on are looked for."""
-    foreign: list[str] = field(default_factory=list)
 
 
 class Ledger:
@@ -181,9 +180,8 @@ class Ledger:
             before = place.read()
             place.write(after)
             applied.changes.append(_Change(place, before, after))
-        applied.foreign = [copy.path for copy in copies if _is_foreign(copy, row)]
-        if applied.foreign:
-            _log.warning("patch '%s' also rebound copies of %s in %s", row.name, row.target, ", ".join(applied.foreign))
+        if foreign := [copy.path for copy in copies if _is_foreign(copy, row)]:
+            _log.warning("patch '%s' also rebound copies of %s in %s", row.name, row.target, ", ".join(foreign))
 
     def _unwind(self, mark: int) -> None:
         """Take off the rows above ``mark``, last on first off; all of them or none."""

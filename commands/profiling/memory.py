@@ -34,8 +34,7 @@ from ...core.planning.setting import limits_of
 from ...core.planning.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ...core.recipe.recipe import Recipe
 from ...integrations.host import Host, Mark
-from ...runtime.measure.held import live_bytes
-from ...runtime.measure.memory import Levels, peak_bytes
+from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from .._shared.job import Job
 
 COUNTS = (1, 2, 4)

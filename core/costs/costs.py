@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
+from ..aliases import Floats
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import AmountOrNone, LayerCount, refuse_odd_numbers
@@ -37,9 +38,6 @@ from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
-
-Lengths = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
@@ -111,9 +109,9 @@ class PassCost(_Frozen):
         """Seconds of all of it."""
         return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
 
-    def of_each(self, works: Seconds) -> Seconds:
+    def of_each(self, works: Floats) -> Floats:
         """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
-        seconds: Seconds = works @ np.array([self.launch_s, self.token_s, self.pair_s])
+        seconds: Floats = works @ np.array([self.launch_s, self.token_s, self.pair_s])
         return seconds
 
     def plus(self, other: PassCost) -> PassCost:
@@ -189,7 +187,7 @@ class Costs(_Frozen):
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
 
-    def sequence_s(self, lengths: Any) -> Seconds:
+    def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
         n = np.asarray(lengths, dtype=np.float64)
         return np.asarray(self.forward.seconds(n) + self.backward.seconds(n), dtype=np.float64)
@@ -207,7 +205,7 @@ class Costs(_Frozen):
         forward, backward = self.rank_s(micro_batch)
         return float(forward.max()), float(backward.max())
 
-    def rank_s(self, micro_batch: MicroBatch) -> tuple[Seconds, Seconds]:
+    def rank_s(self, micro_batch: MicroBatch) -> tuple[Floats, Floats]:
         """(forward, backward) seconds of each rank of a micro-batch, in their order, compute only: float64 [ranks]."""
         works = np.array(list(rank_works(micro_batch).values()))
         return self.forward.of_each(works), self.backward.of_each(works)
@@ -318,7 +316,7 @@ def fit(work: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
     return PassCost(**dict(zip(("launch_s", "token_s", "pair_s"), coefficients.tolist(), strict=True))), error
 
 
-def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Seconds, float]:
+def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Floats, float]:
     """Non-negative x of least sum of ((columns x - target) / unit)^2, and the mean of |columns x - target| / unit.
 
     ``columns`` float [N, k], k small: every subset of the columns is tried, which is exact.

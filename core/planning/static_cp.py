@@ -15,7 +15,7 @@ from ..costs.costs import Costs, PassCost
 from ..costs.traffic import world_ranks
 from ..machine.layout import Layout
 from ..plan.limits import Limits
-from ..plan.order import KINDS
+from ..plan.order import PASS_KINDS
 from ..plan.step_plan import MicroBatch, Op, StepPlan
 from ..registry import PlanningContext
 
@@ -45,7 +45,7 @@ def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
         max_tokens=-(-plan.limits.max_tokens // cp),
         max_activation_bytes=plan.limits.max_activation_bytes,
     )
-    places = {kind: _places(plan.passes(kind), cp) for kind in KINDS}
+    places = {kind: _places(plan.passes(kind), cp) for kind in PASS_KINDS}
     order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
     return replace(
         plan,

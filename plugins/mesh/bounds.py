@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from ...core.plan.limits import Limits
 from ...core.registry import PlanningContext
 from .config import MeshConfig

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 
-from ...core.balance.partition import Ints, into_bins
+from ...core.aliases import Ints
+from ...core.balance.partition import into_bins
 from ...core.balance.slicing import Line
 from ...core.costs.costs import PassCost
 from ...core.plan.step_plan import Slice

@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.balance.partition import Floats
+from ...core.aliases import Floats
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks

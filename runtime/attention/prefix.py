@@ -145,7 +145,9 @@ class PrefixStore:
             raise _disorder("a slice runs backward out of order", layer, piece, turn)
         if entry.written < len(entry.k_LGD):
             progress = f"{entry.written} of {len(entry.k_LGD)} tokens have run forward"
-            raise _disorder("a slice runs backward before all slices of its sequence ran forward", layer, piece, progress)
+            raise _disorder(
+                "a slice runs backward before all slices of its sequence ran forward", layer, piece, progress
+            )
         return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
 
     def settle(self, layer: int, piece: Slice, dk_PNGD: Tensor, dv_PNGD: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
 from .agreement import wire_device
 from .groups import GroupPool
 
-Ranks = tuple[int, ...]
 Transfer = tuple[int, Tensor]
 """A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
 
@@ -119,11 +119,15 @@ class Plane:
         device = wire_device(self.group)
         message = torch.tensor([number, kind == "B", *digest[:16].ljust(16, b"\0")], dtype=torch.int64).to(device)
         messages = self.post(
-            [(peer, message) for peer in neighbours], [(peer, torch.empty_like(message)) for peer in neighbours], _MEET_TAG
+            [(peer, message) for peer in neighbours],
+            [(peer, torch.empty_like(message)) for peer in neighbours],
+            _MEET_TAG,
         ).wait()
         for peer, theirs in messages.items():
             if not torch.equal(theirs, message):
-                here, there = (f"rank {self.ranks[r]}: {_pass_name(t)}" for r, t in ((self.rank, message), (peer, theirs)))
+                here, there = (
+                    f"rank {self.ranks[r]}: {_pass_name(t)}" for r, t in ((self.rank, message), (peer, theirs))
+                )
                 raise RankError(
                     "ranks that share a micro-batch run different passes",
                     f"{here}; {there}",

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....core.aliases import Ranks
 from ....core.plan.token_layout import Pieces, attended
-from ...world.plane import FIRST_TAG, Plane, Ranks
+from ...world.plane import FIRST_TAG, Plane
 from .heads import Heads, heads_of
 from .jobs import CpGroupJob
 

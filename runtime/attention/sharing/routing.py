@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...world.plane import Pending, Plane, Ranks
+from ....core.aliases import Ranks
+from ...world.plane import Pending, Plane
 
 
 class Message(NamedTuple):

@@ -23,7 +23,7 @@ from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.plan import WORTH_A_CUT, plan
-from evenload.plugins.packing.slicing import fill, pack_seconds
+from evenload.plugins.packing.slicing import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +106,7 @@ def test_what_is_filled_is_everything_in_order_and_under_the_cap(
 def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
     packs = fill([0], np.array([100_000]), PRICE, count, 100_000, 1)
     assert packs is not None
-    costs = [pack_seconds(pack, PRICE) for pack in packs]
+    costs = [sum(PRICE.seconds(s.length, s.start) for s in pack) for pack in packs]
     assert max(costs) / min(costs) < 1.01
     tokens = [pack[0].length for pack in packs]
     assert tokens == sorted(tokens, reverse=True)
