@@ -16,13 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest
 from ..laws import check
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
-from ..registry import PlanningContext, Plugin, PluginConfig
+from ..registry import Plugin, PluginConfig
 from ..simulate.step import simulate
 from .setting import context_of, limits_of
 from .static_cp import fold_cp, unfold_cp

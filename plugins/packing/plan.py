@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.predict import micro_batch_imbalance, pass_seconds, predict
 from ...core.simulate.step import simulate
 from .candidates import portfolio, whole

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from ...core.aliases import Ints
 from ...core.balance.partition import best_fit_decreasing
 from ...core.balance.slicing import evenly
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op, Slice, StepPlan
-from ...core.registry import PlanningContext
 from .checkpointing import fitted
 from .chunks import Pack, assembled, dealt
 from .config import PipelineConfig
