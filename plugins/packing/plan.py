@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
-from ...core.balance.partition import Ints
 from ...core.costs.costs import Costs
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits

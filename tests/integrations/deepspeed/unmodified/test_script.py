@@ -1,0 +1,137 @@
+"""A DeepSpeed script that nobody edited, stock and with evenload: 2 ranks, by torchrun with every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "deepspeed_script.py"
+WITH_EVENLOAD = SCRIPT.with_name("run_with_evenload.py")
+RANKS, SAMPLES_PER_MICRO_BATCH, GAS, CAP = 2, 2, 2, 160
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": SAMPLES_PER_MICRO_BATCH,
+    "gradient_accumulation_steps": GAS,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+SECTION = {"evenload": {"packing": {"enabled": True, "max_tokens": CAP, "slices": "even"}}}
+
+
+def _start(folder, ds_config, *words, evenload=True, scripted=None):
+    """Run the script on 2 ranks, by torchrun or forked; returns the finished process."""
+    (folder / "ds.json").write_text(json.dumps(ds_config))
+    programme = [WITH_EVENLOAD, SCRIPT] if evenload else [SCRIPT]
+    words = ("--ds-config", folder / "ds.json", "--out", folder, *words)
+    if scripted:
+        return scripted("deepspeed", folder, *programme, *words, ranks=RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [*torchrun, *map(str, (*programme, *words))]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+def _results(folder, stage):
+    return [torch.load(folder / f"stage{stage}.rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The weights after the script's epoch of exact steps on the token mean of each global batch, and before it."""
+    script = runpy.run_path(str(SCRIPT), run_name="plain")
+    data, model = script["Samples"](), script["build_model"]()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    orders = [list(DistributedSampler(data, num_replicas=RANKS, rank=rank)) for rank in range(RANKS)]
+    size = SAMPLES_PER_MICRO_BATCH * GAS
+    steps = len(orders[0]) // size
+    for step in range(steps):
+        model.zero_grad()
+        batch = [data[i] for order in orders for i in order[step * size : (step + 1) * size]]
+        rows = [script["collate"]([sample]) for sample in batch]
+        targets = [int((row["labels"][0, 1:] != -100).sum()) for row in rows]
+        for row, count in zip(rows, targets, strict=True):
+            if count:
+                (model(**row).loss * count / sum(targets)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.5 * p.grad
+    evaluation = model.eval()(**script["collate"]([data[0], data[1]])).loss.item()
+    return {"steps": steps, "start": start, "weights": dict(model.named_parameters()), "evaluation": evaluation}
+
+
+def _errors(weights, plain):
+    """(largest absolute error, largest error of a matrix relative to how far training moved it)"""
+    wanted, start = plain["weights"], plain["start"]
+    with torch.no_grad():
+        absolute = max(float((weights[name] - p).abs().max()) for name, p in wanted.items())
+        relative = max(
+            float((weights[name] - p).norm() / (p - start[name]).norm()) for name, p in wanted.items() if p.ndim == 2
+        )
+    return absolute, relative
+
+
+def test_every_stage_takes_exact_steps_and_disable_restores_every_symbol(tmp_path, plain):
+    done = _start(tmp_path, DS_CONFIG | SECTION, "--stages", "0", "1", "2", "3")
+    assert done.stdout.count("RESTORED") == RANKS, done.stdout[-3000:] + done.stderr[-3000:]
+    for stage in (0, 1, 2, 3):
+        for result in _results(tmp_path, stage):
+            absolute, relative = _errors(result["weights"], plain)
+            assert absolute < 3e-7
+            assert relative < 1e-5
+            assert result["steps"] == plain["steps"]
+            assert len(result["shapes"]) == plain["steps"] * GAS
+            assert all(rows == 1 and tokens <= CAP for rows, tokens in result["shapes"])
+            assert result["evaluation"] == pytest.approx(plain["evaluation"], abs=1e-6)
+
+
+def _assert_restored(done):
+    """On rank 0, and on the other one too, or it would have failed."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RESTORED" in done.stdout
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path, plain, scripted):
+    done = _start(tmp_path, DS_CONFIG | SECTION, "--stages", "3", "--checkpointing", scripted=scripted)
+    _assert_restored(done)
+    # Slices are asked for; a script runs whole samples, and each rank says so once.
+    assert done.stderr.count("packing.slices=even has no effect") == RANKS
+    absolute, relative = _errors(_results(tmp_path, 3)[0]["weights"], plain)
+    assert absolute < 3e-7
+    assert relative < 1e-5
+
+
+def test_without_evenload_the_script_runs_and_steps_are_not_exact(tmp_path, plain, scripted):
+    done = _start(tmp_path, DS_CONFIG | SECTION, "--stages", "1", evenload=False, scripted=scripted)
+    results = _results(tmp_path, 1)
+    assert results, done.stderr[-3000:]
+    assert any(rows > 1 for rows, _ in results[0]["shapes"])
+    assert _errors(results[0]["weights"], plain)[1] > 1e-2
+
+
+def test_without_the_section_the_rows_change_nothing(tmp_path, plain, scripted):
+    done = _start(tmp_path, DS_CONFIG, "--stages", "1", scripted=scripted)
+    _assert_restored(done)
+    stock = _results(tmp_path, 1)
+    assert any(rows > 1 for rows, _ in stock[0]["shapes"])
+
+
+def test_a_batch_that_cannot_fit_names_what_to_raise(tmp_path, scripted):
+    section = {"evenload": {"packing": {"enabled": True, "max_tokens": 84}}}
+    done = _start(
+        tmp_path, DS_CONFIG | {"gradient_accumulation_steps": 1} | section, "--stages", "1", scripted=scripted
+    )
+    assert done.returncode != 0
+    assert "gradient_accumulation_steps" in done.stderr
+    assert "max_tokens" in done.stderr
