@@ -48,7 +48,8 @@ from ..core.machine.cluster import Link
 from ..core.machine.shape import shape_of
 from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
-from ..core.recipe.recipe import Recipe
+from ..core.recipe.load import changed
+from ..core.recipe.schema import Recipe
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import LinkFit, measure_links
@@ -107,7 +108,7 @@ class Fitted(NamedTuple):
 def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
     _refuse_unwritable(out)
-    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
+    return run_rank(changed(recipe, {"train.recompute": False}), lambda job: _profile(job, out))
 
 
 def _profile(job: Job, out: Path) -> dict[str, Any]:

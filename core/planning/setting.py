@@ -11,7 +11,7 @@ from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import heads_of, shape_of
 from ..plan.limits import Limits
-from ..recipe.recipe import Recipe
+from ..recipe.schema import Recipe
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from .stock import UNCAPPED
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..recipe.recipe import Recipe
+from ..recipe.schema import Recipe
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .. import registry
 from ..errors import EvenloadError
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
+from .schema import Recipe
 
 
 def refuse_impossible(recipe: Recipe) -> None:

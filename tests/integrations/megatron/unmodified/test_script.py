@@ -133,10 +133,9 @@ def load_script():
 
 def recipe_of(max_tokens: int, slices: str = "even"):
     from evenload.api import load_plugins
-    from evenload.core.recipe import recipe
 
     load_plugins()
-    return recipe.parse({"plugins": {"packing": {"enabled": True, "max_tokens": max_tokens, "slices": slices}}})
+    return recipes.parse({"plugins": {"packing": {"enabled": True, "max_tokens": max_tokens, "slices": slices}}})
 
 
 def with_mask(batches):
