@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .api import load_recipe, plan
     from .core.errors import EvenloadError
     from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
-    from .core.recipe.schema import Recipe
+    from .core.recipe.recipe import Recipe
     from .core.registry import Plugin, register, unregister
     from .patches.session import Session, disable, enable, enabled
 
@@ -27,7 +27,7 @@ _HOMES = {
     "EvenloadError": ".core.errors",
     "MicroBatch": ".core.plan.step_plan",
     "Plugin": ".core.registry",
-    "Recipe": ".core.recipe.schema",
+    "Recipe": ".core.recipe.recipe",
     "Sequence": ".core.plan.step_plan",
     "Session": ".patches.session",
     "Slice": ".core.plan.step_plan",

@@ -11,9 +11,9 @@ from .core import registry
 from .core.input.bounds import lengths_of_batch, refuse_endless
 from .core.plan.step_plan import StepPlan, as_lengths
 from .core.planning.chain import PlanChain
-from .core.recipe import load as recipes
+from .core.recipe import recipe as recipes
+from .core.recipe.recipe import Recipe
 from .core.recipe.rules import refuse_idle_ranks
-from .core.recipe.schema import Recipe
 
 
 @cache

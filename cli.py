@@ -14,8 +14,7 @@ import typer
 from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
 from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
-from .core.recipe.load import changed
-from .core.recipe.schema import Recipe
+from .core.recipe.recipe import Recipe
 
 app = typer.Typer(
     name="evenload",
@@ -155,7 +154,7 @@ def profile(
         "parallel.ep": 1,
         "parallel.dp": max(1, num_ranks // wanted.parallel.tp),
     }
-    _run_ranks(changed(wanted, plane), str(num_ranks), as_json, tables.profile, "profile", out=out.absolute())
+    _run_ranks(wanted.changed(plane), str(num_ranks), as_json, tables.profile, "profile", out=out.absolute())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -201,7 +200,7 @@ def plugins(as_json: AsJson = False) -> None:
 @app.command()
 def schema() -> None:
     """The JSON Schema of a recipe, for editors."""
-    from .core.recipe.schema import json_schema
+    from .core.recipe.recipe import json_schema
 
     load_plugins()
     print(json.dumps(json_schema(), indent=2))

@@ -31,7 +31,7 @@ from evenload.commands._shared.drawing import Drawing, num_waiting
 from evenload.commands._shared.show import emit, grid
 from evenload.core.costs.costs import from_totals
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths

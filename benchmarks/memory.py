@@ -41,8 +41,7 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.recipe.load import parse
-from evenload.core.recipe.schema import Recipe
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes
 from evenload.runtime.world.world import World, close_world, init_world

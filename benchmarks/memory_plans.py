@@ -45,8 +45,7 @@ from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
-from evenload.core.recipe.load import changed, parse
-from evenload.core.recipe.schema import Recipe
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
@@ -82,7 +81,7 @@ class Case(NamedTuple):
                 "deepspeed": {"zero_stage": 0, "config": zero if self.trainer == "deepspeed" else {}},
             }
         )
-        return changed(recipe, dict(self.changes))
+        return recipe.changed(dict(self.changes))
 
     @property
     def costs(self) -> str:

@@ -33,7 +33,7 @@ from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.costs.costs import rank_works
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from ..core.costs.memory import peaks_of_stage
 from ..core.planning.planner import Planned, Planner, alone
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import simulate
 from ..integrations.host import UPDATE
 from ..runtime.measure.memory import Levels

@@ -22,8 +22,8 @@ from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
+from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
-from ..core.recipe.schema import Recipe
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut

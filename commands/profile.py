@@ -47,8 +47,7 @@ from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
-from ..core.recipe.load import changed
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
@@ -108,7 +107,7 @@ class Fitted(NamedTuple):
 def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
     _refuse_unwritable(out)
-    return run_rank(changed(recipe, {"train.recompute": False}), lambda job: _profile(job, out))
+    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
 
 
 def _profile(job: Job, out: Path) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 
 from ..core.errors import EvenloadError, nearest, shorten, shown
 from ..core.input import reading
-from ..core.recipe.load import changed
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from ..data.lengths import read_lengths
 from ._shared.show import progress
 from .plan import Outlook, PlannedStep, look_ahead
@@ -64,7 +63,7 @@ def sweep(
         for settings in combinations:
             changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
             try:
-                rows.append({"settings": settings, **_row(look_ahead(changed(recipe, changes), given, steps, nproc))})
+                rows.append({"settings": settings, **_row(look_ahead(recipe.changed(changes), given, steps, nproc))})
             except EvenloadError as error:
                 rows.append({"settings": settings, "error": vars(error).copy()})
             tick(said(settings))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.errors import EvenloadError, RankError
 from ..core.planning.planner import Planned
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from ..core.recipe.sections import Train
 from ._shared.drawing import num_waiting
 from ._shared.job import Job, logger, open_host, run_rank

@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from ..core.errors import EvenloadError
 from ..core.planning.planner import Draw, Planned, Planner
-from ..core.recipe.load import changed
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.watchdog import Watchdog
 from ..runtime.world.agreement import everyone, from_first
 from ..runtime.world.world import World
@@ -153,7 +152,7 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
         return None
     stages = 1 if p.pp > 1 else 2
     try:
-        other = changed(recipe, {"parallel.pp": stages, "parallel.dp": world_size // (p.tp * p.cp * stages)})
+        other = recipe.changed({"parallel.pp": stages, "parallel.dp": world_size // (p.tp * p.cp * stages)})
         preflight(other, world_size)
     except EvenloadError:
         return None

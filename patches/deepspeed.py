@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from .row import Patch, Wrapper
 
 DEEPSPEED = "deepspeed >=0.19,<0.20"

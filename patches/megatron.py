@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper
 from .slots import foreign_owner

@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
-from ..core.recipe.schema import Recipe
+from ..core.recipe.recipe import Recipe
 from . import deepspeed, megatron, megatron_fixes
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status

@@ -83,7 +83,7 @@ def keys(text: str) -> list[str]:
 def recipe_keys() -> dict[str, list[Any]]:
     """Every key of a recipe with the words that it takes, if they are a list."""
     from evenload.api import load_plugins
-    from evenload.core.recipe.schema import json_schema
+    from evenload.core.recipe.recipe import json_schema
 
     load_plugins()
     schema = json_schema()

@@ -43,8 +43,7 @@ from evenload.core.plan.order import in_slots
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import limits_of
-from evenload.core.recipe.load import parse
-from evenload.core.recipe.schema import Recipe
+from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes

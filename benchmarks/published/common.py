@@ -19,7 +19,7 @@ from evenload.commands._shared.show import emit, grid
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import CpComm, Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from lengths import K, corpus
 

@@ -40,7 +40,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.config import MeshConfig

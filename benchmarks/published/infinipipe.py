@@ -40,7 +40,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
 from evenload.plugins.mesh.config import MeshConfig
 from lengths import K, drawn

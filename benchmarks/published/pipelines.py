@@ -19,7 +19,7 @@ from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.events import play
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import layers_again

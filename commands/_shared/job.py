@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planner
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...data.order import SampleOrder
 from ...data.sources import Source
 from ...integrations.host import Host, TokensOf

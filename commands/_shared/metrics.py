@@ -15,7 +15,7 @@ from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
 from ...core.planning.planner import Planned
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...integrations.host import StepResult
 
 Write = Callable[["Row", Planned], None]

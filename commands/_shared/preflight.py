@@ -13,9 +13,8 @@ from ...core.input.bounds import refuse_endless
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
-from ...core.recipe.load import changed
+from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
-from ...core.recipe.schema import Recipe
 from ...data.sources import Source, open_source
 from ..pictures.files import refuse_path
 from .hosts import require
@@ -84,7 +83,7 @@ def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
     given = recipe.model.vocab_size
     if given is None:
         multiple = math.lcm(_VOCABULARY_MULTIPLE, recipe.parallel.tp)
-        return changed(recipe, {"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
+        return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
     if given < source.vocab_size:
         raise EvenloadError(
             "the model's vocabulary is smaller than the data's",

@@ -24,7 +24,7 @@ from ..laws import check
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.step_plan import Lengths, StepPlan
-from ..recipe.schema import Recipe
+from ..recipe.recipe import Recipe
 from ..registry import Plugin, PluginConfig, Prunable
 from ..simulate.step import after_passes_s
 from .judge import Candidate, floor_s, judge, outcome_of, rivals_of

@@ -10,7 +10,7 @@ from ..costs.traffic import Sharding, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
-from ..recipe.schema import Recipe
+from ..recipe.recipe import Recipe
 from ..recipe.sizes import heads_of, shape_of
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from .stock import UNCAPPED

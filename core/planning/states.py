@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..recipe.schema import Recipe
+from ..recipe.recipe import Recipe
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 

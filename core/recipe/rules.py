@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from .. import registry
 from ..errors import EvenloadError
-from .schema import Recipe
+from .sections import Data, DeepSpeed, Model, Parallel, Train
 
 
-def refuse_impossible(recipe: Recipe) -> None:
+class Wanted(Protocol):
+    """What the rules read of a recipe."""
+
+    model: Model
+    data: Data
+    parallel: Parallel
+    train: Train
+    deepspeed: DeepSpeed
+
+    @property
+    def trainer(self) -> str: ...
+
+    def enabled(self) -> tuple[registry.Plugin, ...]: ...
+
+
+def refuse_impossible(recipe: Wanted) -> None:
     """Raise EvenloadError with the first rule that the recipe breaks, plugin clashes first."""
     model, p, train = recipe.model, recipe.parallel, recipe.train
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())

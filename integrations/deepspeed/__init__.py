@@ -14,7 +14,7 @@ if __name__ != "evenload.integrations.deepspeed":
     )
 
 if TYPE_CHECKING:
-    from ...core.recipe.schema import Recipe
+    from ...core.recipe.recipe import Recipe
     from ...runtime.world.world import World
     from ..host import Host
     from .plain import PlainModel, reference

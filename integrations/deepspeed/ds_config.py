@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.errors import EvenloadError, shown
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 
 OWNED: dict[str, str] = {
     "train_batch_size": "set train.global_batch_size",

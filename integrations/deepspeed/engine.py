@@ -25,7 +25,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from deepspeed.utils import logger as deepspeed_logger
 
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from .ds_config import ds_config
 
 BUCKET = 500_000_000

@@ -15,7 +15,7 @@ import transformers
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.pack import TokensOf, count_targets
 from ...runtime.measure.busy import BusyClock

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...core.simulate.step import SpanKind
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore

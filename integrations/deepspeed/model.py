@@ -13,7 +13,7 @@ import transformers
 
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...runtime.stage.lookup import sum_in_float32
 from . import attention
 from .partial import Parts, build_partly

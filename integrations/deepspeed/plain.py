@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ...core.plan.step_plan import Lengths
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
 from ..host import Host

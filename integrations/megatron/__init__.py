@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...core.recipe.schema import Recipe
+    from ...core.recipe.recipe import Recipe
     from ...runtime.world.world import World
     from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
     from .host import MegatronHost

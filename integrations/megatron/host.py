@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.measure.busy import Busy, BusyClock, counts_waiting
 from ...runtime.stage.stage_links import StageLinks, rows_of_all

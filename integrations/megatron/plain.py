@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Lengths
-from ...core.recipe.load import changed
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
 from ..exactness import largest_error
 from ..host import Host
@@ -49,7 +48,7 @@ class PlainModel:
 
     def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
         dtype = dtype or ("fp32" if recipe.train.dtype == "bf16" else recipe.train.dtype)
-        recipe = changed(recipe, {"train.recompute": False, "train.dtype": dtype})
+        recipe = recipe.changed({"train.recompute": False, "train.dtype": dtype})
         self._alone, self._workers = _own_groups(host.layout)
         tensor_parallel = parallel_state.get_tensor_model_parallel_group()
         groups = ProcessGroupCollection(

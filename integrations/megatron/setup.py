@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
-from ...core.recipe.schema import Recipe
+from ...core.recipe.recipe import Recipe
 
 SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
 

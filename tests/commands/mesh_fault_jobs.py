@@ -25,7 +25,7 @@ bridge_cpu()
 
 from evenload.core.plan.limits import Limits  # noqa: E402
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths  # noqa: E402
-from evenload.core.recipe.load import parse  # noqa: E402
+from evenload.core.recipe.recipe import parse  # noqa: E402
 from evenload.integrations.megatron import open_host  # noqa: E402
 from evenload.integrations.megatron.schedule import PlannedStage  # noqa: E402
 from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402

@@ -17,7 +17,7 @@ from evenload.commands._shared.job import Job
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import changed, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host import UPDATE
 from evenload.runtime.world.world import World
@@ -119,5 +119,5 @@ def test_each_variant_has_the_bubble_of_its_spans_and_the_peak_of_its_passes(job
 def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     bench._bench(job, (), 1)
     assert "no effect" not in caplog.text
-    bench._bench(replace(job, recipe=changed(job.recipe, {"log.trace": "t.json"})), (), 1)
+    bench._bench(replace(job, recipe=job.recipe.changed({"log.trace": "t.json"})), (), 1)
     assert [r.message for r in caplog.records] == ["log.trace has no effect in bench: train alone writes it"]

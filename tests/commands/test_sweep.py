@@ -18,8 +18,7 @@ from evenload.commands.pictures.outlook import names
 from evenload.commands.plan import look_ahead
 from evenload.commands.sweep import MOST, _strongest, axes_of, best_of, sweep
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.load import changed
-from evenload.core.recipe.schema import Recipe
+from evenload.core.recipe.recipe import Recipe
 from rich.console import Console
 
 NO_FILES: dict[str, Path | None] = {"--out": None, "--trace": None}
@@ -73,7 +72,7 @@ def test_degrees_compare_on_equal_machines(recipe: Recipe, lengths: Path) -> Non
 def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
     """The sweep's numbers are those of `plan` with the same override."""
     row = sweep(recipe, ["parallel.dp=4"], lengths, 2, None, NO_FILES)["rows"][0]
-    steps = look_ahead(changed(recipe, {"parallel.dp": 4}), lengths, 2).to_json()["steps"]
+    steps = look_ahead(recipe.changed({"parallel.dp": 4}), lengths, 2).to_json()["steps"]
     total_s = sum(step["step_s"] for step in steps)
     assert row["step_s"] == pytest.approx(total_s / 2)
     assert row["tokens_per_s"] == pytest.approx(sum(step["tokens"] for step in steps) / total_s)
@@ -86,9 +85,9 @@ def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
 
 def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: Path) -> None:
     """With two ranks to a sequence at most, what shares each among all four is not allowed, however fast it is."""
-    mesh = changed(recipe, {"parallel.dp": 4, "plugins.packing.enabled": False, "plugins.mesh.enabled": True})
+    mesh = recipe.changed({"parallel.dp": 4, "plugins.packing.enabled": False, "plugins.mesh.enabled": True})
     free, bound = (
-        look_ahead(changed(mesh, {"plugins.mesh.max_degree": degree}), np.array([4096] * 64), 1) for degree in (0, 2)
+        look_ahead(mesh.changed({"plugins.mesh.max_degree": degree}), np.array([4096] * 64), 1) for degree in (0, 2)
     )
     for outlook, ignores in ((free, None), (bound, "plugins.mesh.max_degree is 2, 4 ranks share a sequence")):
         told = outlook.to_json()["steps"][0]["baselines"]
@@ -182,7 +181,7 @@ def test_the_best_fits_is_fastest_and_then_holds_least() -> None:
 
 def test_what_does_not_fit_is_shown_and_never_best(recipe: Recipe, lengths: Path) -> None:
     """A model of 70 billion weights on one rank."""
-    big = changed(recipe, {"model": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}})
+    big = recipe.changed({"model": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}})
     result = sweep(big, ["parallel.tp=1,2"], lengths, 1, 8, NO_FILES)
     assert result["best"] is None
     assert "too much" in shown(result)

@@ -11,8 +11,7 @@ from evenload.api import load_plugins
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
-from evenload.core.recipe import load as recipes
-from evenload.core.recipe.schema import json_schema
+from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
 
 load_plugins()
@@ -34,7 +33,7 @@ def other() -> Iterator[Plugin]:
 def test_registered_plugins_are_part_of_the_schema(other: Plugin) -> None:
     recipe = recipes.parse({"plugins": {"other": {"enabled": True}}})
     assert [p.name for p in recipe.enabled()] == ["other"]
-    assert "other" in str(json_schema()["$defs"]["Plugins"])
+    assert "other" in str(recipes.json_schema()["$defs"]["Plugins"])
 
 
 def test_unregistered_plugins_are_unknown() -> None:

@@ -10,7 +10,7 @@ import struct
 from typing import Any
 
 from evenload.api import load_plugins
-from evenload.core.recipe.schema import schema_type
+from evenload.core.recipe.recipe import schema_type
 from hypothesis import strategies as st
 from pydantic import BaseModel
 

@@ -43,7 +43,7 @@ def prepare(plots: bool) -> None:
     from evenload.commands import plan, run, sweep  # noqa: F401
     from evenload.commands._shared import launch, preflight
     from evenload.commands.pictures import report, trace  # noqa: F401
-    from evenload.core.recipe.load import parse
+    from evenload.core.recipe.recipe import parse
     from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
 
     if plots:

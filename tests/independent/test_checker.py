@@ -18,7 +18,7 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan_json import read_step
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 
 _spec = importlib.util.spec_from_file_location("independent_checker", Path(__file__).with_name("checker.py"))
 assert _spec is not None

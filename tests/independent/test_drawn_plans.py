@@ -21,7 +21,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 

@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from ....core.errors import EvenloadError
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.step_plan import Slice, StepPlan
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock, counts_waiting
 from ....runtime.stage.stage_links import StageLinks, rows_of_all

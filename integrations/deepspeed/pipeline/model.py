@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import Pack
 from .. import attention
 from ..engine import prepare_deepspeed

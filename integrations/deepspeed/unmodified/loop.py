@@ -31,7 +31,7 @@ import torch
 
 from ....core.errors import EvenloadError
 from ....core.planning.chain import PlanChain
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from .. import attention
 from .loader import Planned, PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of

@@ -19,9 +19,8 @@ from .... import plugins  # noqa: F401  # importing them registers them
 from ....core import registry
 from ....core.errors import EvenloadError, nearest, shorten, shown
 from ....core.input.validation import first_fault
-from ....core.recipe import load as recipes
-from ....core.recipe.load import changed
-from ....core.recipe.schema import Recipe
+from ....core.recipe import recipe as recipes
+from ....core.recipe.recipe import Recipe
 
 KEY = "evenload"
 """The section's name in ds_config."""
@@ -76,7 +75,7 @@ def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
     recipe = recipes.load(section.recipe) if section.recipe else base or recipes.parse({})
     chosen = section.model_dump(mode="json", exclude_unset=True, exclude={"recipe"})
     changes = {f"plugins.{name}.{key}": value for name, values in chosen.items() for key, value in values.items()}
-    return changed(recipe, changes)
+    return recipe.changed(changes)
 
 
 def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str) -> Recipe:
@@ -95,13 +94,12 @@ def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str
         "vocab_size": model_config.vocab_size,
         "family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
     }
-    return changed(
-        recipe,
+    return recipe.changed(
         {
             "trainer": "deepspeed",
             "train.dtype": dtype,
             "deepspeed.zero_stage": zero_stage,
             "parallel": {},
             **{f"model.{key}": value for key, value in shape.items()},
-        },
+        }
     )

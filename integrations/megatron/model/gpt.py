@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from ....core.machine.layout import Layout
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ....runtime.stage.lookup import sum_in_float32
 from ..setup import check_recipe
 from .attention import packed_layer_spec

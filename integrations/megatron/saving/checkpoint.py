@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ....runtime.unpickling import refuse_code, tensors_only
 from ..model.gpt import torch_optimizers
 from .storage import InProcessWriter

@@ -38,7 +38,7 @@ from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
 from ....runtime.stage.stage_links import StageLinks, rows_of_all
 from ....runtime.world.agreement import agree

@@ -18,8 +18,7 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
-from ....core.recipe.load import changed
-from ....core.recipe.schema import Recipe
+from ....core.recipe.recipe import Recipe
 from ..model.attention import PackedCoreAttention, _refuse_unsupported
 from ..model.rope import TokenRope
 
@@ -210,8 +209,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
         # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
         heads = groups = layout.tp
     dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
-    return changed(
-        recipe,
+    return recipe.changed(
         {
             "trainer": "megatron",
             "parallel": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
@@ -226,7 +224,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
                 "num_query_groups": groups,
                 "vocab_size": vocab_size,
             },
-        },
+        }
     )
 
 

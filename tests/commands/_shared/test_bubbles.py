@@ -13,7 +13,7 @@ from evenload.commands._shared.bubbles import Bubbles, Waits, bubbles_of
 from evenload.commands._shared.recording import _shown
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
 from rich.console import Console
 

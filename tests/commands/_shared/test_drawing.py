@@ -13,7 +13,7 @@ from evenload.commands._shared.drawing import Drawing, num_waiting
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.order import SampleOrder
 from hypothesis import given

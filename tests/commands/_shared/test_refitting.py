@@ -17,7 +17,7 @@ from evenload.commands._shared.refitting import Refitting, predict_step
 from evenload.core.costs import refit
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.recipe.load import changed, parse
+from evenload.core.recipe.recipe import parse
 
 load_plugins()
 RECIPE = parse(
@@ -99,7 +99,7 @@ def test_without_a_state_that_fits_the_recipe_counts() -> None:
 
 
 def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    plain = changed(RECIPE, {"planner.refit": False})
+    plain = RECIPE.changed({"planner.refit": False})
     planner = Planner(chain_of(), Draws())
     for one, said in ((job(plain), 0), (job(waits=True), 1)):
         caplog.clear()

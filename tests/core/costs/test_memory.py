@@ -13,7 +13,7 @@ from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import context_of, limits_of
 from evenload.core.planning.states import states_of
-from evenload.core.recipe.load import changed, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 
 LAYERS = 2
@@ -35,7 +35,7 @@ LIMITS = Limits(
 )
 
 
-def with_memory(limits: Limits = LIMITS, **memory: float) -> Limits:
+def changed(limits: Limits = LIMITS, **memory: float) -> Limits:
     return replace(limits, memory=limits.memory.model_copy(update=memory))
 
 
@@ -62,7 +62,7 @@ def test_a_pass_needs_more_while_it_runs_than_it_keeps() -> None:
 
 def test_a_layer_that_needs_more_than_the_head_is_the_peak() -> None:
     """The head has let go of what it kept when the first layer runs backward."""
-    limits = with_memory(working_bytes_per_token=60.0)
+    limits = changed(working_bytes_per_token=60.0)
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 10 * (2 * 100 + 60) + 7
 
 
@@ -88,7 +88,7 @@ def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
 
 def test_attention_over_a_long_prefix_gives_gradients_of_all_of_it() -> None:
     """dK and dV of 30 tokens from the kernel, of 20 added up in one layer; a quarter of the layer is gone by then."""
-    plan = cut(with_memory(kv_bytes_per_token=LAYERS * 200.0))
+    plan = cut(changed(kv_bytes_per_token=LAYERS * 200.0))
     held = 3 * 10 * (2 * (100 - 3) + 20) + 30 * 200 * 2
     attention = 30 * 200 - 10 * (100 - 3) / 4 + 20 * 4
     assert peak_activation_bytes(plan, 0, 0) == (held - 10 * 20 + attention + 7, Op("B", 2))
@@ -120,19 +120,19 @@ def test_a_replay_behind_the_first_stage_keeps_its_input() -> None:
 
 def test_recomputed_layers_keep_their_inputs_and_one_of_them_works() -> None:
     """The recipe recomputes: 8 bytes a layer and token are kept, of 100 while the layer runs again."""
-    limits = with_memory(activation_bytes_per_token=LAYERS * 8.0, replay_bytes_per_token=LAYERS * 100.0)
+    limits = changed(activation_bytes_per_token=LAYERS * 8.0, replay_bytes_per_token=LAYERS * 100.0)
     peak = 10 * (2 * 8 + (100 - 8) + 5) + 7
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0) == (peak, Op("B", 0))
     # The plan recomputes one of two layers of a micro-batch.
     plan = replace(whole(10, order="F0 B0"), recompute=((1,),))
     assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (100 + 8 + (100 - 8) + 5) + 7
-    large_head = with_memory(head_working_bytes_per_token=500.0)
+    large_head = changed(head_working_bytes_per_token=500.0)
     plan = replace(whole(10, order="F0 B0", limits=large_head), recompute=((2,),))
     assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (2 * 8 + 20 + 500) + 7
 
 
 def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
-    limits = with_memory(replace(LIMITS, splits_backward=True), deferred_bytes_per_token=LAYERS * 60.0)
+    limits = changed(replace(LIMITS, splits_backward=True), deferred_bytes_per_token=LAYERS * 60.0)
     alone = peak_activation_bytes(whole(10, order="F0 B0"), 0, 0)[0]
     later = peak_activation_bytes(whole(10, 10, order="F0 B0 F1 B1 W0 W1", limits=limits), 0, 0)
     sooner = peak_activation_bytes(whole(10, 10, order="F0 B0 W0 F1 B1 W1", limits=limits), 0, 0)
@@ -141,7 +141,7 @@ def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
 
 
 def test_late_gradients_are_there_from_the_first_backward_on() -> None:
-    limits = with_memory(gradient_bytes=10_000.0)
+    limits = changed(gradient_bytes=10_000.0)
     # One micro-batch: before its last layer runs backward the other layer's gradients are made.
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 5_000 + 10 * (100 + 5) + 7
     second = whole(10, 10, order="F0 B0 F1 B1", limits=limits)
@@ -186,7 +186,7 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
     order = (ops("F0 F1 F2 B2 B1 B0"),)
     peaks = {}
     for gradient in (0.0, 1000.0):
-        limits = with_memory(replace(LIMITS, num_ranks=2), kv_grad_bytes_per_token=LAYERS * gradient)
+        limits = changed(replace(LIMITS, num_ranks=2), kv_grad_bytes_per_token=LAYERS * gradient)
         plan = check(StepPlan(as_lengths([30]), (*alone, grown), limits, order))
         peaks[gradient] = [peak for peak, _ in peaks_of_stage(plan, 0)]
     assert peaks[1000.0][1] == peaks[0.0][1]
@@ -197,7 +197,7 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
 
 def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
     """Six layers of 100 bytes a token: three quarters of four of them away, and one such share on its way."""
-    limits = with_memory(replace(LIMITS, layers_per_stage=6), activation_bytes_per_token=6 * 100.0)
+    limits = changed(replace(LIMITS, layers_per_stage=6), activation_bytes_per_token=6 * 100.0)
     plan = check(replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)))
     kept = 10 * (6 * 100 - 0.75 * 4 * 100 + 20)
     assert peak_activation_bytes(plan, 0, 0) == (kept + 40 * (600 + 50) + 7, Op("B", 1))
@@ -251,7 +251,7 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
     ],
 )
 def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
-    recipe = changed(parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}), changes)
+    recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
     assert states_of(recipe)[: len(expected)] == expected
     memory = context_of(recipe, Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]

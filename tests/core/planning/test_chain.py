@@ -14,7 +14,7 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
 from evenload.core.planning.stock import stock_plan
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin
 
 load_plugins()

@@ -16,7 +16,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin, get
 
 load_plugins()

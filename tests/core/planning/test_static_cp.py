@@ -13,7 +13,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.planning.stock import stock_plan
-from evenload.core.recipe.load import load
+from evenload.core.recipe.recipe import load
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate

@@ -12,8 +12,7 @@ import yaml
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe import load as recipes
-from evenload.core.recipe.schema import json_schema
+from evenload.core.recipe import recipe as recipes
 
 ROOT = Path(evenload.__file__).parent
 load_plugins()
@@ -30,12 +29,12 @@ def recipe_file(tmp_path: Path) -> Path:
 def test_shipped_recipes_are_valid_and_open_with_their_command(path: Path) -> None:
     evenload.load_recipe(path)
     assert path.read_text().startswith("# evenload ") or path.read_text().startswith("# torchrun ")
-    jsonschema.validate(yaml.safe_load(path.read_text()), json_schema())
+    jsonschema.validate(yaml.safe_load(path.read_text()), recipes.json_schema())
 
 
 def test_committed_schema_is_in_step() -> None:
     committed = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
-    assert committed == json_schema(), "run `make docs`"
+    assert committed == recipes.json_schema(), "run `make docs`"
 
 
 def test_overrides_are_yaml(recipe_file: Path) -> None:
@@ -52,7 +51,7 @@ def test_recipes_are_frozen(recipe_file: Path) -> None:
     recipe = evenload.load_recipe(recipe_file)
     with pytest.raises(ValueError, match="frozen"):
         recipe.train = None  # type: ignore[assignment]
-    assert recipes.changed(recipe, {"train.steps": 9}).train.steps == 9
+    assert recipe.changed({"train.steps": 9}).train.steps == 9
     assert recipe.train.steps == 3
 
 

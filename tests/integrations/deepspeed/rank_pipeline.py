@@ -20,7 +20,7 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage

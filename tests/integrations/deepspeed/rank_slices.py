@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host

@@ -10,7 +10,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import attention
 from evenload.integrations.deepspeed.host import loss_sum
 from evenload.integrations.deepspeed.model import build_model
@@ -158,10 +158,10 @@ def test_weights_come_from_the_seed_alone(tmp_path):
     one, two = build_model(recipe), build_model(recipe)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    other = build_model(recipes.changed(recipe, {"train.seed": 5}))
+    other = build_model(recipe.changed({"train.seed": 5}))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     one.config.save_pretrained(tmp_path)
-    read = build_model(recipes.changed(recipe, {"model.config": str(tmp_path / "config.json")}))
+    read = build_model(recipe.changed({"model.config": str(tmp_path / "config.json")}))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), read.parameters(), strict=True))
 
 

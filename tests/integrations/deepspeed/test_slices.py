@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.host import call_of, loss_sum
 from evenload.integrations.deepspeed.jobs import passes_of_rank
 from evenload.integrations.deepspeed.model import build_model, recompute_layers

@@ -16,7 +16,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
 from evenload.integrations.megatron import batch as batch_module
 from evenload.integrations.megatron import reduction as reduction_module

@@ -24,7 +24,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.setup import leave_groups
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order

@@ -13,7 +13,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES

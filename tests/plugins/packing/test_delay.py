@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.plugins.packing.delay import outliers
 from hypothesis import given
 from hypothesis import strategies as st

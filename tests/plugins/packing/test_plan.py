@@ -11,7 +11,7 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.predict import predict
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.settings import breaks

@@ -11,7 +11,7 @@ import pytest
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.load import parse
+from evenload.core.recipe.recipe import parse
 from evenload.plugins.pipeline import remedies
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError
 from evenload.plugins.pipeline.config import GIB

@@ -11,7 +11,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
 from evenload.integrations.deepspeed.pipeline.schedule import PlannedSchedule, buffer_of

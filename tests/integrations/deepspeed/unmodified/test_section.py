@@ -11,7 +11,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe import load as recipes
+from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
 from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
@@ -65,14 +65,14 @@ def test_costs_are_counted_from_the_live_model():
 def test_clipping_is_always_written():
     recipe = recipes.parse({"trainer": "deepspeed", "train": {"clip_grad": 0.0}})
     assert ds_config(recipe, 2)["gradient_clipping"] == 0.0
-    assert ds_config(recipes.changed(recipe, {"train.clip_grad": 0.7}), 2)["gradient_clipping"] == 0.7
+    assert ds_config(recipe.changed({"train.clip_grad": 0.7}), 2)["gradient_clipping"] == 0.7
 
 
 def test_gradients_are_summed_where_deepspeed_can():
     recipe = recipes.parse({"trainer": "deepspeed"})
     for stage in (0, 1, 2):
-        assert ds_config(recipes.changed(recipe, {"deepspeed.zero_stage": stage}), 2)["gradient_allreduce_op"] == "sum"
-    assert "gradient_allreduce_op" not in ds_config(recipes.changed(recipe, {"deepspeed.zero_stage": 3}), 2)
+        assert ds_config(recipe.changed({"deepspeed.zero_stage": stage}), 2)["gradient_allreduce_op"] == "sum"
+    assert "gradient_allreduce_op" not in ds_config(recipe.changed({"deepspeed.zero_stage": 3}), 2)
 
 
 def test_further_keys_are_merged_and_owned_ones_refused():
@@ -97,9 +97,9 @@ def test_timers_that_fail_in_pipelines_are_refused_there(timed):
     recipe = recipes.parse({"trainer": "deepspeed", "deepspeed": {"config": timed}})
     ds_config(recipe, 2)
     with pytest.raises(EvenloadError, match="fails in pipelines"):
-        ds_config(recipes.changed(recipe, {"parallel.pp": 2}), 1)
+        ds_config(recipe.changed({"parallel.pp": 2}), 1)
     off = {"wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}
-    ds_config(recipes.changed(recipe, {"parallel.pp": 2, "deepspeed.config": off}), 1)
+    ds_config(recipe.changed({"parallel.pp": 2, "deepspeed.config": off}), 1)
 
 
 def _plan(counts):
@@ -128,7 +128,7 @@ def test_one_stage_runs_no_weight_gradients_of_their_own():
 @pytest.mark.parametrize("section", [{}, {"packing": {"enabled": True, "max_tokens": 64}}])
 def test_a_script_of_ones_own_shares_nothing_and_is_told_so_once(caplog, section):
     recipe = recipe_of(parse_section({**section, "mesh": {"enabled": True, "max_tokens": 64}}), None)
-    recipe = recipes.changed(recipe, {"trainer": "deepspeed", "parallel": {"dp": 4}})
+    recipe = recipe.changed({"trainer": "deepspeed", "parallel": {"dp": 4}})
     with caplog.at_level("WARNING", logger="evenload"):
         chain = PlanChain.of_loop(recipe, recipe.layout())
         PlanChain.of_loop(recipe, recipe.layout(), warn=False)

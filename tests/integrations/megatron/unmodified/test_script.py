@@ -133,9 +133,10 @@ def load_script():
 
 def recipe_of(max_tokens: int, slices: str = "even"):
     from evenload.api import load_plugins
+    from evenload.core.recipe import recipe
 
     load_plugins()
-    return recipes.parse({"plugins": {"packing": {"enabled": True, "max_tokens": max_tokens, "slices": slices}}})
+    return recipe.parse({"plugins": {"packing": {"enabled": True, "max_tokens": max_tokens, "slices": slices}}})
 
 
 def with_mask(batches):

@@ -1,0 +1,140 @@
+"""The recipe: one YAML file that says what to train, on which trainer, and which plugins even its load.
+
+    model:   {num_layers: 4, hidden_size: 256, num_attention_heads: 8}
+    data:    {source: python-stdlib, max_length: 8192}
+    plugins: {packing: {enabled: true, max_tokens: 8192}}
+
+Trailing ``a.b=value`` words override it; values are read as YAML. Unknown keys, wrong types and impossible
+combinations raise an EvenloadError that names the key, what was found and the nearest key that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, create_model
+
+from .. import registry
+from ..errors import EvenloadError, nearest, shorten, shown
+from ..input import reading
+from ..input.bounds import RANKS, whole_number
+from ..input.validation import Fault, first_fault
+from ..machine.layout import Layout
+from .rules import refuse_impossible
+from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
+
+
+class Recipe(Section):
+    """The whole recipe; see the module for its form."""
+
+    trainer: Literal["megatron", "deepspeed"] = "megatron"
+    model: Model = Model()
+    data: Data = Data()
+    parallel: Parallel = Parallel()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    planner: Planner = Planner()
+    safety: Safety = Safety()
+    megatron: Megatron = Megatron()
+    deepspeed: DeepSpeed = DeepSpeed()
+    cluster: str = "local"
+    """A name in recipes/clusters or a YAML file."""
+    costs: str = "auto"
+    """A name in recipes/costs, a YAML file, or auto: counted from the model's shape and the cluster's rate."""
+    plugins: Any = Field(default_factory=dict)
+
+    def enabled(self) -> tuple[registry.Plugin, ...]:
+        """The enabled plugins in the order in which they plan."""
+        return tuple(p for p in registry.registered() if self.config_of(p.name).enabled)
+
+    def config_of(self, name: str) -> registry.PluginConfig:
+        config: registry.PluginConfig = getattr(self.plugins, name)
+        return config
+
+    @cached_property
+    def min_world_size(self) -> int:
+        p = self.parallel
+        return p.tp * p.pp * p.cp * (p.dp or 1)
+
+    def layout(self, world_size: int | None = None) -> Layout:
+        """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
+        p = self.parallel
+        wanted = self.min_world_size if world_size is None else world_size
+        size = whole_number(wanted, "the number of processes", RANKS)
+        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """The same recipe with dotted keys changed, validated again."""
+        data = self.model_dump(mode="json")
+        for key, value in changes.items():
+            _set(data, key, value)
+        return parse(data)
+
+
+def schema_type() -> type[Recipe]:
+    """Recipe with the sections of all registered plugins under ``plugins``."""
+    sections: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
+    plugins = create_model("Plugins", __base__=Section, **sections)
+    return create_model("Recipe", __base__=Recipe, plugins=(plugins, plugins()), __doc__=Recipe.__doc__)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe, for editors; committed as docs/recipe.schema.json."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_type().model_json_schema()}
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and apply ``a.b=value`` overrides. Raises EvenloadError."""
+    what = f"the recipe {shorten(str(path))}"
+    data = reading.read_yaml(path, what, "give the path of a YAML file")
+    data = reading.mapping(data, what, "see recipes/quickstart.yaml")
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
+    for word in overrides:
+        key, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
+        if not equals or not key:
+            raise EvenloadError("an override is not of the form key=value", shown(word), "write e.g. train.steps=100")
+        _set(data, key, reading.parse_yaml(value, f"the value of {shorten(key)}", "quote it"))
+    return parse(data)
+
+
+def parse(data: Mapping[str, Any]) -> Recipe:
+    """Validate a recipe given as nested dictionaries. Raises EvenloadError."""
+    schema = schema_type()
+    try:
+        recipe = schema.model_validate(data)
+    except ValidationError as error:
+        raise _explain(first_fault(error, schema)) from error
+    refuse_impossible(recipe)
+    return recipe
+
+
+def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    if len(parents) >= reading.MOST_DEPTH:
+        raise EvenloadError(
+            f"{shorten(dotted)} cannot be set", f"{len(parents) + 1} names in one key", "see the schema"
+        )
+    for name in parents:
+        below = data.setdefault(name, {})
+        if below is None:
+            below = data[name] = {}
+        if not isinstance(below, dict):
+            detail = f"{shorten(name)} is {shown(below)}"
+            raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
+        data = below
+    data[last] = value
+
+
+def _explain(fault: Fault) -> EvenloadError:
+    rest = f" (and {fault.more} more)" if fault.more else ""
+    if fault.known is None:
+        return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
+    *above, last = fault.path
+    where = shorten(".".join(above)) or "the recipe"
+    detail = shorten(f"{fault.key} = {fault.value}")
+    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))
