@@ -98,15 +98,17 @@ def closing(comparison: Result, host: Result) -> list[Text]:
     if not comparison:
         return []
     steps = next(iter(comparison.values()))["steps"]
-    verdicts = ", ".join(_verdict(name, one) for name, one in comparison.items())
     losses = [one["loss_rel_diff"] for one in comparison.values() if one.get("loss_rel_diff") is not None]
     alike = f"; losses differ by at most {max(losses):.1e} of their size" if losses else ""
     missing = "other layouts and data, gradients (evenload verify)"
     if host.get("device") == "cpu":
         missing = f"GPUs, {missing}"
-    return [
-        plain(f"Shown over {steps} alternating steps: evenload is {verdicts}{alike}. Not shown: {missing}.", "bold")
-    ]
+    if all(one["interval"] is None for one in comparison.values()):
+        shown = f"no difference, as {steps} alternating steps are too few to tell (6 at least)"
+    else:
+        verdicts = ", ".join(_verdict(name, one) for name, one in comparison.items())
+        shown = f"over {steps} alternating steps (median, 95 % interval) evenload is {verdicts}"
+    return [plain(f"Shown: {shown}{alike}. Not shown: {missing}.", "bold")]
 
 
 def _verdict(name: str, compared: Result) -> str:
