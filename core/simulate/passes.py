@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..aliases import Floats
 from ..costs.costs import Costs, PassCost, is_even, rank_works
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
 from ..costs.traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
+from ..plan.order import DIRECTIONS
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import tokens_of_ranks
 from ..registry import PlanningContext
-from .predict import KINDS, busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
+from .predict import busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
-Floats = npt.NDArray[np.float64]
 Part = Literal["R", "F", "B", "W", "C"]
 _Seconds = dict[PassKind, list[float]]
 
@@ -231,13 +231,13 @@ def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: C
 
 def _compute(plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
     costs = own_costs(plan, context.costs)
-    mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
+    mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
     linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
 
     def stage_of(more: float) -> _Seconds:
         if not more:
             return {kind: list(row) for kind, row in mean.items()}
-        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in KINDS}
+        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
         return {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in rows.items()}
 
     shares = _head_of_stages(context, plan.limits.num_stages)

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
-from ..costs.costs import Costs, Seconds, is_even
-from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
+from ..aliases import Floats
+from ..costs.costs import Costs, is_even
+from ..plan.order import DIRECTIONS
+from ..plan.step_plan import MicroBatch, Op, StepPlan
 from .events import play
 
 
@@ -35,10 +37,9 @@ class Prediction:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
-KINDS: tuple[PassKind, ...] = ("F", "B")
 Passes = tuple[list[float], list[float]]
 """Seconds of each micro-batch of the forward and of the backward."""
-OfRanks = Mapping[Op, Seconds]
+OfRanks = Mapping[Op, Floats]
 """Seconds of each rank of a micro-batch, in their order, by its pass."""
 
 
@@ -90,10 +91,10 @@ def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
 
 def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
     """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
-    found: dict[Op, Seconds] = {}
+    found: dict[Op, Floats] = {}
     costs = own_costs(plan, costs)
     again = () if costs.recompute else frozenset(plan.replayed)
-    for kind in KINDS if plan.shared else ():
+    for kind in DIRECTIONS if plan.shared else ():
         for number, m in enumerate(plan.passes(kind)):
             if not is_even(m):
                 forward, backward = costs.rank_s(m)
@@ -104,7 +105,7 @@ def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
 def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[float]:
     """What every rank of the plane computes; ``of_ranks`` where its micro-batch leaves it less than the busiest."""
     busy = [0.0] * plan.limits.num_ranks
-    for kind, seconds in zip(KINDS, passes, strict=True):
+    for kind, seconds in zip(DIRECTIONS, passes, strict=True):
         for number, (m, each) in enumerate(zip(plan.passes(kind), seconds, strict=True)):
             own = of_ranks.get(Op(kind, number)) if of_ranks else None
             for rank, rank_s in zip(m.ranks, repeat(each) if own is None else own.tolist(), strict=False):

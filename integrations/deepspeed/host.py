@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
-from ...core.simulate.step import Kind
+from ...core.simulate.step import SpanKind
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.measure.busy import BusyClock, counts_waiting
@@ -43,7 +43,7 @@ from .unmodified.supported import refuse_unsupported
 
 log = logging.getLogger("evenload")
 
-KINDS: dict[str, Kind] = {"forward": "F", "prefix": "F", "replay": "R", "backward": "B"}
+SPAN_KIND_OF: dict[str, SpanKind] = {"forward": "F", "prefix": "F", "replay": "R", "backward": "B"}
 """How the busy clock counts a pass."""
 
 
@@ -107,7 +107,7 @@ class DeepSpeedHost(EngineHost):
                 pack = packs[one.micro_batch]
                 if one.is_shared and plane is not None:
                     plane.meet(one.number, plan.digest, one.micro_batch.ranks, one.direction)
-                with clock.running(KINDS[one.kind], one.number):
+                with clock.running(SPAN_KIND_OF[one.kind], one.number):
                     if one.kind == "prefix":
                         with torch.no_grad():
                             self.engine(**call_of(pack), **self._one_logit)

@@ -17,13 +17,13 @@ from ...core.plan.step_plan import MicroBatch
 DUMMY = MicroBatch((), ())
 """Stands for: run one token of no weight, so that the engine does what its peers do."""
 
-Kind = Literal["forward", "prefix", "replay", "backward"]
+PassName = Literal["forward", "prefix", "replay", "backward"]
 
 
 class Pass(NamedTuple):
     """One pass of a rank."""
 
-    kind: Kind
+    kind: PassName
     """forward: with gradients, its loss counts. prefix: without gradients; only keys and values are wanted of it.
     replay: a forward with gradients right before its backward, after a prefix pass; its loss counts. backward."""
     micro_batch: MicroBatch

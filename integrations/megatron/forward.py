@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.simulate.step import Kind
+from ...core.simulate.step import SpanKind
 from ...runtime.measure.busy import BusyClock
 from .batch import Batch, LossFunc, run_batch
 from .reduction import Reduction
@@ -26,7 +26,7 @@ class Forward:
         self._clock, self._reduction, self._books = clock, reduction, books
 
     def __call__(
-        self, batch: Batch, model: Any, kind: Kind = "F", number: int = -1, backward: int = -1
+        self, batch: Batch, model: Any, kind: SpanKind = "F", number: int = -1, backward: int = -1
     ) -> tuple[Tensor, LossFunc]:
         """(stage output, loss function).
 

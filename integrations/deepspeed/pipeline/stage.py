@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from ....core.plan.order import orders_of_stage
 from ....core.plan.step_plan import Op, Slice, StepPlan
-from ....core.simulate.step import Kind
+from ....core.simulate.step import SpanKind
 from ....runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.measure.busy import BusyClock
@@ -189,7 +189,7 @@ class PlannedStage:
         if not self._last:
             self._given[op] = output
 
-    def _run(self, op: Op, kind: Kind, pack: Pack, received_1TC: Tensor | None, layers: int) -> None:
+    def _run(self, op: Op, kind: SpanKind, pack: Pack, received_1TC: Tensor | None, layers: int) -> None:
         """A forward that keeps its graph."""
         if received_1TC is not None:
             received_1TC.requires_grad_()

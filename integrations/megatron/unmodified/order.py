@@ -28,7 +28,7 @@ from ....core.errors import EvenloadError
 from ....core.laws import check
 from ....core.plan.order import orders_of_stage
 from ....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
-from ....core.simulate.step import Kind
+from ....core.simulate.step import SpanKind
 from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.stage.tape import Tape
@@ -86,7 +86,7 @@ class _Forward:
         self.reports: list[Any] = []
 
     def __call__(
-        self, batch: _UserBatch, chunk: Any, kind: Kind = "F", number: int = -1, backward: int = -1
+        self, batch: _UserBatch, chunk: Any, kind: SpanKind = "F", number: int = -1, backward: int = -1
     ) -> tuple[Any, Callable[..., Any]]:
         output, loss_func = self._step.run(batch.packed, chunk)
 
