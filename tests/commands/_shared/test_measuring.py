@@ -12,7 +12,7 @@ from evenload.commands._shared.measuring import Follower, compare, in_turn, inte
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
+from evenload.api import load_plugins
 
 
 @pytest.mark.parametrize("count", range(6, 13))
