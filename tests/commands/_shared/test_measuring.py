@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.commands._shared import tables
 from evenload.commands._shared.measuring import Follower, compare, in_turn, interval_of_median
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
-from evenload.api import load_plugins
 
 
 @pytest.mark.parametrize("count", range(6, 13))
