@@ -40,11 +40,12 @@ import numpy as np
 import torch
 import yaml
 
-from ..core.costs.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
+from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.machine.shape import shape_of
+from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
 from ..core.registry import PlanningContext
