@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("cli.py", "face.py", "__init__.py", "__main__.py")
 ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime")
 
 CALLED_FROM_OUTSIDE = {
@@ -29,8 +28,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def trees() -> dict[str, ast.Module]:
     """The product's modules by their paths."""
-    paths = [ROOT / name for name in PRODUCT] + [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths if path.exists()}
+    paths = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
 def referred(tree: ast.Module) -> Iterator[str]:
