@@ -14,7 +14,9 @@ export GLOO_SOCKET_IFNAME ?= lo
 .PHONY: train test check explore mutants lint types contracts docs clean
 
 train: $(READY)
-	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
+	mkdir -p runs/quickstart
+	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order --trace runs/quickstart/trace.json \
+	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
 	$(PYTEST) -m "not gpu"
