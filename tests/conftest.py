@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -99,10 +101,8 @@ class Forge:
         limit_s: float = 250,
     ) -> Done:
         """Run ``evenload ARGUMENTS`` or a script as so many ranks; stdout is rank 0's, stderr what all of them said."""
-        outputs = self._folder / str(self._number)
-        outputs.mkdir()
+        outputs = self._outputs()
         (outputs / "planted.py").write_text(planted)
-        self._number += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -113,6 +113,19 @@ class Forge:
         said = "".join((outputs / f"err.{rank}").read_text() for rank in range(ranks))
         return Done(list(arguments), code, (outputs / "out.0").read_text(), said)
 
+    def start(self, script: Path, *arguments: object, environment: dict[str, str]) -> Started:
+        """Start a script as one rank with this environment alone."""
+        outputs = self._outputs()
+        content = {"script": str(script), "arguments": list(map(str, arguments)), "environment": environment}
+        (pid,) = self.ask("start", {**content, "outputs": str(outputs)})
+        return Started(self, pid, outputs)
+
+    def _outputs(self) -> Path:
+        folder = self._folder / str(self._number)
+        folder.mkdir()
+        self._number += 1
+        return folder
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -122,6 +135,39 @@ class Forge:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+
+class Started:
+    """A script that a forge has started; as subprocess.Popen, with both outputs in one text."""
+
+    def __init__(self, forge: Forge, pid: int, outputs: Path) -> None:
+        self._forge, self.pid, self._outputs = forge, pid, outputs
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            (self.returncode,) = self._forge.ask("poll", self.pid) or (None,)
+        return self.returncode
+
+    def wait(self, timeout_s: float = 250) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"{self.pid} did not end in {timeout_s} s: {self.output}"
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    @property
+    def output(self) -> str:
+        return "".join((self._outputs / f"{name}.0").read_text() for name in ("out", "err"))
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
 
 class TestWorld:
@@ -164,7 +210,7 @@ class TestWorld:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    ok, value = connection.recv()
+                    ok, value = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     ok, value = False, f"the process ended\n{self._tail(rank)}"
                 (results if ok else failures)[rank] = value
