@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,24 @@ class HoldBack(Protocol):
         ...
 
 
+@runtime_checkable
+class Prunable(Protocol):
+    """A baseline that plans several ways, and can leave out early what is too slow to run."""
+
+    def below(self, bare: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
+        """Its best plan under the limits of ``bare``, if that takes less than ``bar_s``; else perhaps None."""
+        ...
+
+
+class Sizes(NamedTuple):
+    """The most sequences x ranks of a batch for which a baseline is planned."""
+
+    shown: int
+    """To be compared with in tables."""
+    tried: int
+    """To run where it is faster than what the plugins planned."""
+
+
 @dataclass(frozen=True)
 class Plugin:
     """One plugin: its schema and its planner.
@@ -84,7 +102,9 @@ class Plugin:
     places: bool = False
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
-    """Other people's answers to the same question, for comparison."""
+    """Other people's answers to the same question, for comparison; some are `Prunable`."""
+    costly: Mapping[str, Sizes] = field(default_factory=dict)
+    """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
     breaks: Callable[[StepPlan, Any], str] | None = None
     """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
 

@@ -149,6 +149,14 @@ def _end_of_step(
     return begin + update_s
 
 
+def after_passes_s(context: PlanningContext) -> float:
+    """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps."""
+    traffic, layout = context.traffic, context.layout
+    if traffic.overlap_gradients:
+        return _update_s(context)
+    return _update_s(context) + max(gradient_sum_s(traffic, context.cluster, layout, s) for s in range(layout.pp))
+
+
 def _update_s(context: PlanningContext) -> float:
     sharded = context.traffic.sharding != "none"
     return context.costs.update_s / (context.layout.dp_cp_size if sharded else 1)

@@ -58,6 +58,13 @@ class DoesNotFitError(EvenloadError):
         return DoesNotFitError(self.most, self.missing_bytes, self.found, do, self.enough_gib)
 
 
+def keeping_all(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+    """The plan with nothing recomputed where plans may say so, whatever the recipe recomputes."""
+    if not context.costs.recompute or config.recompute == "off" or plan.backward:
+        return plan
+    return plan.revised(recompute=((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
+
+
 def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
     """The plan with as little recomputation as brings every rank of every stage into its memory.
 
