@@ -34,11 +34,30 @@ hypothesis.settings.register_profile("again", _UNTIMED, derandomize=True)
 hypothesis.settings.load_profile("again")
 
 
+LONGEST = (
+    "integrations/megatron/test_slices.py",
+    "commands/test_train.py",
+    "benchmarks/test_faults.py",
+    "integrations/megatron/test_pipeline.py",
+    "runtime/watchdog/test_watchdog.py",
+    "integrations/deepspeed/pipeline/test_pipeline.py",
+    "integrations/deepspeed/test_slices.py",
+    "integrations/megatron/saving/test_checkpoint.py",
+    "integrations/deepspeed/test_shared.py",
+    "integrations/megatron/test_shared.py",
+    "commands/profiling/test_memory.py",
+    "commands/test_verify.py",
+)
+"""Files of half a minute and more, the longest first."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the files, those that take long come first: short ones fill the end."""
     if hasattr(config, "workerinput"):
-        long = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in long)
+        places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+        slow = {item.path: len(places) for item in items if item.get_closest_marker("slow")}
+        order = slow | places
+        items.sort(key=lambda item: order.get(item.path, len(LONGEST) + 1))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -68,6 +87,7 @@ class Forge:
 
     def __init__(self, trainer: str, folder: Path) -> None:
         self._folder, self._number = folder, 0
+        self._started: list[Started] = []
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         script = Path(__file__).with_name("rank_forge.py")
         self._log = (folder / "log").open("wb")
@@ -118,7 +138,8 @@ class Forge:
         outputs = self._outputs()
         content = {"script": str(script), "arguments": list(map(str, arguments)), "environment": environment}
         (pid,) = self.ask("start", {**content, "outputs": str(outputs)})
-        return Started(self, pid, outputs)
+        self._started.append(Started(self, pid, outputs))
+        return self._started[-1]
 
     def _outputs(self) -> Path:
         folder = self._folder / str(self._number)
@@ -127,6 +148,8 @@ class Forge:
         return folder
 
     def close(self) -> None:
+        for started in self._started:
+            started.end()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -236,7 +259,7 @@ class TestWorld:
 
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
-    """``forge(trainer)``: the process that has imported it."""
+    """``forge(trainer)``: the process that has imported it. What it starts and nobody waited for ends with the tests."""
     forges: dict[str, Forge] = {}
 
     def get(trainer: str) -> Forge:

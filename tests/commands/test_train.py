@@ -276,7 +276,7 @@ import evenload.commands.train as train
 from evenload.core.costs.refit import coefficients, rows_of
 take, agreed = train._take, refitting.agreed
 def planted(job, planned, step, record):
-    truth = coefficients(job.chain.situation.costs)[:6] * [1, 1, 30, 1, 1, 30]
+    truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
     return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
 train._take = planted
