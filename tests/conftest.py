@@ -259,7 +259,7 @@ class TestWorld:
 
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
-    """``forge(trainer)``: the process that has imported it. What it starts and nobody waited for ends with the tests."""
+    """``forge(trainer)``: the process that has imported it. What it started and still runs ends with it."""
     forges: dict[str, Forge] = {}
 
     def get(trainer: str) -> Forge:
