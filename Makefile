@@ -14,7 +14,9 @@ export GLOO_SOCKET_IFNAME ?= lo
 .PHONY: train test check explore mutants lint types contracts docs clean
 
 train: $(READY)
-	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
+	mkdir -p runs/quickstart
+	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order --trace runs/quickstart/trace.json \
+	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
 	$(PYTEST) -m "not gpu"
@@ -38,7 +40,7 @@ lint: $(READY)
 types: $(READY)
 	mkdir -p $(VENV)/typed && ln -sfn "$(CURDIR)" $(VENV)/typed/evenload
 	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-	    -m evenload.cli -m evenload.face -m evenload.__main__ $(addprefix -p evenload.,$(FLOORS))
+	    -m evenload.cli -m evenload.api -m evenload.__main__ $(addprefix -p evenload.,$(FLOORS))
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache

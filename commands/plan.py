@@ -7,11 +7,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.costs.context import PlanningContext
 from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
@@ -23,7 +24,6 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
-from ..core.registry import PlanningContext
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut
@@ -67,11 +67,13 @@ class Outlook:
     lengths: npt.NDArray[np.int64]
     """Tokens of every sample of the file, as training would cut them."""
     steps: tuple[PlannedStep, ...]
+    times: Literal["predicted", "measured"] = "predicted"
+    """What the seconds of its steps are; bounds and bytes are predicted in either case."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented result of ``plan --json``."""
         return {
-            "predicted": True,
+            "predicted": self.times == "predicted",
             "costs": self.chain.context.costs.source,
             "cluster": self.chain.context.cluster.name,
             "layout": vars(self.chain.context.layout),

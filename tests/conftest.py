@@ -22,7 +22,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from evenload.face import load_recipe
+from evenload.api import load_recipe
 
 # A busy machine is no failure: nothing here is timed. Draws are the same from run to run, so that a tree that passed
 # passes again; `make explore` draws anew.

@@ -47,9 +47,9 @@ MODULES = {
 def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group; "torch": that and nothing of ours."""
     if trainer != "torch":
+        from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
         from evenload.commands._shared import tables  # noqa: F401
-        from evenload.face import load_plugins
 
         load_plugins()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.aliases import Ints
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError, PlanError
 from ...core.laws import check
@@ -29,7 +30,6 @@ from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, judge, judged
 from ...core.planning.stock import UNCAPPED
-from ...core.registry import PlanningContext
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
 from .candidates.host_offload import offloaded

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
@@ -18,7 +19,6 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import GIB, PipelineConfig
 from evenload.plugins.pipeline.settings import breaks
