@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.costs.context import PlanningContext
 from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
@@ -23,7 +24,6 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
-from ..core.registry import PlanningContext
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut

@@ -11,11 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from .costs.costs import Costs
-from .costs.traffic import NO_TRAFFIC, Traffic
+from .costs.context import PlanningContext as PlanningContext
 from .errors import EvenloadError, nearest
-from .machine.cluster import Cluster
-from .machine.layout import Layout
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
 
@@ -43,16 +40,8 @@ class PluginConfig(BaseModel):
         return limits
 
 
-@dataclass(frozen=True)
-class PlanningContext:
-    """What a plugin may know when it plans: costs and traffic of a stage, machines, layout. Never tokens or torch."""
-
-    costs: Costs
-    layout: Layout
-    cluster: Cluster
-    traffic: Traffic = NO_TRAFFIC
-    head_frac: float = 0.0
-    """Share of the linear work that is the output layer's: the last pipeline stage has it alone."""
+Situation = PlanningContext
+"""The name by which plugins that were written earlier know a planning context."""
 
 
 class HoldBack(Protocol):

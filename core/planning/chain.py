@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
+from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest
 from ..laws import check
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
-from ..registry import PlanningContext, Plugin, PluginConfig, Prunable
+from ..registry import Plugin, PluginConfig, Prunable
 from ..simulate.step import after_passes_s
 from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
 from .setting import context_of, limits_of

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
 from ..plan.limits import Limits
 from ..plan.step_plan import StepPlan, fact_of_plan
-from ..registry import PlanningContext
 from ..simulate.passes import PassTimes
 from ..simulate.step import Simulation, after_passes_s, simulate
 

@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.judge import Candidate, Preference, best, budget_bytes, judge
-from ...core.registry import PlanningContext
 from ...core.simulate.predict import micro_batch_imbalance
 from ...core.simulate.step import after_passes_s
 from .candidates import portfolio, whole

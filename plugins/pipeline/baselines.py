@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from ...core.aliases import Ints
 from ...core.balance.partition import best_fit_decreasing
 from ...core.balance.slicing import evenly
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op, Slice, StepPlan
 from ...core.planning.judge import Candidate, floor_s, judge
 from ...core.planning.judge import best as best_candidate
-from ...core.registry import PlanningContext
 from .checkpointing import fitted, keeping_all
 from .chunks import Pack, assembled, dealt
 from .clock import passes_s

@@ -28,11 +28,11 @@ from functools import cached_property
 import numpy as np
 
 from ...core.aliases import Floats, Ints
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs

@@ -26,6 +26,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...core.balance.bound import lower_bound_s
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
@@ -33,7 +34,6 @@ from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, judge
-from ...core.registry import PlanningContext
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted, keeping_all
 from .chunks import CHEAP, chunkings
