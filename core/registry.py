@@ -62,7 +62,7 @@ class Prunable(Protocol):
     """A baseline that plans several ways, and can leave out early what is too slow to run."""
 
     def below(self, stock: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
-        """Its best plan under the limits of ``bare``, if that takes less than ``bar_s``; else perhaps None."""
+        """Its best plan under the limits of ``stock``, if that takes less than ``bar_s``; else perhaps None."""
         ...
 
 
