@@ -15,7 +15,7 @@ from evenload.commands.run import STARTUP
 from evenload.commands.run import run as run_command
 from evenload.core.errors import EvenloadError
 
-SCRIPTS = Path(__file__).parents[1] / "hosts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 QUIET = (
     "import sys, importlib.util as u; u.find_spec('megatron.core'); "
     "assert not {'evenload', 'torch', 'megatron.core'} & set(sys.modules)"

@@ -2,7 +2,7 @@
 
 Each is a fault that a person could make: one piece of the code replaced by another, wrong one. ``killer`` names the
 command of `KILLERS` that must fail where the fault is planted, and pass where it is not. Quick ones die in
-`make check`: their killer is a run of tests/commands/test_proof.py.
+`make check`: their killer is a run of tests/commands/proof/test_compare.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _verify(recipe: str, *words: str) -> Words:
 
 
 def _quick(run: str) -> Words:
-    return ("pytest", f"tests/commands/test_proof.py::test_a_small_run_is_exact[{run}]")
+    return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
 KILLERS: dict[str, Words] = {
@@ -60,13 +60,13 @@ KILLERS: dict[str, Words] = {
     + ("model.num_attention_heads=8",)
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
-    "prefix": ("pytest", "tests/runtime/test_prefix.py"),
-    "planner": ("pytest", "tests/core/test_planner.py"),
-    "caps": ("pytest", "tests/core/test_chain.py", "tests/independent"),
-    "checkpoints": ("pytest", "tests/commands/test_checkpoints.py", "-m", "not slow"),
-    "reading": ("pytest", "tests/core/test_reading.py"),
+    "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
+    "planner": ("pytest", "tests/core/planning/test_planner.py"),
+    "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
+    "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
+    "reading": ("pytest", "tests/core/input/test_reading.py"),
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
-    "frozen store": ("pytest", "tests/runtime/test_watchdog.py", "-k", "frozen_holder"),
+    "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
 }
 
 _PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine_host.py"

@@ -1,4 +1,4 @@
-"""What the ranks of a test world run: every function here is a case of test_engine.py or test_resume.py."""
+"""What the ranks of a test world run: every function here is a case of test_engine.py or test_checkpoint.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the ranks of test_unmodified.py do: a user's own training loop, stock and under plans, and planted faults.
+"""What the ranks of unmodified/test_order.py do: a user's own training loop, stock and under plans, and planted faults.
 
-The loop is `tests/hosts/megatron_script.py`, which imports nothing of evenload.
+The loop is `tests/scripts/megatron_script.py`, which imports nothing of evenload.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
 from torch.distributed import distributed_c10d
 
-SCRIPT = Path(__file__).parents[2] / "hosts" / "megatron_script.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "megatron_script.py"
 
 
 def recipe(**plugins: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SCRIPT = Path(__file__).with_name("megatron_script.py")
+SCRIPT = Path(__file__).parents[3] / "scripts" / "megatron_script.py"
 CAP = 128
 ON = f"trainer: megatron\nplugins: {{packing: {{enabled: true, max_tokens: {CAP}}}}}\n"
 ORDERED = f"trainer: megatron\nplugins: {{pipeline: {{enabled: true, max_tokens: {CAP // 4}}}}}\n"

@@ -16,8 +16,8 @@ from torch.utils.data import DistributedSampler
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("deepspeed_script.py")
-WITH_EVENLOAD = Path(__file__).with_name("run_with_evenload.py")
+SCRIPT = Path(__file__).parents[3] / "scripts" / "deepspeed_script.py"
+WITH_EVENLOAD = SCRIPT.with_name("run_with_evenload.py")
 RANKS, SAMPLES_PER_MICRO_BATCH, GAS, CAP = 2, 2, 2, 160
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": SAMPLES_PER_MICRO_BATCH,

@@ -18,7 +18,7 @@ from evenload.core.costs.costs import MemoryCost
 from evenload.core.costs.memory import beside_of, peak_activation_bytes
 from evenload.core.plan.limits import Limits
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
 LENGTH = 100
 PLANTED = MemoryCost(
     pass_bytes=5000.0,
