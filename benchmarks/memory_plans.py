@@ -10,7 +10,7 @@ rank of a stage.
     activations   predicted: `core.costs.memory`, or what gradient sum and update take; measured: the most that a step
                   holds beyond what is there between steps (`runtime.measure.memory`: tracked storages on a CPU)
     in all        the same with weights and optimizer states: `Simulation.peak_bytes`; measured: what is alive between
-                  steps (`runtime.measure.held`) and the peak above it
+                  steps (`runtime.measure.memory`) and the peak above it
 
 DeepSpeed's reduce_bucket_size is 10^6 here: its default makes ZeRO 1 and 2 take 2 GB for the gradient sum (and ZeRO 3
 keep 2 GB), beside which plans of this size would not be seen.
@@ -37,22 +37,20 @@ from evenload.commands._shared.job import Job
 from evenload.commands._shared.show import grid
 from evenload.commands.profile import machine
 from evenload.commands.profiling.memory import measure_memory, random_tokens
-from evenload.core.costs.costs import Costs, MemoryCost
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.laws import check
-from evenload.core.machine.shape import shape_of
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.setting import VALUE_BYTES, context_of, limits_of
+from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
-from evenload.runtime.measure.held import live_bytes
-from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.measure.memory import live_bytes, peak_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
 
@@ -146,12 +144,9 @@ def measured(recipe: Recipe, world: World, host: Host) -> MemoryCost:
 def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[PlanningContext, Limits]:
     """Situation and limits of a recipe under measured memory costs."""
     layout = recipe.layout(num_ranks)
-    bare = context_of(recipe, layout)
-    costs: Costs = bare.costs.model_copy(update={"memory": memory})
-    if recipe.train.recompute:
-        shape = shape_of(recipe.model)
-        costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
-    context = replace(bare, costs=costs.of_stage(layout))
+    counted = context_of(recipe, layout)
+    costs = costs_of(recipe, counted.cluster).model_copy(update={"memory": memory})
+    context = replace(counted, costs=stage_costs(recipe, costs, layout))
     return context, replace(limits_of(recipe, context), max_tokens=MAX_TOKENS)
 
 

@@ -8,8 +8,8 @@ left out. Costs: FlexSP's coefficients for GPT-7B on 64 A100-40G (published/flex
 FlexSP        ZeRO-3, Ulysses all-to-all alone, degrees that are powers of two, as its cost model has them. SP64,
               BatchAda and "each" (the best degree of each micro-batch) as in published/flexsp.py; "groups": FlexSP's
               own problem, disjoint groups in sorted micro-batches, by `plugins.mesh.candidates.disjoint_groups`;
-              "evenload": the mesh plugin. Certified bounds: "of any plan" (`bound.lower_bound_s`), "of groups"
-              (`bound.micro_batch_bound_s`, an integer program, given the same micro-batches).
+              "evenload": the mesh plugin. Certified bounds: "of any plan" (`plugins.mesh.bounds`), "of groups"
+              (`disjoint_bound`, an integer program, given the same micro-batches).
 Megatron      BalancedCPScheduler of the installed megatron-core on the same batches, cap 8,192 tokens a rank: busiest
               over mean rank in linear and quadratic compute, of which every group of its plan is a barrier; and the
               step simulated beside evenload's, launches left out, each sequence shared in the way predicted fastest.
@@ -35,7 +35,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.plugins.mesh.bounds import lower_bound_s, micro_batch_bound_s
+from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import CpStrategy, cost_table_of
@@ -44,6 +44,7 @@ from evenload.plugins.mesh.emit.micro_batches import common_way
 sys.path.append(str(Path(__file__).with_name("published")))
 import flexsp
 from common import Batch, batches_of
+from disjoint_bound import micro_batch_bound_s
 
 MODEL = flexsp.MODELS[0]
 CONTEXT = 384 * 1024

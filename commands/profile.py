@@ -40,18 +40,19 @@ import numpy as np
 import torch
 import yaml
 
-from ..core.costs.costs import Costs, MemoryCost, PassCost, analytic, fit, solve
+from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.machine.shape import shape_of
+from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
 from ..core.registry import PlanningContext
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
-from ..runtime.measure.held import free_bytes
 from ..runtime.measure.links import LinkFit, measure_links
+from ..runtime.measure.memory import free_bytes
 from ..runtime.world.variables import integer
 from ._shared.job import Job, logger, run_rank
 from ._shared.show import progress

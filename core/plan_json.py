@@ -23,7 +23,8 @@ from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
-from .plan.limits import Beside, Limits
+from .plan.limits import Limits
+from .plan.memory_cost import MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"
@@ -52,16 +53,37 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_beside: dict[str, Any] = dict.fromkeys(Beside._fields, (Amount, ...))
+_MEMORY = {
+    "activation_bytes_per_token": True,
+    "kv_bytes_per_token": True,
+    "kv_grad_bytes_per_token": True,
+    "replay_bytes_per_token": True,
+    "input_bytes_per_token": False,
+    "deferred_bytes_per_token": True,
+}
+"""Fields of the memory record that stand among the limits in plan.json, and whether they are divided by the layers."""
+_BESIDE = {
+    "cut_saves_bytes_per_token": True,
+    "head_bytes_per_token": False,
+    "head_working_bytes_per_token": False,
+    "working_bytes_per_token": False,
+    "pass_bytes": False,
+    "gradient_bytes": False,
+}
+"""Those that stand under ``beside``."""
+
+_beside: dict[str, Any] = dict.fromkeys(_BESIDE, (Amount, ...))
 _OF_TYPE: dict[str, Any] = {"int": Whole, "float": Amount, "bool": StrictBool}
 _OF_NAME: dict[str, Any] = {
     "num_ranks": Annotated[int, Field(strict=True, ge=1, le=RANKS)],
     "num_stages": Layers,
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
-    "beside": create_model("_Beside", __base__=_Form, **_beside),
 }
-_limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in fields(Limits)}
+_SCALARS = [f for f in fields(Limits) if f.name != "memory"]
+_limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
+_limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
+_limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 
 
@@ -196,19 +218,26 @@ def _form(data: Any, form: type[Any], fault: str) -> Any:
 
 
 def _limits_json(limits: Limits) -> dict[str, Any]:
-    values = {f.name: getattr(limits, f.name) for f in fields(limits)}
-    unbounded = limits.max_activation_bytes == float("inf")
-    return values | {
-        "max_activation_bytes": None if unbounded else limits.max_activation_bytes,
-        "beside": limits.beside._asdict(),
-    }
+    scalars = {f.name: getattr(limits, f.name) for f in _SCALARS}
+    if limits.max_activation_bytes == float("inf"):
+        scalars["max_activation_bytes"] = None
+
+    def written(table: dict[str, bool]) -> dict[str, float]:
+        values = {name: getattr(limits.memory, name) for name in table}
+        return {name: value / limits.layers_per_stage if table[name] else value for name, value in values.items()}
+
+    return {**scalars, **written(_MEMORY), "beside": written(_BESIDE)}
 
 
 def _limits(values: dict[str, Any]) -> Limits:
     form = _form(values, _Limits, "the limits in plan.json are none").model_dump()
-    unbounded = form["max_activation_bytes"] is None
-    most_bytes = float("inf") if unbounded else form["max_activation_bytes"]
-    return Limits(**form | {"max_activation_bytes": most_bytes, "beside": Beside(**form["beside"])})
+    amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
+    divided = _MEMORY | _BESIDE
+    layers = form["layers_per_stage"]
+    memory = MemoryCost(**{name: value * layers if divided[name] else value for name, value in amounts.items()})
+    if form["max_activation_bytes"] is None:
+        form["max_activation_bytes"] = float("inf")
+    return Limits(**form, memory=memory)
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:

@@ -86,11 +86,11 @@ class ArrowDocuments:
         for start in range(0, num_rows, _BATCH):
             batch = [_text(self._row(row)) for row in range(start, min(start + _BATCH, num_rows))]
             lengths.append(np.array(self._tokenizer.lengths(batch), dtype=np.int64))
-        found = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+        lengths_of_rows = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
         nulls = [np.zeros(len(c.offsets) - 1, dtype=bool) if c.null is None else c.null for c in self._chunks]
         if nulls:
-            found[np.concatenate(nulls)] = 0
-        return {"lengths": found}
+            lengths_of_rows[np.concatenate(nulls)] = 0
+        return {"lengths": lengths_of_rows}
 
     def _scan(self) -> dict[str, NDArray[np.int64]]:
         largest = 0

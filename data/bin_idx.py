@@ -57,8 +57,8 @@ class BinIdxDocuments:
         return self._tokens[first + start : first + stop]
 
     def scan_vocab_size(self) -> int:
-        found = cached_arrays(key_of([self._bin], "bin-vocab-1", self._tokens.dtype.str), self._scan)
-        return int(found["vocab_size"][0])
+        arrays = cached_arrays(key_of([self._bin], "bin-vocab-1", self._tokens.dtype.str), self._scan)
+        return int(arrays["vocab_size"][0])
 
     def where(self, document: int) -> str:
         return f"sequence {document} of {self.name}"
@@ -120,5 +120,5 @@ def _map_tokens(path: Path, index: Index) -> NDArray[Any]:
     return np.memmap(path, dtype=index.dtype, mode="r")
 
 
-def _corrupt(path: Path, found: str) -> EvenloadError:
-    return EvenloadError(f"{path} is not a whole Megatron index", found, "copy or preprocess it again")
+def _corrupt(path: Path, detail: str) -> EvenloadError:
+    return EvenloadError(f"{path} is not a whole Megatron index", detail, "copy or preprocess it again")

@@ -49,8 +49,8 @@ def cached_arrays(key: str, build: Callable[[], Arrays]) -> Arrays:
     A cache that cannot be written is no obstacle: a warning, and the arrays are built again next time.
     """
     path = cache_dir() / f"{key}.npz"
-    if (found := _load(path)) is not None:
-        return found
+    if (cached := _load(path)) is not None:
+        return cached
     built: Arrays | None = None
 
     def write(aside: Path) -> None:
@@ -61,8 +61,8 @@ def cached_arrays(key: str, build: Callable[[], Arrays]) -> Arrays:
 
     try:
         with _locked(path):
-            if (found := _load(path)) is not None:
-                return found
+            if (cached := _load(path)) is not None:
+                return cached
             if path.exists():
                 log.warning("%s is damaged; it is made again", path)
             _write_whole(path, write)

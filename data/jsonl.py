@@ -36,10 +36,10 @@ class JsonlDocuments:
         self.name = str(path)
         self._path, self._tokenizer = path, tokenizer
         self._field = _field_of_first_line(path, text_key)
-        found = cached_arrays(key_of([path], "jsonl-1", self._field, tokenizer.identity), self._scan)
-        self.lengths: NDArray[np.int64] = found["lengths"]
-        self._offsets = found["offsets"]
-        self.vocab_size: int | None = int(found["vocab_size"][0])
+        scanned = cached_arrays(key_of([path], "jsonl-1", self._field, tokenizer.identity), self._scan)
+        self.lengths: NDArray[np.int64] = scanned["lengths"]
+        self._offsets = scanned["offsets"]
+        self.vocab_size: int | None = int(scanned["vocab_size"][0])
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
         do = "restore it"

@@ -17,22 +17,22 @@ def table_files(path: Path) -> list[Path]:
     if os.path.isdir(path):
         if reading.is_file(path / "state.json"):
             return _saved_files(path)
-        found = [p for p in _inside(path) if p.suffix in (".arrow", ".parquet")]
+        files = [p for p in _inside(path) if p.suffix in (".arrow", ".parquet")]
     elif reading.is_file(path):
-        found = [path] if path.suffix in (".arrow", ".parquet") else []
+        files = [path] if path.suffix in (".arrow", ".parquet") else []
     else:
         names = [] if "\0" in str(path) else glob.glob(str(path))
-        found = sorted(Path(name) for name in names if name.endswith((".arrow", ".parquet")))
-    for file in found:
+        files = sorted(Path(name) for name in names if name.endswith((".arrow", ".parquet")))
+    for file in files:
         reading.open_file(file, shorten(str(file)), "save the data set again").close()
-    suffixes, splits = {p.suffix for p in found}, {p.stem.split("-")[0] for p in found if "-of-" in p.stem}
+    suffixes, splits = {p.suffix for p in files}, {p.stem.split("-")[0] for p in files if "-of-" in p.stem}
     if len(suffixes) > 1 or len(splits) > 1:
         raise EvenloadError(
             f"{path} holds more than one data set",
             f"files {', '.join(sorted(suffixes))} of {', '.join(sorted(splits)) or 'no named split'}",
             f"name the files with a pattern, as '{path}/train-*.parquet'",
         )
-    return found
+    return files
 
 
 def _saved_files(folder: Path) -> list[Path]:

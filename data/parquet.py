@@ -28,11 +28,11 @@ def parquet_as_arrow(files: Sequence[Path], text_key: str) -> Path:
     field = choose_field(opened[0].schema_arrow.names, text_key, str(files[0]))
     schema = pa.schema([pa.field(field, opened[0].schema_arrow.field(field).type)])
     for path, file in zip(files, opened, strict=True):
-        found = file.schema_arrow.field(field).type if field in file.schema_arrow.names else "none"
-        if found != schema.field(field).type:
+        column_type = file.schema_arrow.field(field).type if field in file.schema_arrow.names else "none"
+        if column_type != schema.field(field).type:
             raise EvenloadError(
                 f"{path} differs from {files[0]} in column {field!r}",
-                f"type {found}, there {schema.field(field).type}",
+                f"type {column_type}, there {schema.field(field).type}",
                 "write all files alike",
             )
 

@@ -47,9 +47,9 @@ class StdlibDocuments:
 
 
 def _python_files(root: Path) -> list[str]:
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         relative = Path(folder).relative_to(root)
-        found += [(relative / name).as_posix() for name in names if name.endswith(".py")]
-    return sorted(path for path in found if (root / path).is_file())
+        paths += [(relative / name).as_posix() for name in names if name.endswith(".py")]
+    return sorted(path for path in paths if (root / path).is_file())

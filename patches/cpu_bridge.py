@@ -252,5 +252,5 @@ def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:
 def _was_compiled() -> bool:
     """Whether a loaded Megatron module holds a function that torch.compile has wrapped."""
     loaded = [module for name, module in list(sys.modules.items()) if within(name, ("megatron",))]
-    held = (value for module in loaded for value in list(vars(module).values()))
-    return any(isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value) for value in held)
+    values = (value for module in loaded for value in list(vars(module).values()))
+    return any(isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value) for value in values)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,6 @@ class _Applied:
     original: Any
     late_reach: tuple[str, ...] | None = None
     """Where names imported while the patch was on are looked for."""
-    foreign: list[str] = field(default_factory=list)
 
 
 class Ledger:
@@ -117,11 +116,6 @@ class Ledger:
         on = [Status(a.row, "applied", ", ".join(c.slot.path for c in a.changes[1:])) for a in self._applied]
         awaited = [Status(row, "pending", f"waits for the import of {row.module}") for row in self._pending.values()]
         return (*on, *awaited, *self._skipped.values())
-
-    @property
-    def rebound(self) -> tuple[str, ...]:
-        """Copies outside the host's own package, ``module:name``, that were rebound."""
-        return tuple(path for applied in self._applied for path in applied.foreign)
 
     def __enter__(self) -> Ledger:
         return self
@@ -186,9 +180,8 @@ class Ledger:
             before = place.read()
             place.write(after)
             applied.changes.append(_Change(place, before, after))
-        applied.foreign = [copy.path for copy in copies if _is_foreign(copy, row)]
-        if applied.foreign:
-            _log.warning("patch '%s' also rebound copies of %s in %s", row.name, row.target, ", ".join(applied.foreign))
+        if foreign := [copy.path for copy in copies if _is_foreign(copy, row)]:
+            _log.warning("patch '%s' also rebound copies of %s in %s", row.name, row.target, ", ".join(foreign))
 
     def _unwind(self, mark: int) -> None:
         """Take off the rows above ``mark``, last on first off; all of them or none."""
@@ -240,7 +233,7 @@ def _may_be_copied(slot: Slot, original: Any) -> bool:
 
 def _copies(row: Patch, slot: Slot, original: Any) -> list[Slot]:
     """The declared re-exports, checked, and every other module global that is the original."""
-    declared = [found for alias in row.aliases if (found := _alias(row, alias, original)) is not None]
+    declared = [alias_slot for alias in row.aliases if (alias_slot := _alias(row, alias, original)) is not None]
     copies = list(globals_holding(original, row.reach)) if _may_be_copied(slot, original) else []
     known = {slot.place, *(alias.place for alias in declared)}
     return [*declared, *(copy for copy in copies if copy.place not in known)]
@@ -253,22 +246,22 @@ def _alias(row: Patch, path: str, original: Any) -> Slot | None:
         return None
     try:
         slot = locate(path)
-        held = slot.read()
+        current = slot.read()
     except AttributeError:
-        held = MISSING
-    if held is MISSING:
+        current = MISSING
+    if current is MISSING:
         if is_loading(module):
             return None
         raise missing_symbol(row, path)
-    if held is not original:
+    if current is not original:
         raise EvenloadError(
             f"patch '{row.name}': {path} is no longer {row.target}",
-            describe(held),
+            describe(current),
             "apply evenload before the other change, or take that change off; calls there would miss the patch",
         )
     return slot
 
 
 def _is_foreign(copy: Slot, row: Patch) -> bool:
-    home = (row.module.partition(".")[0], __name__.partition(".")[0], *(row.reach or ()))
-    return copy.path not in row.aliases and not within(copy.path.partition(":")[0], home)
+    own_packages = (row.module.partition(".")[0], __name__.partition(".")[0], *(row.reach or ()))
+    return copy.path not in row.aliases and not within(copy.path.partition(":")[0], own_packages)

@@ -120,8 +120,8 @@ def globals_holding(value: Any, reach: tuple[str, ...] | None) -> Iterator[Slot]
         if id(namespace) in seen:
             continue
         seen.add(id(namespace))
-        for key, held in list(namespace.items()):
-            if held is value:
+        for key, candidate in list(namespace.items()):
+            if candidate is value:
                 yield Slot(f"{name}:{key}", module, key)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.commands._shared.show import emit, grid
-from evenload.runtime.attention.kernels import KERNELS, Call, Kernel
+from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall
 from torch import Tensor
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64
@@ -40,7 +40,7 @@ def layouts(tokens: int) -> dict[str, list[int]]:
     }
 
 
-def inputs(lengths: list[int], dtype: torch.dtype, device: torch.device) -> tuple[Call, Tensor]:
+def inputs(lengths: list[int], dtype: torch.dtype, device: torch.device) -> tuple[KernelCall, Tensor]:
     """A call on random data, and random weights for its output."""
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)
@@ -50,7 +50,7 @@ def inputs(lengths: list[int], dtype: torch.dtype, device: torch.device) -> tupl
     )
     borders = (0, *np.cumsum(lengths).tolist())
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
-    return Call(q, k, v, cu_seqlens, borders, max(lengths), HEAD_DIM**-0.5), weight
+    return KernelCall(q, k, v, cu_seqlens, borders, max(lengths), HEAD_DIM**-0.5), weight
 
 
 def dense(queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...]) -> Tensor:

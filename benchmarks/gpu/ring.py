@@ -30,12 +30,12 @@ import torch
 from evenload.commands._shared.show import emit, grid
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import attended
-from evenload.runtime.attention.blocks import BLOCKS, Block, Inputs
+from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
 from evenload.runtime.attention.sharing.gather import Gather
 from evenload.runtime.attention.sharing.heads import heads_of
-from evenload.runtime.attention.sharing.jobs import Job, jobs_of
+from evenload.runtime.attention.sharing.jobs import CpGroupJob, jobs_of
 from evenload.runtime.attention.sharing.ring import Ring
-from evenload.runtime.attention.sharing.work import Call, Work
+from evenload.runtime.attention.sharing.running_job import AttentionCall, RunningJob
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.world.plane import Pending, Plane
 from torch import Tensor
@@ -143,7 +143,7 @@ def shared(
     cp_comm: CpComm,
     places: int,
     ulysses_degree: int,
-    block_of: Callable[[int], Block],
+    block_of: Callable[[int], BlockKernel],
 ) -> Results:
     """Attention of sequences laid end to end, and its gradients, each place computing its part with its block."""
     pieces = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
@@ -162,10 +162,16 @@ def shared(
 
 
 def compute(
-    tensors: Tensors, results: Results, rows: Tensor, plane: OneCard, job: Job, cp_comm: CpComm, block: Block
+    tensors: Tensors,
+    results: Results,
+    rows: Tensor,
+    plane: OneCard,
+    job: CpGroupJob,
+    cp_comm: CpComm,
+    block: BlockKernel,
 ) -> None:
     """One place's part of the results: tokens ``rows`` and some of the heads."""
-    call = Call(
+    call = AttentionCall(
         plane=plane,
         store=None,
         layer=0,
@@ -183,7 +189,7 @@ def compute(
         tensor[rows][:, part].contiguous()
         for tensor, part in zip(tensors, (heads.queries, heads.keys, heads.keys, heads.queries), strict=True)
     )
-    kind: type[Work] = Gather if cp_comm == "all_gather" else Ring
+    kind: type[RunningJob] = Gather if cp_comm == "all_gather" else Ring
     forward = kind(call, job, heads, q, (k, v))
     for _ in forward.forward():
         pass
@@ -235,13 +241,13 @@ def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.
     return rows
 
 
-def usable(dtype: torch.dtype, device: torch.device) -> list[Block]:
+def usable(dtype: torch.dtype, device: torch.device) -> list[BlockKernel]:
     """The rows that take a dtype here; of float64 one is enough."""
     found = [b for b in BLOCKS if b.supports(dtype, device, HEAD_DIM) and b.available()]
     return found[:1] if dtype == torch.float64 else found
 
 
-def _same(block: Block, place: int) -> Block:
+def _same(block: BlockKernel, place: int) -> BlockKernel:
     return block
 
 
@@ -264,12 +270,12 @@ class Timed(NamedTuple):
 class Clocked:
     """A block whose calls are timed."""
 
-    def __init__(self, block: Block, device: torch.device) -> None:
+    def __init__(self, block: BlockKernel, device: torch.device) -> None:
         self._clock, self._block = BusyClock(device, record=True), block
         self._calls: list[tuple[int, int, bool]] = []
 
     @property
-    def block(self) -> Block:
+    def block(self) -> BlockKernel:
         return self._block._replace(forward=self._forward, backward=self._backward)
 
     def read(self) -> list[Timed]:
@@ -294,7 +300,7 @@ class Clocked:
             return self._block.backward(dout, x, out, lse)
 
 
-def times(tokens: int, places: int, block: Block, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def times(tokens: int, places: int, block: BlockKernel, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Every sort of block in a ring, and what they take together."""
     tensors = random_tensors(tokens, dtype, device)
     whole: dict[str, Timed] = {}
@@ -320,7 +326,7 @@ def times(tokens: int, places: int, block: Block, dtype: torch.dtype, device: to
     }
 
 
-def measured(tensors: Tensors, places: int, block: Block, device: torch.device) -> list[list[Timed]]:
+def measured(tensors: Tensors, places: int, block: BlockKernel, device: torch.device) -> list[list[Timed]]:
     """The calls of each place of a ring."""
     clocked = [Clocked(block, device) for _ in range(places)]
     shared(tensors, [len(tensors.q)], "ring", places, 1, lambda place: clocked[place].block)

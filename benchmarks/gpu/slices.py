@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from evenload.commands._shared.show import emit, grid
 from evenload.patches import bridge_cpu
-from evenload.runtime.attention.blocks import BLOCKS, Block, Inputs
+from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
 from evenload.runtime.world.world import close_world, init_world
 from torch import Tensor
 
@@ -40,7 +40,9 @@ ONCE_FROM = 100_000
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def prefix_errors(block: Block, length: int, prefix: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def prefix_errors(
+    block: BlockKernel, length: int, prefix: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
     """Relative errors of out, dq, dk and dv."""
     generator = torch.Generator().manual_seed(length + prefix)
     queries, keys, values, dout = (

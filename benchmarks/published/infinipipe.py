@@ -153,10 +153,11 @@ def flexsp(model: str) -> PlanChain:
     """The mesh plugin with what FlexSP has, and as many tokens on a rank as fit."""
     chain, layers = zero_3(model, 1, CAP), THEIRS[model].zero_layers
     limits, memory = chain.limits, chain.context.costs.memory
-    kept = limits.activation_bytes_per_token * (limits.layers_per_stage - layers)
+    each = limits.memory.activation_bytes_per_token / limits.layers_per_stage
+    kept = each * (limits.layers_per_stage - layers)
     head = memory.head_bytes_per_token + memory.head_working_bytes_per_token
-    again = limits.activation_bytes_per_token * bool(layers)
-    per_token = kept + limits.input_bytes_per_token * layers + head + again
+    again = each * bool(layers)
+    per_token = kept + limits.memory.input_bytes_per_token * layers + head + again
     tokens = int(activation_budget_bytes(chain.context.cluster, memory, limits) / per_token)
     config = ULYSSES.model_copy(update={"enabled": True, "max_tokens": tokens})
     return replace(chain, links=((get("mesh"), config),), instead="")

@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ...core.aliases import Ints
 from ...core.errors import EvenloadError
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw
 from ...data.order import SampleOrder
-
-Ints = npt.NDArray[np.int64]
 
 _NONE = np.zeros(0, dtype=np.int64)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -66,6 +65,3 @@ def require(trainer: str) -> None:
 def integration(trainer: str) -> Any:
     """The integration's package, imported now: ``open_host`` and ``reference`` are its public names."""
     return import_module(f"...integrations.{trainer}", __package__)
-
-
-Opener = Callable[..., Any]

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
 from ...integrations.host import StepResult
 
-Floats = npt.NDArray[np.float64]
 Write = Callable[["Row", Planned], None]
 Opened = TypeVar("Opened")
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.aliases import Floats
 from ...core.costs import refit
-from ...core.costs.refit import Floats
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Planned, Planner
 from ...core.simulate.predict import predict

@@ -14,7 +14,7 @@ from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.registry import PlanningContext
 from ...core.simulate.predict import own_costs
-from ...core.simulate.step import KINDS, Kind, Span, simulate
+from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
 from .._shared.pipelines import recomputed
 from ..plan import Outlook, Simulated
 from .outlook import OURS, label, names, planners
@@ -33,7 +33,7 @@ PARTS: dict[Part, str] = {
 }
 """What a rank's time is spent on, and how it is called."""
 
-_PART_OF: dict[Kind, Part] = {
+_PART_OF: dict[SpanKind, Part] = {
     "F": "forward",
     "B": "backward",
     "W": "weights",
@@ -223,7 +223,7 @@ def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[
             continue
         share = useful.share(span)
         middle = span.start_s + share * (span.end_s - span.start_s)
-        title = KINDS[span.kind] + useful.describe(span)
+        title = SPAN_KINDS[span.kind] + useful.describe(span)
         number = span.micro_batch if span.kind in "FBW" else -1
         if share > 0:
             again = recomputed(one.plan, span.stage, number) / layers if span.kind == "F" else 0.0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
-from ...core.simulate.step import KINDS, Span
+from ...core.simulate.step import SPAN_KINDS, Span
 from .files import open_text, whole
 from .trace_args import TellPass, tell_bubbles
 
@@ -125,10 +125,10 @@ def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPas
     for span in spans:
         if span.kind in "FRBW":
             kind_of_pass = "F" if span.kind == "F" else "B"
-        name = KINDS[span.kind] + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
+        name = SPAN_KINDS[span.kind] + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
         yield (
             f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(span.start_s, span.end_s, track.begin_s)},'
-            f'"cat":"{KINDS[span.kind]}","cname":"{_COLOURS[span.kind]}","name":"{name}"'
+            f'"cat":"{SPAN_KINDS[span.kind]}","cname":"{_COLOURS[span.kind]}","name":"{name}"'
             f"{tell(kind_of_pass, span)}}}"
         )
 

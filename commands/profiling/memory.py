@@ -22,20 +22,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ...core.costs.costs import MemoryCost
 from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.machine.layout import Layout
 from ...core.machine.shape import shape_of
 from ...core.plan.limits import Limits
+from ...core.plan.memory_cost import MemoryCost
 from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from ...core.planning.setting import limits_of
+from ...core.planning.setting import limits_of, stage_costs
 from ...core.planning.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ...core.recipe.recipe import Recipe
 from ...integrations.host import Host, Mark
-from ...runtime.measure.held import live_bytes
-from ...runtime.measure.memory import Levels, peak_bytes
+from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from .._shared.job import Job
 
 COUNTS = (1, 2, 4)
@@ -258,8 +257,8 @@ def _layers(host: Any) -> nn.ModuleList:
 def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[Readings]) -> float:
     """Mean absolute relative error of the predicted peaks of the steps that were measured."""
     at = job.chain.context
-    memory = memory.of_stage(at.layout)
-    limits = limits_of(job.recipe, replace(at, costs=at.costs.model_copy(update={"memory": memory})))
+    costs = stage_costs(job.recipe, at.costs.model_copy(update={"memory": memory}), at.layout)
+    memory, limits = costs.memory, limits_of(job.recipe, replace(at, costs=costs))
     errors = []
     for plan, measured in zip(plans, readings, strict=True):
         predicted, _ = peak_activation_bytes(replace(plan, limits=limits), 0, 0)

@@ -15,15 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.plan.branches import IDLE_RANKS, PACKED, RANKS_WITHOUT_PASS, branches_of
-from ...core.plan.step_plan import Op, StepPlan, as_lengths
+from ...core.plan.step_plan import Lengths, Op, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
-
-Ints = npt.NDArray[np.int64]
 
 MOST_BATCHES = 3
 _BUDGET_S = 20.0
@@ -34,7 +31,7 @@ _FURTHER = 8
 class Chosen(NamedTuple):
     """A batch that takes branches which were missing."""
 
-    samples: Ints
+    samples: Lengths
     prefers: str
     """The branch whose chain of `opened` plans it."""
     takes: frozenset[str]
@@ -55,7 +52,7 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
     return chains
 
 
-def planned(chain: PlanChain, lengths: Ints, prefers: str) -> StepPlan:
+def planned(chain: PlanChain, lengths: Lengths, prefers: str) -> StepPlan:
     """The plan of a batch that takes a branch most likely. Raises EvenloadError."""
     plan = opened(chain)[prefers].plan(as_lengths(lengths))
     return check(without_dummies(plan)) if prefers == RANKS_WITHOUT_PASS else plan
@@ -82,7 +79,7 @@ def without_dummies(plan: StepPlan) -> StepPlan:
     )
 
 
-def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: int) -> list[Chosen]:
+def choose(chain: PlanChain, missing: set[str], lengths: Lengths, size: int, seed: int) -> list[Chosen]:
     """Up to `MOST_BATCHES` batches that together take as many of the missing branches as batches here do.
 
     Args:
@@ -111,14 +108,14 @@ def choose(chain: PlanChain, missing: set[str], lengths: Ints, size: int, seed: 
     return chosen
 
 
-def _plan(chain: PlanChain, lengths: Ints, prefers: str) -> StepPlan | None:
+def _plan(chain: PlanChain, lengths: Lengths, prefers: str) -> StepPlan | None:
     try:
         return planned(chain, lengths, prefers)
     except EvenloadError:
         return None
 
 
-def _batches(lengths: Ints, size: int, seed: int) -> Iterator[Ints]:
+def _batches(lengths: Lengths, size: int, seed: int) -> Iterator[Lengths]:
     """Sample numbers of each batch to try: extremes first, then drawn ones."""
     by_length = np.argsort(lengths, kind="stable")
     size = min(size, len(lengths))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..aliases import Ints
 from ..costs.costs import Costs
 from ..plan.limits import Limits
-from .partition import Ints
 
 
 def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs) -> float:

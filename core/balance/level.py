@@ -17,7 +17,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from .partition import Floats, Ints
+from ..aliases import Floats, Ints
 
 _EVEN = 1.002
 """Fullest bin over the mean fill at which polishing ends."""

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.integer[Any]]
-
+from ..aliases import Floats, Ints
 
 _PAIRS_PER_MOVE = 2048
 """Swaps weighed at each polishing move: the fullest bin against as many of the emptiest as this allows."""

@@ -36,17 +36,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..aliases import Floats
 from ..machine.cluster import Cluster
 from ..plan.step_plan import CpComm, MicroBatch
 from .costs import PassCost
 
 if TYPE_CHECKING:
     from .traffic import Traffic
-
-Floats = npt.NDArray[np.float64]
-Ranks = Sequence[int]
 
 
 class Load(NamedTuple):
@@ -101,7 +98,7 @@ def alone_s(times: Times) -> Any:
     return open_s + ends + (groups - 2) * between + grad
 
 
-def together_s(cp_groups: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Floats:
+def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats) -> Floats:
     """Seconds that nothing hides on each of R ranks, which take turns in several homes: float64 [R].
 
     Args:
@@ -135,7 +132,7 @@ def together_s(cp_groups: Iterable[tuple[Ranks, Times]], local_s: Floats) -> Flo
 def times_of(
     traffic: Traffic,
     cluster: Cluster,
-    peers: Ranks,
+    peers: Sequence[int],
     load: Load,
     cp_comm: CpComm,
     ulysses_degree: int,
@@ -209,7 +206,7 @@ class _Hops(NamedTuple):
         return layers * self.latency_s + num_bytes * self.s_per_byte
 
 
-def _hops(cluster: Cluster, peers: Ranks, step: int, routed: bool) -> _Hops:
+def _hops(cluster: Cluster, peers: Sequence[int], step: int, routed: bool) -> _Hops:
     """From every peer to the one ``step`` places on."""
     intra, inter = cluster.intra, cluster.inter
     nodes = [rank // cluster.ranks_per_node for rank in peers]
@@ -223,7 +220,7 @@ def _hops(cluster: Cluster, peers: Ranks, step: int, routed: bool) -> _Hops:
     return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s)
 
 
-def _static_s(traffic: Traffic, cluster: Cluster, peers: Ranks, load: Load, cost: PassCost, passes: int) -> Any:
+def _static_s(traffic: Traffic, cluster: Cluster, peers: Sequence[int], load: Load, cost: PassCost, passes: int) -> Any:
     degree = len(peers)
     if traffic.cp_comm == "all_to_all":
         sent = load.tokens / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)

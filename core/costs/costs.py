@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
+from ..aliases import Floats
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import AmountOrNone, LayerCount, refuse_odd_numbers
@@ -35,11 +36,9 @@ from ..input.validation import described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
 from ..machine.shape import Shape
+from ..plan.memory_cost import COUNTED, NO_MEMORY, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
-
-Lengths = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
@@ -111,9 +110,9 @@ class PassCost(_Frozen):
         """Seconds of all of it."""
         return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
 
-    def of_each(self, works: Seconds) -> Seconds:
+    def of_each(self, works: Floats) -> Floats:
         """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
-        seconds: Seconds = works @ np.array([self.launch_s, self.token_s, self.pair_s])
+        seconds: Floats = works @ np.array([self.launch_s, self.token_s, self.pair_s])
         return seconds
 
     def plus(self, other: PassCost) -> PassCost:
@@ -125,49 +124,6 @@ class PassCost(_Frozen):
         return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
 
 
-class MemoryCost(_Frozen):
-    """Bytes on one device that holds the whole model; `core.costs.memory` says when each is held."""
-
-    fixed_bytes: NonNegativeFloat = 0.0
-    """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
-    sharded_bytes: NonNegativeFloat = 0.0
-    """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
-    gathered_bytes: NonNegativeFloat = 0.0
-    """Whole weights beside a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
-    gradient_bytes: NonNegativeFloat = 0.0
-    """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
-    update_bytes: NonNegativeFloat = 0.0
-    """Beyond ``fixed_bytes``, when no activation is left: gradient sum and update, with gradients and buckets."""
-    pass_bytes: NonNegativeFloat = 0.0
-    """Any pass while it runs, whatever its tokens: the gradient of one weight before it is added to its buffer."""
-    activation_bytes_per_token: NonNegativeFloat = 0.0
-    """All layers together, kept from forward to backward."""
-    cut_saves_bytes_per_token: NonNegativeFloat = 0.0
-    """All layers together: what a token of a cut sequence keeps less, as its K and V are stored already."""
-    head_bytes_per_token: NonNegativeFloat = 0.0
-    """Kept from forward to backward beside the layers: the last one's output, norm, logits, loss, rotary angles."""
-    head_working_bytes_per_token: NonNegativeFloat = 0.0
-    """What output layer and loss take while they run, beyond what they keep: copies of the logits, their gradient."""
-    working_bytes_per_token: NonNegativeFloat = 0.0
-    """What the backward of one layer takes while it runs, beyond what its forward kept."""
-    kv_bytes_per_token: NonNegativeFloat = 0.0
-    """All layers together, K and V kept for later slices."""
-    replay_bytes_per_token: NonNegativeFloat = 0.0
-    """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
-    fit_error: float | None = None
-    """Mean absolute relative error of predicted peaks over the plans that were measured."""
-
-    def of_stage(self, layout: Layout) -> MemoryCost:
-        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole.
-
-        Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
-        """
-        whole = {"head_bytes_per_token", "head_working_bytes_per_token", "working_bytes_per_token", "pass_bytes"}
-        values = self.model_dump(exclude={"fit_error"})
-        each = {name: value / (layout.tp * (1 if name in whole else layout.pp)) for name, value in values.items()}
-        return MemoryCost(**each, fit_error=self.fit_error)
-
-
 class Costs(_Frozen):
     """The cost model of one model on one device."""
 
@@ -175,7 +131,7 @@ class Costs(_Frozen):
     """Where the numbers come from: paper and table, or machine, versions and command."""
     forward: PassCost
     backward: PassCost
-    memory: MemoryCost = MemoryCost()
+    memory: MemoryCost = NO_MEMORY
     num_layers: LayerCount = 1
     recompute: bool = False
     """Backward holds a second forward already (`recomputed`), so a replay costs nothing more."""
@@ -189,7 +145,7 @@ class Costs(_Frozen):
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
 
-    def sequence_s(self, lengths: Any) -> Seconds:
+    def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
         n = np.asarray(lengths, dtype=np.float64)
         return np.asarray(self.forward.seconds(n) + self.backward.seconds(n), dtype=np.float64)
@@ -207,7 +163,7 @@ class Costs(_Frozen):
         forward, backward = self.rank_s(micro_batch)
         return float(forward.max()), float(backward.max())
 
-    def rank_s(self, micro_batch: MicroBatch) -> tuple[Seconds, Seconds]:
+    def rank_s(self, micro_batch: MicroBatch) -> tuple[Floats, Floats]:
         """(forward, backward) seconds of each rank of a micro-batch, in their order, compute only: float64 [ranks]."""
         works = np.array(list(rank_works(micro_batch).values()))
         return self.forward.of_each(works), self.backward.of_each(works)
@@ -318,7 +274,7 @@ def fit(work: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[PassCost, float]:
     return PassCost(**dict(zip(("launch_s", "token_s", "pair_s"), coefficients.tolist(), strict=True))), error
 
 
-def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Seconds, float]:
+def solve(columns: npt.ArrayLike, target: npt.ArrayLike, unit: npt.ArrayLike) -> tuple[Floats, float]:
     """Non-negative x of least sum of ((columns x - target) / unit)^2, and the mean of |columns x - target| / unit.
 
     ``columns`` float [N, k], k small: every subset of the columns is tried, which is exact.
@@ -353,6 +309,8 @@ def load(name: str, folder: Path) -> Costs:
     fault = f"{file} is not a cost model"
     data = reading.read_yaml(path, f"the cost model {file}", do)
     costs = described(_without_totals(data, fault, do), Costs, fault, do)
+    if counted := sorted(COUNTED & (data.get("memory") or {}).keys()):
+        raise EvenloadError(fault, f"memory.{counted[0]}, which is counted from the recipe", "leave it out")
     refuse_odd_numbers(data, file)
     for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
         if not (cost.token_s or cost.pair_s):

@@ -1,4 +1,4 @@
-"""How much of its activations a rank may leave in host memory until the backward, and how many ranks that spares.
+"""How much of its activations a rank may leave in host memory until the backward.
 
 ByteScale (arXiv 2502.21231, section 4). Of the l layers of a stage the first and the last keep what they save (the
 backward of the last one starts too soon for anything to travel). Of each layer between them a share r travels to the
@@ -10,7 +10,6 @@ host while the next layer computes, and comes back while the next layer runs bac
 
     hidden behind compute   r Act / B <= T, so r* = min(1, T B / Act)
     left on the device      (2 + (1 - r)(l - 2)) Act
-    ranks of a sequence     D = ceil((2 + (1 - r)(l - 2)) Act(sequence) / (l Act(rank's capacity)))
 
 A backward takes at least as long as its forward, so what is hidden on the way out is hidden on the way back. T grows
 with the square of the length and Act with the length itself: the longer a sequence, the more of it hides.
@@ -20,8 +19,6 @@ lag).
 """
 
 from __future__ import annotations
-
-import math
 
 KEPT_LAYERS = 2
 """The first and the last."""
@@ -44,16 +41,3 @@ def layers_on_device(layers: int, share: float) -> float:
     """Layers' worth of activations that stay on the device; all of them where no layer is between first and last."""
     inner = max(0, layers - KEPT_LAYERS)
     return layers - share * inner
-
-
-def ranks_needed(bytes_per_layer: float, rank_bytes_per_layer: float, layers: int, share: float) -> int:
-    """D, the fewest ranks whose memory holds a sequence; at least 1.
-
-    Args:
-        bytes_per_layer: that the whole sequence saves in one layer.
-        rank_bytes_per_layer: that one rank can hold of each of its ``layers`` where nothing is offloaded.
-        share: of the inner layers' activations that wait in host memory, 0 to 1.
-    """
-    held = layers_on_device(layers, share) * bytes_per_layer
-    ratio = held / (layers * rank_bytes_per_layer)
-    return max(1, math.ceil(ratio - 1e-9))  # a sequence that just fits may come out a rounding above a whole number

@@ -30,12 +30,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..aliases import Floats
 from ..plan.step_plan import StepPlan
 from .costs import Costs, PassCost, rank_works
-
-Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 16
 """Steps that count. A cost model of 6 numbers needs few; a machine changes slowly."""

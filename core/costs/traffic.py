@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..aliases import Floats
 from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
@@ -39,7 +40,6 @@ from ..plan.token_layout import tokens_of_ranks
 from .attention_comm import Load, Times, alone_s, loads_of, times_of, together_s
 from .costs import PassCost, is_even
 
-Floats = npt.NDArray[np.float64]
 Sharding = Literal["none", "optimizer", "parameters"]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Row
 
 from .step_plan import Op, PassKind, StepPlan, fact_of_plan
 
-KINDS: tuple[PassKind, ...] = ("F", "B", "W")
+DIRECTIONS: tuple[PassKind, ...] = ("F", "B")
+PASS_KINDS: tuple[PassKind, ...] = (*DIRECTIONS, "W")
 
 
 @fact_of_plan("micro_batches", "backward", "order", "limits")
@@ -16,7 +17,7 @@ def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
         ahead = plan.limits.num_stages - 1 - stage
         return [one_forward_one_backward(plan.of_rank(rank), ahead) for rank in range(plan.limits.num_ranks)]
     lists: list[list[Op]] = [[] for _ in range(plan.limits.num_ranks)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
     for op in plan.order[stage]:
         for rank in ranks[op.kind][op.micro_batch]:
             lists[rank].append(op)

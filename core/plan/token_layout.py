@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..aliases import Ranks
 from .step_plan import MicroBatch, Slice
 
-Ranks = tuple[int, ...]
 Pieces = tuple[Slice, ...]
 
 

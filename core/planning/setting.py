@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..costs import costs as cost_models
-from ..costs.memory import beside_of
 from ..costs.traffic import Sharding, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
@@ -24,13 +23,10 @@ def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     cluster = clusters.load(recipe.cluster, RECIPES / "clusters")
     costs = costs_of(recipe, cluster)
     measured = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
-    if recipe.train.recompute:
-        shape = shape_of(recipe.model)
-        costs = costs.recomputed(shape.num_layers * shape.hidden_size * VALUE_BYTES[recipe.train.dtype])
-    traffic = traffic_of(recipe, layout)
-    shape = shape_of(recipe.model)
+    shape, traffic = shape_of(recipe.model), traffic_of(recipe, layout)
     head_frac = shape.hidden_size * shape.vocab_size / shape.weights
-    return PlanningContext(costs.of_stage(layout), layout, cluster.model_copy(update=measured), traffic, head_frac)
+    of_stage = stage_costs(recipe, costs, layout)
+    return PlanningContext(of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac)
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
@@ -45,10 +41,29 @@ def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
 
 
+def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
+    """Costs of the whole model as those of one stage of one tensor-parallel rank under the recipe.
+
+    Recomputation is the recipe's, and bytes that follow from its shape and precision alone are counted.
+    """
+    shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
+    if recipe.train.recompute:
+        costs = costs.recomputed(shape.num_layers * shape.hidden_size * value_bytes)
+    costs = costs.of_stage(layout)
+    counted = {
+        "kv_grad_bytes_per_token": costs.memory.kv_bytes_per_token * _kv_grad_frac(recipe),
+        "input_bytes_per_token": float(shape.hidden_size * value_bytes),
+        "deferred_bytes_per_token": float(
+            _layers_per_stage(recipe, layout) * shape.linear_values(layout.tp) * value_bytes
+        ),
+    }
+    return costs.model_copy(update={"memory": costs.memory.model_copy(update=counted)})
+
+
 def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
     """What one stage of one tensor-parallel rank moves under the recipe's trainer."""
     shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
-    layers = max(1, shape.num_layers // layout.pp)
+    layers = _layers_per_stage(recipe, layout)
     weights = shape.parameters / (layout.tp * layout.pp)
     attention = layers * value_bytes / layout.tp
     megatron = recipe.trainer == "megatron"
@@ -72,30 +87,24 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
 
 def limits_of(recipe: Recipe, context: PlanningContext) -> Limits:
     """What the trainer and the machine allow. The token cap is a plugin's to set."""
-    layout, memory = context.layout, context.costs.memory
-    shape = shape_of(recipe.model)
-    layers = max(1, shape.num_layers // layout.pp)
-    value_bytes = VALUE_BYTES[recipe.train.dtype]
-    kv_grad = memory.kv_bytes_per_token * _kv_grad_frac(recipe)
+    layout = context.layout
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
         num_stages=layout.pp,
-        layers_per_stage=layers,
+        layers_per_stage=_layers_per_stage(recipe, layout),
         equal_counts=recipe.trainer == "deepspeed" and recipe.deepspeed.zero_stage == 3,
-        activation_bytes_per_token=memory.activation_bytes_per_token / layers,
-        kv_bytes_per_token=memory.kv_bytes_per_token / layers,
-        replay_bytes_per_token=memory.replay_bytes_per_token / layers,
-        kv_grad_bytes_per_token=kv_grad / layers,
-        input_bytes_per_token=shape.hidden_size * value_bytes,
-        beside=beside_of(memory, layers),
+        memory=context.costs.memory,
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
         splits_backward=recipe.trainer == "megatron" or layout.pp > 1,
-        deferred_bytes_per_token=shape.linear_values(layout.tp) * value_bytes,
     )
 
 
 def _kv_grad_frac(recipe: Recipe) -> float:
     """dK and dV are summed in float32 where K and V are half precision (runtime.prefix)."""
     return max(1.0, 4 / VALUE_BYTES[recipe.train.dtype])
+
+
+def _layers_per_stage(recipe: Recipe, layout: Layout) -> int:
+    return max(1, shape_of(recipe.model).num_layers // layout.pp)

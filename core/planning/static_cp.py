@@ -15,7 +15,7 @@ from ..costs.costs import Costs, PassCost
 from ..costs.traffic import world_ranks
 from ..machine.layout import Layout
 from ..plan.limits import Limits
-from ..plan.order import KINDS
+from ..plan.order import PASS_KINDS
 from ..plan.step_plan import MicroBatch, Op, StepPlan
 from ..registry import PlanningContext
 
@@ -23,17 +23,15 @@ from ..registry import PlanningContext
 def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
     """Limits and situation of a plane whose ranks are the lanes."""
     layout = context.layout
-    share = 1.0 / layout.cp
-    per_token = {
-        name: getattr(limits, name) * share for name in Limits.__dataclass_fields__ if name.endswith("_per_token")
-    }
-    beside = limits.beside._replace(
-        **{name: value * share for name, value in limits.beside._asdict().items() if name.endswith("_per_token")}
+    lanes = replace(
+        limits,
+        num_ranks=layout.dp,
+        max_tokens=limits.max_tokens * layout.cp,
+        memory=limits.memory.folded(layout),
     )
-    lanes = replace(limits, num_ranks=layout.dp, max_tokens=limits.max_tokens * layout.cp, beside=beside, **per_token)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
     # Each rank of a lane hands over its own share, on the link of its own place.
-    traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token * share)
+    traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token / layout.cp)
     nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
     return lanes, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
 
@@ -45,7 +43,7 @@ def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
         max_tokens=-(-plan.limits.max_tokens // cp),
         max_activation_bytes=plan.limits.max_activation_bytes,
     )
-    places = {kind: _places(plan.passes(kind), cp) for kind in KINDS}
+    places = {kind: _places(plan.passes(kind), cp) for kind in PASS_KINDS}
     order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
     return replace(
         plan,
@@ -81,21 +79,13 @@ def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
 
 
 def _shared(context: PlanningContext) -> Costs:
-    costs, layout = context.costs, context.layout
-    memory, cp = costs.memory, layout.cp
-    names = [name for name in type(memory).model_fields if name.endswith("_per_token")]
-    held = {name: getattr(memory, name) / cp for name in names}
-    # What ranks of a lane divide between them is not there cp times.
-    held["sharded_bytes"] = memory.sharded_bytes / cp
-    held["fixed_bytes"] = memory.fixed_bytes - memory.sharded_bytes + held["sharded_bytes"]
-    if layout.dp == 1:
-        held["fixed_bytes"] += memory.gathered_bytes
+    costs, cp = context.costs, context.layout.cp
     moves = _all_to_all(context)
     return costs.model_copy(
         update={
             "forward": costs.forward.scaled(1.0 / cp, 1.0).plus(moves),
             "backward": costs.backward.scaled(1.0 / cp, 1.0).plus(moves),
-            "memory": memory.model_copy(update=held),
+            "memory": costs.memory.folded(context.layout),
         }
     )
 

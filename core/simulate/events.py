@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..plan.order import KINDS, orders_of_stage
+from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
 from ..plan.step_plan import Op, PassKind, StepPlan
 
-_KINDS: tuple[PassKind, ...] = ("F", "B")
 _AHEAD = {"F": 1, "B": -1, "W": 0}
 """To which stage the result of a pass goes, from its own."""
 
@@ -33,7 +32,7 @@ class Event(NamedTuple):
     """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
 
 
-Seconds = Callable[[int, Op], float]
+SecondsOf = Callable[[int, Op], float]
 """Of a pass at a stage."""
 
 
@@ -42,7 +41,7 @@ def nothing(stage: int, op: Op) -> float:
     return 0.0
 
 
-def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, waits: bool = False) -> Iterator[Event]:
+def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, waits: bool = False) -> Iterator[Event]:
     """Every pass of a plan. Raises PlanError when none that is left can ever start.
 
     Args:
@@ -54,11 +53,13 @@ def play(plan: StepPlan, seconds: Seconds, hand_over: Seconds = nothing, *, wait
         return
     num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
-    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in KINDS}
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
     at = [[0] * num_ranks for _ in orders]
     free = [[0.0] * num_ranks for _ in orders]
-    arrives: list[dict[PassKind, list[float | None]]] = [{k: [None] * len(ranks[k]) for k in _KINDS} for _ in orders]
-    link_free = [{kind: [0.0] * num_ranks for kind in _KINDS} for _ in orders]
+    arrives: list[dict[PassKind, list[float | None]]] = [
+        {k: [None] * len(ranks[k]) for k in DIRECTIONS} for _ in orders
+    ]
+    link_free = [{kind: [0.0] * num_ranks for kind in DIRECTIONS} for _ in orders]
     ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
     while ready:
@@ -110,7 +111,7 @@ def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
     ]
 
 
-def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
+def _rounds(plan: StepPlan, seconds: SecondsOf) -> Iterator[Event]:
     """All ranks in step; the order of the kinds is rank 0's, as counts are equal."""
     orders = orders_of_stage(plan, 0)
     counts = {rank: len(row) for rank, row in enumerate(orders)}
@@ -118,8 +119,8 @@ def _rounds(plan: StepPlan, seconds: Seconds) -> Iterator[Event]:
         few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         found = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
         raise PlanError("ranks that run in step have unlike numbers of passes", found, "add dummies")
-    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in _KINDS}
-    done = dict.fromkeys(_KINDS, 0)
+    of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in DIRECTIONS}
+    done = dict.fromkeys(DIRECTIONS, 0)
     now = 0.0
     for kind, _ in orders[0]:
         passes = [row[done[kind]] for row in of_kind[kind]]

@@ -1,9 +1,9 @@
 """What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
 
 Costs are those of a mean stage; the last one has the output layer, which the others have not. What runs is what the
-program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no slice. Ranks of a micro-batch
-have equal work unless its slices have homes of their own or its tokens are moved: then each has its own seconds, and
-the pass takes as long as the slowest.
+program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no slice. Ranks of a
+micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved: then each has its own
+seconds, and the pass takes as long as the slowest.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..aliases import Floats
 from ..costs.costs import Costs, PassCost, is_even, rank_works
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
 from ..costs.traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
+from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import tokens_of_ranks
 from ..registry import PlanningContext
-from .predict import KINDS, busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
+from .predict import busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
-Floats = npt.NDArray[np.float64]
 Part = Literal["R", "F", "B", "W", "C"]
 _Seconds = dict[PassKind, list[float]]
 
@@ -266,12 +266,12 @@ def _compute(
     plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]], kv: dict[int, Floats]
 ) -> list[_Seconds]:
     costs = own_costs(plan, context.costs)
-    mean = dict(zip(KINDS, pass_seconds(plan, costs), strict=True))
+    mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
 
     def stage_of(more: float) -> _Seconds:
         if not more:
             return {kind: list(row) for kind, row in mean.items()}
-        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in KINDS}
+        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
         return {
             kind: [
                 s + more * _linear_s(plan, costs, Op(kind, i)) * (n / len(m.ranks)) for i, (s, n, m) in enumerate(row)

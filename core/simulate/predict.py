@@ -11,9 +11,11 @@ from itertools import repeat
 
 import numpy as np
 
-from ..costs.costs import Costs, Seconds, is_even, rank_works
+from ..aliases import Floats
+from ..costs.costs import Costs, is_even, rank_works
+from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
-from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
+from ..plan.step_plan import MicroBatch, Op, StepPlan
 from .events import play
 
 
@@ -38,10 +40,9 @@ class Prediction:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
-KINDS: tuple[PassKind, ...] = ("F", "B")
 Passes = tuple[list[float], list[float]]
 """Seconds of each micro-batch of the forward and of the backward."""
-OfRanks = Mapping[Op, Seconds]
+OfRanks = Mapping[Op, Floats]
 """Seconds of each rank of a micro-batch, in their order, by its pass."""
 
 
@@ -90,14 +91,14 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     return [seconds for seconds, _ in both], backward
 
 
-def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Seconds]:
+def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Floats]:
     """What each forward whose activations nobody keeps takes at the last stage: float64 [ranks] in their order.
 
     There is no head in it, and only the slices that a replay reads (`program.forwards_that_run`).
     """
     if len(plan.kept) == len(plan.micro_batches):
         return {}
-    result: dict[int, Seconds] = {}
+    result: dict[int, Floats] = {}
     for i, runs in enumerate(forwards_that_run(plan, True)):
         if runs is None:
             result[i] = np.zeros(len(plan.micro_batches[i].ranks))
@@ -118,12 +119,12 @@ def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
     return {j: count / layers for j, count in enumerate(plan.recompute[stage]) if count} if plan.recompute else {}
 
 
-def rank_seconds(plan: StepPlan, costs: Costs) -> dict[Op, Seconds]:
+def rank_seconds(plan: StepPlan, costs: Costs) -> dict[Op, Floats]:
     """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
-    result: dict[Op, Seconds] = {}
+    result: dict[Op, Floats] = {}
     costs = own_costs(plan, costs)
     again = () if costs.recompute else frozenset(plan.replayed)
-    for kind in KINDS if plan.shared else ():
+    for kind in DIRECTIONS if plan.shared else ():
         for number, m in enumerate(plan.passes(kind)):
             if not is_even(m):
                 forward, backward = costs.rank_s(m)
@@ -134,7 +135,7 @@ def rank_seconds(plan: StepPlan, costs: Costs) -> dict[Op, Seconds]:
 def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[float]:
     """What every rank of the plane computes; ``of_ranks`` where its micro-batch leaves it less than the busiest."""
     busy = [0.0] * plan.limits.num_ranks
-    for kind, seconds in zip(KINDS, passes, strict=True):
+    for kind, seconds in zip(DIRECTIONS, passes, strict=True):
         for number, (m, each) in enumerate(zip(plan.passes(kind), seconds, strict=True)):
             own = of_ranks.get(Op(kind, number)) if of_ranks else None
             for rank, rank_s in zip(m.ranks, repeat(each) if own is None else own.tolist(), strict=False):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..aliases import Floats
 from ..costs.memory import fixed_bytes, peaks_of_stage
 from ..costs.traffic import gradient_sum_s
 from ..plan.step_plan import StepPlan
@@ -24,9 +24,8 @@ from ..registry import PlanningContext
 from .events import Event, play
 from .passes import PassTimes
 
-Floats = npt.NDArray[np.float64]
-Kind = Literal["F", "R", "B", "W", "C", "G", "U"]
-KINDS: dict[Kind, str] = {
+SpanKind = Literal["F", "R", "B", "W", "C", "G", "U"]
+SPAN_KINDS: dict[SpanKind, str] = {
     "F": "forward",
     "R": "forward again",
     "B": "backward",
@@ -43,7 +42,7 @@ class Span(NamedTuple):
     stage: int
     rank: int
     """Of the plane."""
-    kind: Kind
+    kind: SpanKind
     micro_batch: int
     """Its number in its direction (`StepPlan.passes`); -1 for what belongs to none."""
     start_s: float
@@ -111,7 +110,7 @@ def simulate(plan: StepPlan, context: PlanningContext, *, record: bool = True) -
     return Simulation(step_s, work.busy_s(), exposed, _update_s(context), held, peaks, tuple(spans))
 
 
-def _spans_of(event: Event, rank: int, parts: Iterable[tuple[Kind, float]]) -> list[Span]:
+def _spans_of(event: Event, rank: int, parts: Iterable[tuple[SpanKind, float]]) -> list[Span]:
     spans, now = [], event.start_s
     for kind, seconds in parts:
         spans.append(Span(event.stage, rank, kind, event.op.micro_batch, now, now + seconds))

@@ -22,14 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints, Ranks
 from .cost_table import SequenceCosts
 
 THETAS = (1.0, 0.85, 0.7, 0.5, 0.35)
 _CLOSE = 1.004
 """Time over its target at which no other share is tried."""
-
-Ranks = tuple[int, ...]
 
 
 class Assignment(NamedTuple):

@@ -20,7 +20,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.balance.partition import Ints, Load, balance, best_fit_decreasing
+from ...core.aliases import Ints
+from ...core.balance.partition import Load, balance, best_fit_decreasing
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan

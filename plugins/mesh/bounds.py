@@ -14,33 +14,19 @@ Slices of one sequence may run on different degrees in turn, so there the minimu
 hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
 ranks meet in every micro-batch (ZeRO 3), those beside the longest sequence have no more than their cap of tokens to
 fill the time that it takes. A millisecond, once `cost_table` has its table; that is read from below.
-
-`micro_batch_bound_s` is tighter and takes seconds: FlexSP's disjoint groups of one micro-batch, degree by degree and
-not group by group. Numbers of groups n_d are integers, the longest sequences go to one degree whole, all others may be
-divided (b_k: sequences of that length):
-
-    minimise  sum_d d * n_d    with   sum_d x_kd = b_k,    sum_k f(T(k, d) / C) x_kd <= n_d,
-                                      sum_k f(tokens_k / (d * cap)) x_kd <= n_d    for some dual feasible f
-
-A function f is dual feasible if weights that sum to at most 1 have f's that do (Fekete and Schepers, Math. Prog. 2001);
-it tells the program that what does not fit beside each other takes groups of its own. C is refused only where the
-solver's *dual* bound on the ranks exceeds N: what a solver that ran out of nodes has not found may still exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
-from ...core.errors import EvenloadError
+from ...core.aliases import Floats, Ints
 from ...core.plan.limits import Limits
 from ...core.registry import PlanningContext
-from .candidates.disjoint_groups import Table
 from .config import MeshConfig
 from .cost_table import CostTable, cost_table_of
 
@@ -48,11 +34,6 @@ _PRECISION = 1e-4
 """Relative width at which a search for the least time ends."""
 _INSTANT = 1e-9
 """Seconds below which times count as equal: without launches the search begins at none."""
-_NODES = 200
-"""Branch-and-bound nodes for each time that is tried."""
-_WHOLE = 48
-"""Longest sequences that go to one degree whole in the integer program."""
-_TOLERANCE = 1e-6
 _NEVER = 1e9
 """Seconds that no sequence takes."""
 _TOGETHER = 3
@@ -106,7 +87,7 @@ def lower_bound_s(
         area = areas.least(seconds - beside_s, mixed=cuts)
         return rest + area + ranks * launches_s <= ranks * seconds
 
-    found = max(linear * total / ranks + rounds * cost_table.launch_s, _least(possible, rest / ranks + launches_s))
+    found = max(linear * total / ranks + rounds * cost_table.launch_s, search(possible, rest / ranks + launches_s))
     if limits.equal_counts and bound_to_ranks and long.any():
         found = max(found, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
     return found
@@ -251,99 +232,14 @@ def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floa
     return found.min(axis=0), np.where(hides[:, None], 0.0, found).min(axis=0)
 
 
-def micro_batch_bound_s(
-    lengths: Ints, table: Table, num_ranks: int, max_tokens: float, known_s: float, nodes: int = _NODES
-) -> float:
-    """No disjoint groups of one micro-batch are all done before this [s], launch left out.
-
-    Args:
-        lengths: int [K], tokens.
-        known_s: seconds of some solution; the bound is at most this.
-
-    Raises EvenloadError where PuLP or HiGHS is missing.
-    """
-    fits = lengths[:, None] <= table.degrees * max_tokens
-    seconds = np.where(fits, table.seconds, np.inf)
-    least = max(float((seconds * table.degrees).min(axis=1).sum()) / num_ranks, float(seconds.min(axis=1).max()))
-    program = _Program(lengths, seconds, table.degrees, max_tokens)
-    return min(_least(lambda c: program.ranks(c, num_ranks, nodes) <= num_ranks + _TOLERANCE, least, known_s), known_s)
-
-
-class _Program:
-    """The integer program of one micro-batch; sequences of equal length are one row."""
-
-    def __init__(self, lengths: Ints, seconds: Floats, degrees: Ints, max_tokens: float) -> None:
-        values, first, counts = np.unique(-lengths, return_index=True, return_counts=True)
-        self._lengths, self._seconds, self._counts = -values, seconds[first], counts
-        self._whole = np.cumsum(counts) <= _WHOLE
-        self._degrees, self._cap = degrees, max_tokens
-        self._unit = int(np.gcd.reduce(lengths))
-
-    def ranks(self, seconds: float, enough: int, nodes: int) -> float:
-        """The solver's dual bound on the ranks that this much time takes."""
-        try:
-            import pulp
-        except ImportError as error:
-            found, do = str(error), "pip install 'evenload[solver]'"
-            raise EvenloadError("the bound of a micro-batch needs PuLP with HiGHS", found, do) from error
-        problem = pulp.LpProblem("ranks", pulp.LpMinimize)
-        groups = [pulp.LpVariable(f"n{j}", 0, int(enough // d), cat="Integer") for j, d in enumerate(self._degrees)]
-        problem += pulp.lpDot([int(d) for d in self._degrees], groups)
-        rows, columns = range(len(self._counts)), range(len(self._degrees))
-        put = {
-            (q, j): pulp.LpVariable(f"x{q}_{j}", 0, int(self._counts[q]), "Integer" if self._whole[q] else "Continuous")
-            for q in rows
-            for j in columns
-            if self._seconds[q, j] <= seconds
-        }
-        for q in rows:
-            mine = [put[q, j] for j in columns if (q, j) in put]
-            if not mine:
-                return np.inf
-            problem += pulp.lpSum(mine) == int(self._counts[q])
-        for j, n in enumerate(groups):
-            inside = [q for q in rows if (q, j) in put]
-            for weights in self._weights(j, inside, seconds):
-                problem += pulp.lpDot(weights.tolist(), [put[q, j] for q in inside]) <= n
-        with suppress(KeyError):  # PuLP 3.3 has no name for "node limit reached"
-            problem.solve(
-                pulp.HiGHS(msg=False, threads=1, mip_max_nodes=nodes, random_seed=0, objective_target=float(enough))
-            )
-        info = problem.solverModel.getInfo()
-        return float(info.mip_dual_bound) if problem.solverModel.getModelStatus().name != "kInfeasible" else np.inf
-
-    def _weights(self, column: int, rows: list[int], seconds: float) -> Iterator[Floats]:
-        """Rows of weights, each of which sums to at most 1 in any group of this degree."""
-        times = self._seconds[rows, column] / seconds
-        room = float(self._degrees[column]) * self._cap
-        tokens = self._lengths[rows] / room
-        least = self._seconds[rows, column].min(initial=np.inf) / self._lengths[rows].min(initial=1) * self._unit
-        yield from _dual_feasible(times, [seconds / least] if np.isfinite(least) and self._unit > 1 else [])
-        if np.isfinite(room):
-            yield from _dual_feasible(tokens, [room / self._unit] if self._unit > 1 else [])
-
-
-def _dual_feasible(weights: Floats, scales: list[float]) -> Iterator[Floats]:
-    """Of weights in [0, 1]: themselves, counts of those over 1/2, 1/3 ..., large ones as if alone, whole units."""
-    weights = weights * (1 - 1e-9)
-    yield weights
-    for k in range(1, 5):
-        yield np.maximum(0.0, np.ceil((k + 1) * weights) - 1) / k
-    for small in (0.1, 0.2, 0.3, 0.4):
-        yield np.where(weights > 1 - small, 1.0, np.where(weights < small, 0.0, weights))
-    for scale in scales:
-        if scale >= 1:
-            yield np.floor(scale * weights * (1 + 2e-9)) / np.floor(scale * (1 + 2e-9))
-
-
-def _least(possible: Callable[[float], bool], least: float, known: float = np.inf) -> float:
+def search(possible: Callable[[float], bool], least: float) -> float:
     """The largest time known to be impossible, or ``least``; possible is taken to be so from some time on."""
     if possible(least):
         return least
-    low, high = least, min(max(2 * least, _INSTANT), known)
-    while high < known and not possible(high):
-        low, high = high, min(2 * high, known)
-    while high < np.inf and high - low > _PRECISION * max(low, _INSTANT):
+    low, high = least, max(2 * least, _INSTANT)
+    while not possible(high):
+        low, high = high, 2 * high
+    while high - low > _PRECISION * max(low, _INSTANT):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if possible(middle) else (middle, high)
     return low

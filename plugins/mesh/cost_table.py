@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from ...core.costs.costs import PassCost
 from ...core.costs.traffic import attention_s, exposed_s, gathering_s
 from ...core.plan.limits import Limits

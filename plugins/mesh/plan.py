@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Ints
+from ...core.aliases import Ints
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError, PlanError
 from ...core.laws import check

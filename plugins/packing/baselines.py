@@ -22,8 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
-from ...core.balance.partition import Ints, best_fit_decreasing, karmarkar_karp
+from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.registry import PlanningContext
 from .assemble import assemble

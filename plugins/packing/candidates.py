@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...core.balance.partition import Ints, best_fit_decreasing, longest_first
+from ...core.aliases import Ints
+from ...core.balance.partition import best_fit_decreasing, longest_first
 from ...core.costs.costs import Costs, PassCost
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import Slice, StepPlan

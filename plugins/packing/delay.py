@@ -23,12 +23,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ...core.aliases import Floats, Ints
 from ...core.registry import HoldBack, PlanningContext
 from .config import PackingConfig
 
 Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _ROUNDING = 1e-9
 """Relative slack of the comparison: R sequences of equal cost run whatever the last bit of their mean says."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...core.aliases import Floats, Ints
 from ...core.balance.level import level, loads
-from ...core.balance.partition import Floats, Ints
 from .polish import polish
 from .slicing import EVEN
 

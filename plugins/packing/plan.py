@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
-from ...core.balance.partition import Ints
 from ...core.costs.costs import Costs
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError

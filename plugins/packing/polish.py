@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from ...core.aliases import Floats, Ints
 from ...core.balance.level import loads
-from ...core.balance.partition import Floats, Ints
 from ...core.errors import EvenloadError
 
 _RANKS = 4

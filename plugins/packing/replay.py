@@ -78,10 +78,10 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     lengths = plan.lengths.tolist()
     mine = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
     longest = max((lengths[i] for i in mine), default=0)
-    per_token = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * limits.layers_per_stage
-    kv = longest * per_token if mine & plan.cut else 0.0
+    memory = limits.memory
+    kv = longest * (memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token) if mine & plan.cut else 0.0
     tokens = max(plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank))
-    alive = tokens * limits.activation_bytes_per_token * limits.layers_per_stage
+    alive = tokens * memory.activation_bytes_per_token
     cap = limits.max_activation_bytes
     do = (
         "raise plugins.packing.activation_gib, lower data.max_length, or use more tensor or pipeline parallelism"

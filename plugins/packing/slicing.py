@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 
-from ...core.balance.partition import Ints, into_bins
+from ...core.aliases import Ints
+from ...core.balance.partition import into_bins
 from ...core.balance.slicing import Line
 from ...core.costs.costs import PassCost
 from ...core.plan.step_plan import Slice
@@ -55,11 +56,6 @@ def fill(
         if best_s <= target * (1 + EVEN) or heavy + more >= len(items) or not even:
             break
     return best
-
-
-def pack_seconds(pack: list[Slice], price: PassCost) -> float:
-    """What a micro-batch costs [s], launch left out."""
-    return float(sum(price.seconds(s.stop - s.start, s.start) for s in pack))
 
 
 def _pour(

@@ -15,7 +15,8 @@ token cap, with the number of micro-batches chosen by the objective. O(K log R +
 
 from __future__ import annotations
 
-from ...core.balance.partition import Floats, Ints, Load, balance, best_fit_decreasing, into_bins
+from ...core.aliases import Floats, Ints
+from ...core.balance.partition import Load, balance, best_fit_decreasing, into_bins
 from ...core.costs.costs import Costs
 from ...core.plan.limits import Limits
 

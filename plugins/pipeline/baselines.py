@@ -20,7 +20,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ...core.balance.partition import Ints, best_fit_decreasing
+from ...core.aliases import Ints
+from ...core.balance.partition import best_fit_decreasing
 from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage

@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage
@@ -76,7 +76,7 @@ def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, 
         return bare
     probes, layers = Probes(plan), plan.limits.layers_per_stage
     if fullest(plan, probes.levels(0)).held_bytes <= room:
-        return probes.plan_of(0) if plan.limits.replay_bytes_per_token else bare
+        return probes.plan_of(0) if plan.limits.memory.replay_bytes_per_token else bare
     most = fullest(plan, probes.levels(layers))
     if most.held_bytes > room:
         raise _refusal(most, probes.plan_of(layers), context, room)

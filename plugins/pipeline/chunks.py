@@ -24,8 +24,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from ...core.aliases import Floats, Ints
 from ...core.balance.level import level
-from ...core.balance.partition import Floats, Ints
 from ...core.balance.slicing import evenly
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError

@@ -134,16 +134,16 @@ def _spread(need: list[int], ends: list[int]) -> list[int]:
 
 def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:
     """About what each micro-batch holds at a stage from its forward to its backward, prefix KV included."""
-    limits = plan.limits
-    head = limits.beside.head_bytes_per_token if stage == limits.num_stages - 1 else 0.0
-    whole = limits.replay_bytes_per_token if plan.recompute else 0.0
-    layer = whole or limits.activation_bytes_per_token
+    limits, memory = plan.limits, plan.limits.memory
+    head = memory.head_bytes_per_token if stage == limits.num_stages - 1 else 0.0
+    whole = memory.replay_bytes_per_token if plan.recompute else 0.0
+    layer = (whole or memory.activation_bytes_per_token) / limits.layers_per_stage
     recomputed = plan.recompute[stage] if plan.recompute else (0,) * len(plan.micro_batches)
     kept = []
     for m, slots, again in zip(plan.micro_batches, plan.slots["F"], recomputed, strict=True):
-        stored = sum(s.stop - s.start for s in m.slices if s.sequence in plan.cut) * limits.kv_bytes_per_token
-        layers = layer * (limits.layers_per_stage - again) + limits.input_bytes_per_token * again
-        kept.append(slots * (layers + head) + stored * limits.layers_per_stage)
+        stored = sum(s.stop - s.start for s in m.slices if s.sequence in plan.cut) * memory.kv_bytes_per_token
+        layers = layer * (limits.layers_per_stage - again) + memory.input_bytes_per_token * again
+        kept.append(slots * (layers + head) + stored)
     return kept
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.balance.partition import Floats
+from ...core.aliases import Floats
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
@@ -97,19 +97,19 @@ def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineCon
         sums: of their chunks [pipelines, ranks, 4], as `_sums`.
         most: chunks of their longest sequence.
     """
-    limits = plan.limits
+    limits, memory = plan.limits, plan.limits.memory
     stages, layers = limits.num_stages, limits.layers_per_stage
     number, both_s, layers_s, tokens = np.moveaxis(sums, -1, 0)
     mean = 1 / np.maximum(number, 1)
-    per_token = limits.replay_bytes_per_token or limits.activation_bytes_per_token
-    saves = mean * tokens * max(0.0, per_token - limits.input_bytes_per_token)
-    kv = (limits.kv_bytes_per_token + limits.kv_grad_bytes_per_token) * layers if most > 1 else 0.0
+    per_token = memory.replay_bytes_per_token or memory.activation_bytes_per_token
+    saves = mean * tokens * max(0.0, per_token / layers - memory.input_bytes_per_token)
+    kv = memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token if most > 1 else 0.0
     room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     needed = np.zeros_like(number)
     for stage in range(stages):
         in_flight = np.minimum(number, most + stages - 1 - stage)
-        head = limits.beside.head_bytes_per_token if stage == stages - 1 else 0.0
-        over = mean * tokens * (in_flight * (per_token * layers + head) + most * kv) - room
+        head = memory.head_bytes_per_token if stage == stages - 1 else 0.0
+        over = mean * tokens * (in_flight * (per_token + head) + most * kv) - room
         can_save = in_flight * saves
         needed = np.maximum(needed, np.divide(over, can_save, out=np.zeros_like(over), where=can_save > 0))
     can_be = layers if config.recompute == "auto" else 0

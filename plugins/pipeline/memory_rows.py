@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from ...core.costs.memory import levels_of_stage
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, StepPlan

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.balance.partition import Floats, Ints
+from ...core.aliases import Floats, Ints
 from .memory_rows import Rows
 
 logger = logging.getLogger("evenload")

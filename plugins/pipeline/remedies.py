@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from ...core.costs.memory import activation_budget_bytes, beside_of
+from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.limits import Limits
@@ -87,9 +87,12 @@ def _cut_off(given: StepPlan, longest: int) -> StepPlan:
 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:
     """So many times as many stages."""
-    costs = context.costs.of_stage(Layout(pp=times))
-    stages, layers = limits.num_stages * times, limits.layers_per_stage // times
-    beside = beside_of(costs.memory, layers)
+    split = Layout(pp=times)
+    deeper = replace(
+        limits,
+        num_stages=limits.num_stages * times,
+        layers_per_stage=limits.layers_per_stage // times,
+        memory=limits.memory.of_stage(split),
+    )
     layout = replace(context.layout, pp=context.layout.pp * times)
-    deeper = replace(limits, num_stages=stages, layers_per_stage=layers, beside=beside)
-    return deeper, replace(context, costs=costs, layout=layout)
+    return deeper, replace(context, costs=context.costs.of_stage(split), layout=layout)

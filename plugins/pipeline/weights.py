@@ -54,11 +54,11 @@ def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     clock = clock_of(plan, context)
     rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
     levels = [levels_of_stage(plan, stage) for stage in range(limits.num_stages)]
-    deferred_bytes = limits.deferred_bytes_per_token * limits.layers_per_stage
-    deferred = [slots * deferred_bytes for slots in plan.slots["B"]]
+    memory = limits.memory
+    deferred = [slots * memory.deferred_bytes_per_token for slots in plan.slots["B"]]
     tries = []
     for rank in range(limits.num_ranks):
-        line = _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, limits.beside.pass_bytes)
+        line = _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
         tries.append(_tries(line, clock))
     least_s = max(min(end_s for _, end_s in each) for each in tries)
     orders: list[list[Op]] = [[] for _ in rows]

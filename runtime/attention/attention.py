@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...core.plan.step_plan import Slice
-from .blocks import Block, Inputs, choose_block
-from .kernels import Call, Kernel, choose_kernel
-from .pack import Pack, Run
+from .blocks import BlockKernel, Inputs, choose_block
+from .kernels import Kernel, KernelCall, choose_kernel
+from .pack import Pack, SegmentRun
 from .prefix import PrefixStore
-from .sharing.shared import shared_attention
+from .sharing.attention import shared_attention
 
 
 def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scale: float) -> Tensor:
@@ -40,7 +40,7 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
         EvenloadError: a slice lacks its prefix, or runs in an order in which its gradients would be wrong.
     """
     if pack.shared:
-        return shared_attention(q_THD, k_TGD, v_TGD, pack, layer, scale)
+        return shared_attention(q_THD, k_TGD, v_TGD, pack.shared, layer, scale)
     spans = pack.spans
     if len(spans) == 1:
         return _attend(q_THD, k_TGD, v_TGD, pack.runs[0], pack.prefix, layer, scale)
@@ -61,7 +61,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _attend(
-    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: Run, store: PrefixStore | None, layer: int, scale: float
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, store: PrefixStore | None, layer: int, scale: float
 ) -> Tensor:
     if not run.pieces:
         return packed_causal_attention(
@@ -83,7 +83,7 @@ class _Cut(NamedTuple):
     pieces: tuple[Slice, ...]
     lengths: tuple[int, ...]
     scale: float
-    block: Block
+    block: BlockKernel
     frozen: bool
 
 
@@ -143,4 +143,4 @@ def packed_causal_attention(
         out_THD.
     """
     kernel = kernel or choose_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
-    return kernel.run(Call(q_THD, k_TGD, v_TGD, cu_seqlens, segments, max_seqlen, scale))
+    return kernel.run(KernelCall(q_THD, k_TGD, v_TGD, cu_seqlens, segments, max_seqlen, scale))

@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
     scale: float
 
 
-class Block(NamedTuple):
+class BlockKernel(NamedTuple):
     """One row of the table."""
 
     name: str
@@ -268,15 +268,15 @@ def _anything(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
 
 
 BLOCKS = (
-    Block("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward),
-    Block("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
-    Block("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
-    Block("plain", lambda: True, _anything, _plain_forward, _plain_backward),
+    BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward),
+    BlockKernel("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
+    BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
+    BlockKernel("plain", lambda: True, _anything, _plain_forward, _plain_backward),
 )
 
 
 @cache
-def choose_block(device: torch.device, dtype: torch.dtype, head_dim: int) -> Block:
+def choose_block(device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel:
     """The first row of `BLOCKS` that is there and takes these inputs; chosen, and logged, once for each."""
     block = next(b for b in BLOCKS if b.supports(dtype, device, head_dim) and b.available())
     log.info("attention over a prefix on %s, %s, head dimension %d: %s", device, dtype, head_dim, block.name)

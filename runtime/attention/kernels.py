@@ -26,7 +26,7 @@ log = logging.getLogger("evenload")
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """The arguments of one attention call."""
 
     q_THD: torch.Tensor
@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
     """Whether the library is installed."""
     supports: Callable[[torch.dtype, torch.device, int], bool]
     """Whether it takes this dtype, device and head dimension."""
-    run: Callable[[Call], torch.Tensor]
+    run: Callable[[KernelCall], torch.Tensor]
     """Gives out_THD."""
 
 
@@ -69,7 +69,7 @@ def has(module: str, attribute: str) -> bool:
         return False
 
 
-def _flash_attn(call: Call) -> torch.Tensor:
+def _flash_attn(call: KernelCall) -> torch.Tensor:
     function = importlib.import_module("flash_attn").flash_attn_varlen_func
     borders, longest = call.cu_seqlens, call.max_seqlen
     out: torch.Tensor = function(
@@ -91,7 +91,7 @@ def _te_module(heads: int, groups: int, head_dim: int, scale: float) -> Any:
     )
 
 
-def _transformer_engine(call: Call) -> torch.Tensor:
+def _transformer_engine(call: KernelCall) -> torch.Tensor:
     (_, heads, head_dim), groups = call.q_THD.shape, call.k_TGD.shape[1]
     out_TX = _te_module(heads, groups, head_dim, call.scale)(
         call.q_THD,
@@ -114,7 +114,7 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn).parameters)
 
 
-def _torch_varlen(call: Call) -> torch.Tensor:
+def _torch_varlen(call: KernelCall) -> torch.Tensor:
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known, borders, longest = _varlen_parameters(), call.cu_seqlens, call.max_seqlen
     more: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
@@ -129,7 +129,7 @@ def _torch_varlen(call: Call) -> torch.Tensor:
     return out
 
 
-def _sdpa(call: Call) -> torch.Tensor:
+def _sdpa(call: KernelCall) -> torch.Tensor:
     segments = call.segments if call.segments is not None else tuple(call.cu_seqlens.tolist())
     gqa = call.q_THD.shape[1] != call.k_TGD.shape[1]
     # split, not a slice per segment: the backward of a slice fills all of [T, H, D] with zeros, so S of them cost S * T

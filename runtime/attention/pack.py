@@ -14,7 +14,7 @@ by the causal mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -29,7 +29,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths, MicroBatch, Slice
 from ..world.plane import Plane
 from .prefix import PrefixStore
-from .sharing.shared import Shared
+from .sharing.shared import PiecesOf, Shared, token_layout
 
 IGNORE = -100
 """Label of a slot that carries no loss: what torch's cross_entropy ignores by default."""
@@ -41,7 +41,7 @@ Tokens = npt.NDArray[Any]
 TokensOf = Callable[[int], Tokens]
 
 
-class Run(NamedTuple):
+class SegmentRun(NamedTuple):
     """Neighbouring segments that one attention call takes: all of whole sequences, or all of sequences that are cut."""
 
     pieces: tuple[Slice, ...]
@@ -57,7 +57,7 @@ class Run(NamedTuple):
         return tuple(accumulate(self.lengths, initial=0))
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Some slots of a pack in a row."""
 
     size: int
@@ -116,31 +116,31 @@ class Pack:
         return torch.from_numpy(ids).to(self.tokens_T.device)
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[SegmentRun, ...]:
         """The attention calls of this pack. Raises EvenloadError for a slice whose prefix is nowhere."""
         return self._layout[0]
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[SlotSpan, ...]:
         """The pack from left to right; neighbours belong to different runs, or one of them is padding."""
         return self._layout[1]
 
     @cached_property
-    def _layout(self) -> tuple[tuple[Run, ...], tuple[Span, ...]]:
+    def _layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
         slots = [end - first for first, end in pairwise(self.segments)]
         pieces = [self._cut_piece(place) for place in range(len(slots))]
         lengths = [piece.length if piece else n for piece, n in zip(pieces, self.lengths, strict=True)]
-        runs: list[Run] = []
-        spans: list[Span] = []
+        runs: list[SegmentRun] = []
+        spans: list[SlotSpan] = []
         for _, group in groupby(range(len(slots)), key=lambda place: pieces[place] is not None):
             places = list(group)
             for i in places:
-                spans += [Span(lengths[i], len(runs)), Span(slots[i] - lengths[i], None)]
+                spans += [SlotSpan(lengths[i], len(runs)), SlotSpan(slots[i] - lengths[i], None)]
             of_run = tuple(lengths[i] for i in places)
             borders = self.cu_seqlens.new_tensor(list(accumulate(of_run, initial=0)))
-            runs.append(Run(tuple(piece for i in places if (piece := pieces[i])), of_run, borders))
+            runs.append(SegmentRun(tuple(piece for i in places if (piece := pieces[i])), of_run, borders))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
-        return tuple(runs), tuple(Span(sum(span.size for span in row), run) for run, row in solid)
+        return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)
 
     def _cut_piece(self, place: int) -> Slice | None:
         """The slice in a segment, where its sequence is cut."""
@@ -200,12 +200,46 @@ def build_pack(
         EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
             plane, or a cp_comm that only predictions know.
     """
-    shared = _shared(micro_batch, plane) if len(micro_batch.ranks) > 1 else None
-    slices = shared.pieces_of(shared.plane.rank) if shared else micro_batch.slices
+    pieces_of = _pieces_of(micro_batch, plane)
+    slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
     padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
+    tokens_T, labels_T, positions_T = _fill(slices, segments, tokens_of)
+    return Pack(
+        tokens_T=torch.from_numpy(tokens_T).to(device),
+        labels_T=torch.from_numpy(labels_T).to(device),
+        positions_T=torch.from_numpy(positions_T).to(device),
+        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
+        segments=segments,
+        max_seqlen=max(lengths),
+        num_targets=int(np.count_nonzero(labels_T != IGNORE)),
+        slices=slices,
+        padding=padding if any(padding) else (),
+        prefix=prefix,
+        shared=(
+            Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
+            if plane and pieces_of
+            else None
+        ),
+    )
 
+
+def _pieces_of(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
+    """What each rank has of a micro-batch that ranks share; None where one rank runs all of it."""
+    if len(micro_batch.ranks) <= 1:
+        return None
+    if plane is None or not micro_batch.cp_comm:
+        raise EvenloadError(
+            f"ranks {micro_batch.ranks} share a micro-batch" + ("" if plane else ", and this host gives them no plane"),
+            f"engine {micro_batch.cp_comm or 'none: the static context parallelism that only predictions know'}",
+            "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
+        )
+    return token_layout(micro_batch, plane)
+
+
+def _fill(slices: Sequence[Slice], segments: Sequence[int], tokens_of: TokensOf) -> tuple[Tokens, Tokens, Tokens]:
+    """int64 [T] each: tokens, labels and positions of slices that begin at these slots."""
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
     positions_T = np.zeros(segments[-1], dtype=np.int64)
@@ -224,30 +258,7 @@ def build_pack(
         labels_T[first : first + len(targets)] = targets
         positions_T[first:last] = np.arange(piece.start, piece.stop)
         positions_T[last:end] = piece.stop - 1
-
-    return Pack(
-        tokens_T=torch.from_numpy(tokens_T).to(device),
-        labels_T=torch.from_numpy(labels_T).to(device),
-        positions_T=torch.from_numpy(positions_T).to(device),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
-        segments=segments,
-        max_seqlen=max(lengths),
-        num_targets=int(np.count_nonzero(labels_T != IGNORE)),
-        slices=slices,
-        padding=padding if any(padding) else (),
-        prefix=prefix,
-        shared=shared,
-    )
-
-
-def _shared(micro_batch: MicroBatch, plane: Plane | None) -> Shared:
-    if plane is None or not micro_batch.cp_comm:
-        raise EvenloadError(
-            f"ranks {micro_batch.ranks} share a micro-batch" + ("" if plane else ", and this host gives them no plane"),
-            f"engine {micro_batch.cp_comm or 'none: the static context parallelism that only predictions know'}",
-            "run plans of the mesh plugin" if plane else "use a host that shares micro-batches, or disable mesh",
-        )
-    return Shared(plane, micro_batch)
+    return tokens_T, labels_T, positions_T
 
 
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,8 @@ class PrefixStore:
     @property
     def num_bytes(self) -> int:
         """Bytes held now: keys, values and their gradients."""
-        held = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in self._entries.values()]
-        return sum(t.untyped_storage().nbytes() for row in held for t in row if t is not None)
+        tensors = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in self._entries.values()]
+        return sum(t.untyped_storage().nbytes() for row in tensors for t in row if t is not None)
 
     def write(
         self, layer: int, piece: Slice, k_NGD: Tensor, v_NGD: Tensor, *, frozen: bool = False
@@ -144,8 +144,10 @@ class PrefixStore:
             turn = f"the turn of the slice that ends at {entry.unsettled}" if entry else "its sequence is done"
             raise _disorder("a slice runs backward out of order", layer, piece, turn)
         if entry.written < len(entry.k_LGD):
-            found = f"{entry.written} of {len(entry.k_LGD)} tokens have run forward"
-            raise _disorder("a slice runs backward before all slices of its sequence ran forward", layer, piece, found)
+            progress = f"{entry.written} of {len(entry.k_LGD)} tokens have run forward"
+            raise _disorder(
+                "a slice runs backward before all slices of its sequence ran forward", layer, piece, progress
+            )
         return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
 
     def settle(self, layer: int, piece: Slice, dk_PNGD: Tensor, dv_PNGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,20 +190,20 @@ class PrefixStore:
 
 def _ranges(plan: StepPlan) -> Ranges:
     """What each rank has of each slice of the cut sequences that ranks share."""
-    found: dict[int, dict[int, dict[int, tuple[int, int]]]] = {}
+    ranges_of: dict[int, dict[int, dict[int, tuple[int, int]]]] = {}
     spread = set()
     for micro_batch in plan.micro_batches:
         for number, piece in enumerate(micro_batch.slices):
             if piece.sequence not in plan.cut:
                 continue
-            cp_group, starts = cp_group_of(micro_batch, number), found.setdefault(piece.sequence, {})
+            cp_group, starts = cp_group_of(micro_batch, number), ranges_of.setdefault(piece.sequence, {})
             spread |= {piece.sequence} if len(cp_group.ranks) > 1 else set()
             ranks = {}
             for place, rank in enumerate(cp_group.ranks):
                 first = max((earlier[rank][1] for earlier in starts.values() if rank in earlier), default=0)
                 ranks[rank] = first, first + sum(p.length for p in attended(piece, cp_group, place))
             starts[piece.start] = ranks
-    return {sequence: starts for sequence, starts in found.items() if sequence in spread}
+    return {sequence: starts for sequence, starts in ranges_of.items() if sequence in spread}
 
 
 def _wide(grad: Tensor) -> Tensor:
@@ -209,10 +211,10 @@ def _wide(grad: Tensor) -> Tensor:
     return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
 
 
-def _disorder(what: str, layer: int, piece: Slice, found: str = "") -> EvenloadError:
+def _disorder(what: str, layer: int, piece: Slice, detail: str = "") -> EvenloadError:
     where = f"tokens {piece.start} to {piece.stop} of sequence {piece.sequence}, layer {layer}"
     return EvenloadError(
         what,
-        f"{where}; {found}" if found else where,
+        f"{where}; {detail}" if detail else where,
         "run the slices of a sequence forward in order, then backward in reverse, each once a step",
     )

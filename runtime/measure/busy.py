@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.simulate.step import KINDS, Kind, Span
+from ...core.simulate.step import SPAN_KINDS, Span, SpanKind
 
 
 class Busy(NamedTuple):
@@ -51,8 +51,8 @@ class _Moment(NamedTuple):
     wall: Any
 
 
-class _Block(NamedTuple):
-    kind: Kind
+class _TimedBlock(NamedTuple):
+    kind: SpanKind
     micro_batch: int
     start: _Moment
     end: _Moment
@@ -73,17 +73,17 @@ class BusyClock:
     def __init__(self, device: torch.device, *, record: bool = False) -> None:
         self._cuda, self._record = device.type == "cuda", record
         self._busy_now = cpu_clock()
-        self._blocks: list[_Block] = []
+        self._blocks: list[_TimedBlock] = []
         self._start = self._now()
 
     @contextmanager
-    def running(self, kind: Kind, micro_batch: int = -1) -> Iterator[None]:
+    def running(self, kind: SpanKind, micro_batch: int = -1) -> Iterator[None]:
         """Count the block as forward (F) or backward (B; R: a forward that is run again; W: weight gradients)."""
         start = self._now()
         yield
-        self._blocks.append(_Block(kind, micro_batch, start, self._now()))
+        self._blocks.append(_TimedBlock(kind, micro_batch, start, self._now()))
 
-    def noting(self, kind: Kind) -> AbstractContextManager[None]:
+    def noting(self, kind: SpanKind) -> AbstractContextManager[None]:
         """Note a block that is not counted: the gradient sum (G), the update (U)."""
         return self.running(kind) if self._record else nullcontext()
 
@@ -99,7 +99,7 @@ class BusyClock:
     def read(self) -> Busy:
         """Seconds so far. Waits for the device."""
         self._wait()
-        sums = dict.fromkeys(KINDS, 0.0)
+        sums = dict.fromkeys(SPAN_KINDS, 0.0)
         for block in self._blocks:
             sums[block.kind] += self._between(block.start.busy, block.end.busy)
         return Busy(sums["F"], sums["R"] + sums["B"] + sums["W"])
@@ -117,7 +117,7 @@ class BusyClock:
     def _started(self, micro_batch: int, _: Tensor) -> None:
         start = self._now()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._blocks.append(_Block("B", micro_batch, start, self._now())))
+        engine.queue_callback(lambda: self._blocks.append(_TimedBlock("B", micro_batch, start, self._now())))
 
     def _now(self) -> _Moment:
         if self._cuda:

@@ -121,7 +121,7 @@ HOPS = {"send": 2}
 
 def time_links(device: torch.device, group: Group = None, *, budget_s: float = 10.0) -> tuple[Timing, ...]:
     """Seconds of each collective that the backend has, over `SIZES` until a collective's share of the time is spent."""
-    found: list[Timing] = []
+    timings: list[Timing] = []
     num_ranks = dist.get_world_size(group)
     for name, collective in COLLECTIVES.items():
         if not _has(collective, device, group):
@@ -133,11 +133,11 @@ def time_links(device: torch.device, group: Group = None, *, budget_s: float = 1
             if not len(buffer):
                 continue
             seconds = _least(collective.call, buffer, device, group) / HOPS.get(name, 1)
-            found.append(Timing(name, collective.counted(buffer.nbytes, num_ranks), num_ranks, seconds))
+            timings.append(Timing(name, collective.counted(buffer.nbytes, num_ranks), num_ranks, seconds))
             left_s -= _slowest(time.perf_counter() - start, group)
             if left_s < 4 * _slowest(time.perf_counter() - start, group):  # the next size is four times as large
                 break
-    return tuple(found)
+    return tuple(timings)
 
 
 def fit_link(timings: Sequence[Timing]) -> LinkFit:
@@ -149,13 +149,13 @@ def fit_link(timings: Sequence[Timing]) -> LinkFit:
     seconds = np.array([t.seconds for t in timings])
     counts = Counter(t.collective for t in timings)
     weights = np.array([counts[t.collective] ** 0.5 for t in timings])
-    found = seconds
+    predicted_s = seconds
     for _ in range(ROUNDS):
         # (x - y) / sqrt(x y) is 2 sinh(log(x / y) / 2): the logarithm's difference to second order.
-        (latency_s, inverse), _ = solve(factors, seconds, np.sqrt(seconds * found) * weights)
-        found = np.maximum(factors @ [latency_s, inverse], 1e-12)
+        (latency_s, inverse), _ = solve(factors, seconds, np.sqrt(seconds * predicted_s) * weights)
+        predicted_s = np.maximum(factors @ [latency_s, inverse], 1e-12)
     errors: dict[str, list[float]] = defaultdict(list)
-    for timing, predicted in zip(timings, found.tolist(), strict=True):
+    for timing, predicted in zip(timings, predicted_s.tolist(), strict=True):
         errors[timing.collective].append(abs(predicted / timing.seconds - 1.0))
     link = Link(latency_s=latency_s, bytes_per_s=1.0 / max(inverse, 1e-15))
     return LinkFit(link, {name: float(np.mean(row)) for name, row in errors.items()}, tuple(timings))
@@ -165,15 +165,15 @@ def measure_links(device: torch.device, ranks_per_node: int, *, budget_s: float 
     """``intra``: among the ranks of a node (all nodes at once); ``inter``: among all, where there are several nodes."""
     world = dist.get_world_size()
     spans_nodes = world > ranks_per_node
-    found: dict[str, LinkFit] = {}
+    fits: dict[str, LinkFit] = {}
     if ranks_per_node > 1:
         group = dist.new_subgroups(ranks_per_node)[0] if spans_nodes else None  # type: ignore[no-untyped-call]
-        found["intra"] = fit_link(time_links(device, group, budget_s=budget_s))
+        fits["intra"] = fit_link(time_links(device, group, budget_s=budget_s))
         if group is not None:
             dist.destroy_process_group(group)
     if spans_nodes:
-        found["inter"] = fit_link(time_links(device, None, budget_s=budget_s))
-    return found
+        fits["inter"] = fit_link(time_links(device, None, budget_s=budget_s))
+    return fits
 
 
 def _has(collective: Collective, device: torch.device, group: Group) -> bool:

@@ -1,4 +1,6 @@
-"""The most bytes that work holds at once: every tensor it makes, what autograd saves and what backward allocates.
+"""Bytes of a device: how many are taken and free now, and the most that some work takes at once.
+
+That counts every tensor the work makes, what autograd saves and what backward allocates.
 
 On CUDA the allocator keeps the books. On the CPU nobody does, so every operator that runs inside the block is watched:
 a storage counts from the operator that made it until the last tensor, view or autograd node lets go of it. Not seen are
@@ -7,6 +9,8 @@ memory that torch did not allocate (numpy arrays) and what one kernel takes and 
 
 from __future__ import annotations
 
+import gc
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +20,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of all tensors alive on the device: by the allocator's books on CUDA, by a walk over objects on the CPU.
+
+    On the CPU, storages that no tensor known to Python refers to are missed.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    gc.collect()
+    storages: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        # By type: isinstance would ask lazy modules and proxies for their __class__.
+        if issubclass(type(candidate), Tensor):
+            for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
+                if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that may still be taken on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass

@@ -23,7 +23,7 @@ from ...core.plan.action import Action, ActionKind
 from ...core.plan.in_step import Program
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
-from ...core.simulate.step import Kind
+from ...core.simulate.step import SpanKind
 from ..attention.pack import Pack
 from ..attention.prefix import PrefixStore
 from ..measure.busy import BusyClock
@@ -34,7 +34,7 @@ from .stage_links import StageLinks, taken_before
 from .tape import Tape
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
-KINDS: dict[ActionKind, Kind] = {
+SPAN_KINDS: dict[ActionKind, SpanKind] = {
     "forward": "F",
     "forward_kv": "F",
     "recompute_forward": "R",
@@ -231,7 +231,7 @@ class Executor:
             assert action.op.kind != "W"
             self._plane.meet(action.op.micro_batch, self._plan.digest, action.micro_batch.ranks, action.op.kind)
         splitting = self.wgrads.splitting(action.graph) if action.defers_wgrad else nullcontext()
-        with self._clock.running(KINDS[action.kind], action.op.micro_batch), splitting:
+        with self._clock.running(SPAN_KINDS[action.kind], action.op.micro_batch), splitting:
             yield
 
     def _from_tape(self, pack: Pack, *, free: bool) -> Tensor:

@@ -64,8 +64,8 @@ def _all_uses() -> dict[Path, Use]:
     """By folder under /proc: the threads of this process that may work, and every child process."""
     watching = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("evenload-watchdog")}
     tasks = _PROC / "self" / "task"
-    mine = [tasks / name for name in _names(tasks) if int(name) not in watching]
-    paths = [path for path in mine if not _text(path / "comm").startswith(_BACKGROUND)]
+    threads = [tasks / name for name in _names(tasks) if int(name) not in watching]
+    paths = [path for path in threads if not _text(path / "comm").startswith(_BACKGROUND)]
     paths += [_PROC / str(child) for child in descendants(os.getpid())]
     return {path: use for path in paths if (use := _use(path)) is not None}
 

@@ -111,7 +111,7 @@ def store_lost(rank: int, printer: int, holder: str, last_seen: str, why: str) -
     )
 
 
-def held_up(rank: int, size: int, host: str, where: str, seconds: float) -> Failure:
+def suspended(rank: int, size: int, host: str, where: str, seconds: float) -> Failure:
     """The failure of a rank that was stopped itself, and finds that the others have ended meanwhile."""
     return Failure(
         "gone",

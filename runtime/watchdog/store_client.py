@@ -45,8 +45,8 @@ class StoreClient:
 
     def claim(self, key: str, value: str) -> bytes:
         """Set the key if nobody has; what it then holds."""
-        held: bytes = self._call("compare_set", key, "", value)
-        return held
+        kept: bytes = self._call("compare_set", key, "", value)
+        return kept
 
     def count(self, key: str, by: int) -> int:
         """Add to a counter; its sum."""

@@ -16,9 +16,9 @@ STORE_SOCKET = "EVENLOAD_STORE_SOCKET"
 
 def bound() -> socket.socket:
     """A socket with a free local port of its own."""
-    held = socket.socket()
-    held.bind(("127.0.0.1", 0))
-    return held
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    return listener
 
 
 def inherited(use_libuv: bool) -> int | None:

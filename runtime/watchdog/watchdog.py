@@ -104,7 +104,7 @@ class Watchdog:
         self._tick = self._idle = self._looks = 0
         self._error: BaseException | None = None
         self._echo = False
-        self._held_up_s = 0.0
+        self._suspended_s = 0.0
         self._job_id = ""
         self._beats = threading.Event()
         self._stop = threading.Event()
@@ -205,7 +205,7 @@ class Watchdog:
         while not self._stop.wait(self._every):
             passed_s, woke_s = time.monotonic() - woke_s, time.monotonic()
             if passed_s > self._gone_s:
-                self._held_up_s = passed_s
+                self._suspended_s = passed_s
             silent = silent + 1 if self._store.answers == answers else 0
             answers = self._store.answers
             if silent * self._every > self._gone_s:
@@ -217,7 +217,7 @@ class Watchdog:
         posted = self._store.get("failure")
         if posted is not None:
             self._end(Failure.decode(posted))
-        if self._echo or self._held_up_s:
+        if self._echo or self._suspended_s:
             self._trace()
         elif blamed := self._peers.neighbour() or self._peers.progress(self._idle):
             self._post(blamed)
@@ -243,41 +243,41 @@ class Watchdog:
         self._looks += 1
         beats = self._peers.look_at_all()
         if gone := self._peers.gone(came=self._error is None):
-            self._post(self._held_up() if self._held_up_s else gone)
+            self._post(self._suspended() if self._suspended_s else gone)
         if self._looks < _ECHO_LOOKS:
             return
         if self._error is None:  # the others were held up as well: the whole machine slept
-            self._held_up_s, self._looks = 0.0, 0
+            self._suspended_s, self._looks = 0.0, 0
             return
         self._post(self._peers.behind(beats) or self._own(self._error))
 
     def _own(self, error: BaseException) -> Failure:
         return failures.raised(error, self._rank, self._size, self._host, self._mark.where)
 
-    def _held_up(self) -> Failure:
-        return failures.held_up(self._rank, self._size, self._host, self._mark.where, self._held_up_s)
+    def _suspended(self) -> Failure:
+        return failures.suspended(self._rank, self._size, self._host, self._mark.where, self._suspended_s)
 
     def _post(self, failure: Failure) -> NoReturn:
         """Post a failure and end behind whichever was first."""
         first = within(_POST_S, lambda: Failure.decode(self._store.claim("failure", failure.encode())))
         if first is None:  # the store is lost or silent: this failure is all that is known here
-            self._end(failure._replace(printer=self._rank), store_lives=False)
+            self._end(failure._replace(printer=self._rank), store_answers=False)
         self._end(first)
 
     def _lost_store(self, why: str) -> NoReturn:
         if self._error is not None and not self._echo:
-            self._end(self._own(self._error), store_lives=False)
-        if self._held_up_s:
-            self._end(self._held_up(), store_lives=False)
+            self._end(self._own(self._error), store_answers=False)
+        if self._suspended_s:
+            self._end(self._suspended(), store_answers=False)
         name, last_seen = self._holder_name, ""
         if self._holder is not None:
             name, last_seen = f"rank {self._holder} of {self._size}", self._peers.last_seen(self._holder)
         printer = self._rank if first_here(self._job_id) else -1
         why = f"{why}; rank {self._rank} is in '{self._mark.where}'"
         rank = -1 if self._holder is None else self._holder
-        self._end(failures.store_lost(rank, printer, name, last_seen, why), store_lives=False)
+        self._end(failures.store_lost(rank, printer, name, last_seen, why), store_answers=False)
 
-    def _end(self, failure: Failure, store_lives: bool = True) -> NoReturn:
+    def _end(self, failure: Failure, store_answers: bool = True) -> NoReturn:
         self._ending.acquire()  # whichever thread comes second stays here until the process is over
         text = failure.message if failure.printer == self._rank else ""
         if text and failure.kind == "stuck":
@@ -289,7 +289,7 @@ class Watchdog:
         def farewell() -> None:
             take_leave(self._store, waits=self._rank == self._holder, num_ranks=others)
 
-        end_process(text, culprit, failure.code, farewell if store_lives else None)
+        end_process(text, culprit, failure.code, farewell if store_answers else None)
 
     def _here(self) -> str:
         """Where the worker thread stands now."""

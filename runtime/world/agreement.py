@@ -26,9 +26,9 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     if not dist.is_initialized():
         return [payload]
     device = wire_device(group)
-    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group), len(payload), dtype=torch.uint8, device=device)
-    dist.all_gather(list(everyone.unbind()), mine, group=group)
+    dist.all_gather(list(everyone.unbind()), own, group=group)
     return [row.tobytes() for row in everyone.cpu().numpy()]
 
 

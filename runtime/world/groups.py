@@ -13,10 +13,9 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError
 from .agreement import agree
-
-Ranks = tuple[int, ...]
 
 
 class GroupPool:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
 from .agreement import wire_device
 from .groups import GroupPool
 
-Ranks = tuple[int, ...]
 Transfer = tuple[int, Tensor]
 """A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
 
@@ -75,19 +75,19 @@ class Plane:
             EvenloadError: this rank is in none or several of them.
         """
         rows = [tuple(row) for row in rows]
-        mine = [row for row in rows if dist.get_rank() in row]
-        if len(mine) != 1:
-            found = f"rank {dist.get_rank()} is in {len(mine)} of {len(rows)} planes"
-            raise EvenloadError("a rank does not know its plane", found, "list every rank of the world in one row")
+        own_rows = [row for row in rows if dist.get_rank() in row]
+        if len(own_rows) != 1:
+            count = f"rank {dist.get_rank()} is in {len(own_rows)} of {len(rows)} planes"
+            raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
         backend = None
         if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
             backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
         pool = GroupPool(rows, backend=backend, timeout_s=timeout_s)
-        group = pool.get(mine[0])
+        group = pool.get(own_rows[0])
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
         for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return cls(group, mine[0], mine[0].index(dist.get_rank()), node_ranks, pool)
+        return cls(group, own_rows[0], own_rows[0].index(dist.get_rank()), node_ranks, pool)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> Pending:
         """Start messages to and from plane ranks; empty ones are left out on both sides.
@@ -117,13 +117,17 @@ class Plane:
         at = peers.index(self.rank)
         neighbours = sorted({peers[at - 1], peers[(at + 1) % len(peers)]} - {self.rank})
         device = wire_device(self.group)
-        told = torch.tensor([number, kind == "B", *digest[:16].ljust(16, b"\0")], dtype=torch.int64).to(device)
-        heard = self.post(
-            [(peer, told) for peer in neighbours], [(peer, torch.empty_like(told)) for peer in neighbours], _MEET_TAG
+        message = torch.tensor([number, kind == "B", *digest[:16].ljust(16, b"\0")], dtype=torch.int64).to(device)
+        messages = self.post(
+            [(peer, message) for peer in neighbours],
+            [(peer, torch.empty_like(message)) for peer in neighbours],
+            _MEET_TAG,
         ).wait()
-        for peer, theirs in heard.items():
-            if not torch.equal(theirs, told):
-                here, there = (f"rank {self.ranks[r]}: {_pass_name(t)}" for r, t in ((self.rank, told), (peer, theirs)))
+        for peer, theirs in messages.items():
+            if not torch.equal(theirs, message):
+                here, there = (
+                    f"rank {self.ranks[r]}: {_pass_name(t)}" for r, t in ((self.rank, message), (peer, theirs))
+                )
                 raise RankError(
                     "ranks that share a micro-batch run different passes",
                     f"{here}; {there}",
@@ -137,8 +141,8 @@ class Plane:
             self._pool = self.group = None
 
 
-def _pass_name(told: Tensor) -> str:
-    number, backward, *digest = told.tolist()
+def _pass_name(message: Tensor) -> str:
+    number, backward, *digest = message.tolist()
     return f"{'B' if backward else 'F'}{number} of plan {bytes(digest).hex()[:12]}"
 
 

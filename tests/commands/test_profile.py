@@ -17,15 +17,16 @@ from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
 from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
-from evenload.core.costs.costs import Costs, MemoryCost, PassCost
+from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
-from evenload.runtime.measure.held import free_bytes, held_for_backward, live_bytes
+from evenload.runtime.measure.memory import free_bytes, live_bytes
 
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)
 BACKWARD = PassCost(launch_s=3e-3, token_s=6e-6, pair_s=1e-8)
@@ -240,21 +241,6 @@ def test_live_bytes_counts_a_storage_once() -> None:
     assert live_bytes(CPU) - before == 8000
     del kept, views
     assert live_bytes(CPU) == before
-
-
-def test_held_for_backward_grows_with_the_tokens_alone() -> None:
-    weight = torch.randn(50, 50, requires_grad=True)
-
-    def held(tokens: int) -> int:
-        x = torch.randn(tokens, 50, requires_grad=True)
-        with held_for_backward(CPU) as one:
-            (x @ weight).exp().sum().backward()
-        assert x.grad is not None
-        return one.num_bytes
-
-    # exp keeps its output and the product its inputs: [tokens, 50] twice, and the weight.
-    assert held(40) == 4 * (2 * 40 * 50 + 2500)
-    assert held(40) - held(10) == 4 * 2 * 30 * 50
 
 
 def test_free_bytes_is_a_plausible_number() -> None:

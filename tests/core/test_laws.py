@@ -10,6 +10,7 @@ from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import read_step, step_json
 
@@ -184,7 +185,9 @@ BROKEN = {
         "exactly once",
     ),
     "memory": (
-        replace(LAWFUL, limits=replace(LIMITS, max_activation_bytes=40.0, activation_bytes_per_token=1.0)),
+        replace(
+            LAWFUL, limits=replace(LIMITS, max_activation_bytes=40.0, memory=MemoryCost(activation_bytes_per_token=4.0))
+        ),
         "memory cap",
     ),
 }
@@ -200,7 +203,7 @@ def test_each_law_refuses(name: str) -> None:
 
 def test_memory_counts_what_is_alive() -> None:
     """By hand, stage 0 of rank 0: F0 keeps 7 tokens x 4 layers and KV of 12 tokens; B1 computes one layer again."""
-    limits = replace(LIMITS, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0)
+    limits = replace(LIMITS, memory=MemoryCost(activation_bytes_per_token=4 * 10.0, kv_bytes_per_token=4 * 1.0))
     plan = replace(LAWFUL, limits=limits)
     assert peak_activation_bytes(plan, 0, 0) == (7 * 4 * 10 + 12 * 4 * 1 + 8 * 10, Op("B", 1))
     # Stage 1 recomputes one layer of micro-batch 0 and none of 1: 7 * 3 * 10 + 48 before 8 * 4 * 10 more.
@@ -208,7 +211,7 @@ def test_memory_counts_what_is_alive() -> None:
 
 
 def test_memory_of_the_stock_schedule_grows_towards_the_first_stage() -> None:
-    limits = Limits(1, 100, num_stages=3, activation_bytes_per_token=1.0)
+    limits = Limits(1, 100, num_stages=3, memory=MemoryCost(activation_bytes_per_token=1.0))
     plan = StepPlan(as_lengths([10] * 5), tuple(MicroBatch((Slice(i, 0, 10),), (0,)) for i in range(5)), limits)
     assert [peak_activation_bytes(plan, stage, 0)[0] for stage in range(3)] == [30.0, 20.0, 10.0]
 
@@ -310,9 +313,10 @@ def test_links_between_stages_are_queues() -> None:
 
 def test_memory_of_a_replayed_micro_batch_is_its_input_and_then_its_activations() -> None:
     """By hand: KV of 12 tokens, two replays that never meet, dKV of the 8 before the last slice."""
-    limits = replace(
-        LIMITS, num_stages=1, activation_bytes_per_token=10.0, kv_bytes_per_token=1.0, kv_grad_bytes_per_token=2.0
+    memory = MemoryCost(
+        activation_bytes_per_token=4 * 10.0, kv_bytes_per_token=4 * 1.0, kv_grad_bytes_per_token=4 * 2.0
     )
+    limits = replace(LIMITS, num_stages=1, memory=memory)
     plan = replace(ASYMMETRIC, limits=limits)
     peak = 12 * 4 * 1 + 8 * 4 * 2 + 5 * 4 * 10 + 8 * 4 * 10
     assert peak_activation_bytes(plan, 0, 0) == (peak, Op("B", 1))

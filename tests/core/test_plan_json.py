@@ -41,7 +41,9 @@ def written(name: str) -> str:
 def test_a_written_plan_is_read_back(name: str) -> None:
     again, plan = check(read_step(json.loads(written(name)))), plan_of(name)
     assert again.digest == plan.digest
-    assert again.limits == plan.limits
+    # Of the memory record a plan says what its passes hold, not what is there between steps.
+    assert step_json(again)["limits"] == step_json(plan)["limits"]
+    assert replace(again.limits, memory=plan.limits.memory) == plan.limits
     assert (again.made_by, again.bound_s) == (plan.made_by, plan.bound_s)
 
 

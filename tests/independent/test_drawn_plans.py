@@ -165,10 +165,11 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
 def facts(recipe: dict[str, Any], chain: PlanChain) -> Any:
     """What the recipe says, and what the machine says of bytes."""
     limits = chain.limits
-    kept = limits.activation_bytes_per_token
-    if not limits.replay_bytes_per_token:  # else the recipe recomputes, and only inputs of layers are kept
-        kept -= limits.beside.cut_saves_bytes_per_token
-    least = min(kept, limits.input_bytes_per_token)
+    layers, memory = limits.layers_per_stage, limits.memory
+    kept = memory.activation_bytes_per_token / layers
+    if not memory.replay_bytes_per_token:  # else the recipe recomputes, and only inputs of layers are kept
+        kept -= memory.cut_saves_bytes_per_token / layers
+    least = min(kept, memory.input_bytes_per_token)
     return replace(
         checker.facts_of(recipe),
         whole=limits.whole_sequences,

@@ -146,8 +146,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a ring's tile over the prefix is dropped",
         "runtime/attention/sharing/ring.py",
-        "        found = [Tile(0, mine.first, theirs.before, False), Tile(mine.first, mine.own, theirs.all, False)]",
-        "        found = [Tile(mine.first, mine.own, theirs.all, False)]",
+        "        candidates = [Tile(0, own.first, theirs.before, False), Tile(own.first, own.own, theirs.all, False)]",
+        "        candidates = [Tile(own.first, own.own, theirs.all, False)]",
         "quick shared",
     ),
     Mutant(

@@ -285,8 +285,7 @@ def test_stale_copies_are_rebound_listed_and_put_back(core, ledger, caplog):
     with caplog.at_level(logging.WARNING):
         ledger.apply([row()])
     assert script.step is script.renamed is core.step
-    assert ledger.rebound == ("stubscript:step", "stubscript:renamed")
-    assert "stubscript:step" in caplog.text
+    assert "stubscript:step, stubscript:renamed" in caplog.text
     assert "stubhost:step" not in caplog.text, "the host's own re-exports are no surprise"
     assert {"stubhost:step", "stubscript:step"} <= set(ledger.table()[0].note.split(", "))
     ledger.undo()

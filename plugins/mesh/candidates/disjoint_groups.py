@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....core.balance.partition import Floats, Ints
+from ....core.aliases import Floats, Ints
 
 _PLACEMENTS = 8192
 """Sequences dealt, over all multisets of degrees, after which the search ends,"""

@@ -18,13 +18,14 @@ from ....core.registry import PlanningContext
 def offloaded(plan: StepPlan, context: PlanningContext) -> Iterator[StepPlan]:
     """The plan with what hides in host memory, then with all that may be; none where there is no way to the host."""
     rate, layers = context.cluster.host_bytes_per_s, plan.limits.layers_per_stage
+    per_token = plan.limits.memory.activation_bytes_per_token / layers
     if not rate or layers <= KEPT_LAYERS:
         return
 
     def share(m: MicroBatch) -> float:
         each_s = context.costs.micro_batch_s(m)[0] / layers
         tokens = max(tokens_of_ranks(m).values()) if m.slices else 0
-        return offload_share(each_s, tokens * plan.limits.activation_bytes_per_token, rate)
+        return offload_share(each_s, tokens * per_token, rate)
 
     hidden = tuple(share(m) for m in plan.micro_batches)
     if any(hidden):

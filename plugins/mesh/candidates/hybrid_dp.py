@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....core.balance.partition import Ints, best_fit_decreasing
+from ....core.aliases import Ints
+from ....core.balance.partition import best_fit_decreasing
 from ....core.plan.step_plan import MicroBatch
 from ..assign import Assignment, Frame, placed
 from ..cost_table import CostTable, SequenceCosts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....core.balance.partition import Ints
+from ....core.aliases import Ints
 from ....core.plan.step_plan import MicroBatch
 from ..assign import Frame, placed
 from ..cost_table import CostTable, SequenceCosts

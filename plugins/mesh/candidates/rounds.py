@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....core.balance.partition import Floats, Ints
+from ....core.aliases import Floats, Ints
 from ..assign import Frame, target_of
 from ..cost_table import SequenceCosts
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....core.balance.partition import Ints
+from ....core.aliases import Ints
 from ....core.balance.slicing import evenly
 from ....core.costs.costs import PassCost
 from ....core.costs.traffic import attention_s

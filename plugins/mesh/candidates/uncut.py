@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....core.balance.partition import Ints
+from ....core.aliases import Ints, Ranks
 from ....core.costs.traffic import exposed_of_ranks
 from ....core.plan.limits import Limits
 from ....core.plan.step_plan import MicroBatch, StepPlan
-from ..assign import Frame, Ranks, placed, target_of
+from ..assign import Frame, placed, target_of
 from ..config import MeshConfig
 from ..cost_table import CostTable, SequenceCosts
 from ..emit.blocks import Block, in_blocks

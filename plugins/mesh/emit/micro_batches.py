@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....core.balance.partition import Ints
+from ....core.aliases import Ints, Ranks
 from ....core.plan.step_plan import MicroBatch, Slice
-from ..assign import Ranks
 from ..cost_table import CostTable, CpStrategy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ....core.balance.partition import Ints
+from ....core.aliases import Ints
 from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
 from ....core.plan.limits import Limits

@@ -14,20 +14,21 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from .jobs import Part
-from .work import Coming, Pair, Row, Tile, Work
+from .jobs import JobSlice
+from .running_job import Coming, Pair, RunningJob, Tile, Transfer
 
 
-def tiles(group: int, part: Part) -> list[Tile]:
+def tiles(group: int, part: JobSlice) -> list[Tile]:
     """What a rank computes of one slice, over keys in the order of `_in_order`."""
-    before = sum(held.before for held in part.held)
-    mine, chunks = part.held[group], [*(h.first for h in part.held), *(h.second for h in reversed(part.held))]
+    groups, own = part.group_tokens, part.group_tokens[group]
+    before = sum(tokens.before for tokens in groups)
+    chunks = [*(tokens.first for tokens in groups), *(tokens.second for tokens in reversed(groups))]
     first, second = before + sum(chunks[: group + 1]), before + sum(chunks[: len(chunks) - group])
-    found = [Tile(0, mine.first, first, True), Tile(mine.first, mine.own, second, True)]
-    return [tile for tile in found if tile.end > tile.first]
+    both = Tile(0, own.first, first, True), Tile(own.first, own.own, second, True)
+    return [tile for tile in both if tile.end > tile.first]
 
 
-class Gather(Work):
+class Gather(RunningJob):
     """A job whose CP group shares no heads and has several ranks."""
 
     def forward(self) -> Iterator[None]:
@@ -47,14 +48,14 @@ class Gather(Work):
         sums = [self.backward_tiles(n, tiles(self.group, part), keys[n], dout_NHD, dq_NHD, None) for n, part in parts]
         shares = [self._share_of(group, sums) for group in range(self.groups)]
         total = shares[self.group]
-        rows = [Row(source, to, self.job.keys_of(to)) for source, to in permutations(range(self.groups), 2)]
+        rows = [Transfer(source, to, self.job.keys_of(to)) for source, to in permutations(range(self.groups), 2)]
         going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)
         yield
         for _, share in sorted(going.wait().items()):
             total += share
         self.settle(dq_NHD, self.unpacked(total, self.group))
 
-    def _attended(self, number: int, part: Part, keys: Pair) -> Pair | None:
+    def _attended(self, number: int, part: JobSlice, keys: Pair) -> Pair | None:
         done = [self.forward_tiles(number, [tile], keys, None) for tile in tiles(self.group, part)]
         outs, lses = [pair[0] for pair in done if pair], [pair[1] for pair in done if pair]
         return (torch.cat(outs), torch.cat(lses, dim=1)) if outs else None
@@ -64,18 +65,18 @@ class Gather(Work):
         return [group for group in range(self.groups) if group != self.group]
 
     def _to_all(self, message: Tensor) -> Coming:
-        rows = [Row(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
+        rows = [Transfer(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
         return self.exchange(rows, dict.fromkeys(self._others, message), 0, 0)
 
     def _assembled(self, own: Tensor, arrived: Mapping[int, Tensor]) -> list[Pair]:
         """Keys and values of each slice in the order of `tiles`."""
         messages = {**arrived, self.group: own}
         brought = [self.unpacked(messages[group], group) for group in range(self.groups)]
-        found = []
+        assembled = []
         for number, part in enumerate(self.job.parts):
             k, v = (_in_order([pairs[number][i] for pairs in brought], part) for i in (0, 1))
-            found.append((k, v))
-        return found
+            assembled.append((k, v))
+        return assembled
 
     def _share_of(self, group: int, sums: Sequence[Pair]) -> Tensor:
         """The gradients of what a group brought, in the order of its message."""
@@ -86,18 +87,17 @@ class Gather(Work):
         return torch.stack([torch.cat([piece for pieces in row for piece in pieces]) for row in rows]).to(self.wide)
 
 
-def _in_order(brought: Sequence[Tensor], part: Part) -> Tensor:
+def _in_order(brought: Sequence[Tensor], part: JobSlice) -> Tensor:
     """Earlier tokens group by group, then the slice's own from its first to its last."""
-    sizes = [[held.before, held.first, held.second] for held in part.held]
+    sizes = [list(tokens) for tokens in part.group_tokens]
     split = [torch.split(x, size) for x, size in zip(brought, sizes, strict=True)]
     before, first, second = zip(*split, strict=True)
     return torch.cat([*before, *first, *reversed(second)])
 
 
-def _of_group(total: Tensor, part: Part, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _of_group(total: Tensor, part: JobSlice, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """What `_in_order` took from one group."""
-    befores, firsts = [h.before for h in part.held], [h.first for h in part.held]
-    seconds = [h.second for h in part.held]
+    befores, firsts, seconds = zip(*part.group_tokens, strict=True)
     before, first = sum(befores[:group]), sum(befores) + sum(firsts[:group])
     second = sum(befores) + sum(firsts) + sum(seconds[group + 1 :])
     starts = (before, befores), (first, firsts), (second, seconds)

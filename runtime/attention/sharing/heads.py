@@ -48,9 +48,9 @@ def heads_of(share: int, shares: int, num_queries: int, num_keys: int) -> Heads:
         EvenloadError: there are fewer query heads than ranks.
     """
     if num_queries < shares:
-        found = f"{num_queries} heads, {shares} ranks"
+        counts = f"{num_queries} heads, {shares} ranks"
         raise EvenloadError(
-            "more ranks share heads than there are", found, "use a ring, or a hybrid with smaller groups"
+            "more ranks share heads than there are", counts, "use a ring, or a hybrid with smaller groups"
         )
     first, end = (i * num_queries // shares for i in (share, share + 1))
     each = num_queries // num_keys

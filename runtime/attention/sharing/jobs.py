@@ -1,6 +1,6 @@
-"""What a shared micro-batch asks of its ranks, as data: the slices of each CP group, and who holds how much of them.
+"""What a shared micro-batch asks of its ranks, as data: the slices of each CP group, and how many tokens each brings.
 
-Pure functions of the micro-batch and of what earlier slices left, the same on every rank.
+Pure functions of the micro-batch and of the tokens of earlier slices, the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Before = Callable[[Slice, int], int]
 """Tokens of the slices before a slice that a plane rank holds."""
 
 
-class Held(NamedTuple):
+class GroupTokens(NamedTuple):
     """Keys and values of one slice that one group of its CP group brings."""
 
     before: int
     """Tokens of earlier slices."""
     first: int
-    """Of the slice's chunk j, where j is the group."""
+    """Tokens of the slice's chunk j, where j is the number of the group."""
     second: int
-    """Of its chunk 2g - 1 - j."""
+    """Tokens of the slice's chunk 2g - 1 - j, where g is how many groups there are."""
 
     @property
     def own(self) -> int:
@@ -35,36 +35,32 @@ class Held(NamedTuple):
         return self.before + self.own
 
 
-class Part(NamedTuple):
+class JobSlice(NamedTuple):
     """One slice of a job."""
 
     piece: Slice
     cut: bool
     """Whether earlier or later slices of its sequence are run as well."""
-    held: tuple[Held, ...]
-    """By each group of the CP group."""
+    group_tokens: tuple[GroupTokens, ...]
+    """What each group of the CP group brings."""
 
 
-class Job(NamedTuple):
+class CpGroupJob(NamedTuple):
     """All slices of a micro-batch that have one CP group."""
 
     number: int
-    """Of its micro-batch; jobs are begun in this order on every rank."""
+    """The job's place in its micro-batch; jobs are begun in this order on every rank."""
     cp_group: CpGroup
-    parts: tuple[Part, ...]
+    parts: tuple[JobSlice, ...]
 
     def keys_of(self, group: int) -> int:
         """Tokens whose keys and values a group brings."""
-        return sum(part.held[group].all for part in self.parts)
-
-    def queries_of(self, group: int) -> int:
-        """Tokens that a group attends for."""
-        return sum(part.held[group].own for part in self.parts)
+        return sum(part.group_tokens[group].all for part in self.parts)
 
 
 def jobs_of(
     micro_batch: MicroBatch, node_ranks: int, is_cut: Callable[[Slice], bool], before: Before
-) -> tuple[Job, ...]:
+) -> tuple[CpGroupJob, ...]:
     """The jobs of a micro-batch: those that send between nodes first, then those inside a node, then those that do not.
 
     So what takes longest is on its way first, and the others compute meanwhile (Zeppelin, arXiv 2509.21841).
@@ -72,25 +68,28 @@ def jobs_of(
     slices_of: dict[CpGroup, list[Slice]] = {}
     for number, piece in enumerate(micro_batch.slices):
         slices_of.setdefault(cp_group_of(micro_batch, number), []).append(piece)
-    cp_groups = sorted(slices_of, key=lambda cp_group: _zone(cp_group, node_ranks))  # stable
+    cp_groups = sorted(slices_of, key=lambda cp_group: _nearness(cp_group, node_ranks))  # stable
     return tuple(
-        Job(number, cp_group, tuple(_part(piece, cp_group, is_cut(piece), before) for piece in slices_of[cp_group]))
+        CpGroupJob(
+            number, cp_group, tuple(_part(piece, cp_group, is_cut(piece), before) for piece in slices_of[cp_group])
+        )
         for number, cp_group in enumerate(cp_groups)
     )
 
 
-def _zone(cp_group: CpGroup, node_ranks: int) -> int:
+def _nearness(cp_group: CpGroup, node_ranks: int) -> int:
+    """0 for a CP group that sends keys between nodes, 1 for one inside a node, 2 for one that sends none."""
     if cp_group.groups == 1:
         return 2
     return int(len({rank // node_ranks for rank in cp_group.ranks} if node_ranks else {0}) == 1)
 
 
-def _part(piece: Slice, cp_group: CpGroup, cut: bool, before: Before) -> Part:
+def _part(piece: Slice, cp_group: CpGroup, cut: bool, before: Before) -> JobSlice:
     length, chunks = piece.length, 2 * cp_group.groups
     bounds = [c * length // chunks for c in range(chunks + 1)]
     sizes = [end - first for first, end in pairwise(bounds)]
-    held = []
+    group_tokens = []
     for group in range(cp_group.groups):
         earlier = before(piece, cp_group.ranks[group * cp_group.ulysses_degree]) if cut else 0
-        held.append(Held(earlier, sizes[group], sizes[chunks - 1 - group]))
-    return Part(piece, cut, tuple(held))
+        group_tokens.append(GroupTokens(earlier, sizes[group], sizes[chunks - 1 - group]))
+    return JobSlice(piece, cut, tuple(group_tokens))

@@ -16,16 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....core.aliases import Ranks
 from ....core.plan.token_layout import Pieces, attended
-from ...world.plane import FIRST_TAG, Plane, Ranks
+from ...world.plane import FIRST_TAG, Plane
 from .heads import Heads, heads_of
-from .jobs import Job
+from .jobs import CpGroupJob
 
 Rows = slice | Tensor
 _TAG = FIRST_TAG
 
 
-class Part(NamedTuple):
+class Overlap(NamedTuple):
     """What two ranks have in common of one job, seen from one of them."""
 
     job: int
@@ -36,7 +37,7 @@ class Part(NamedTuple):
     """Of the rank that attends."""
 
 
-class Kind(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of the pack [T, X, D] that travels, or will come back."""
 
     is_query: bool
@@ -46,7 +47,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, is_query: bool) -> Kind:
+    def of(cls, tensor: Tensor, is_query: bool) -> TensorSpec:
         return cls(is_query, tensor.shape[1], tensor.shape[2], tensor.dtype)
 
 
@@ -55,9 +56,9 @@ class Relayout(NamedTuple):
 
     plane: Plane
     num_padded_tokens: int
-    holds: Mapping[int, tuple[Part, ...]]
+    holds: Mapping[int, tuple[Overlap, ...]]
     """Tokens held here, by the rank that attends for them."""
-    attends: Mapping[int, tuple[Part, ...]]
+    attends: Mapping[int, tuple[Overlap, ...]]
     """Tokens attended for here, by the rank that holds them."""
     counts: Mapping[int, int]
     """Tokens of each job that this rank attends for."""
@@ -66,66 +67,68 @@ class Relayout(NamedTuple):
     padded: bool
     """Whether some slots belong to no piece."""
 
-    def to_attention(self, tensors: Sequence[Tensor], kinds: Sequence[Kind]) -> dict[int, list[Tensor]]:
+    def to_attention(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> dict[int, list[Tensor]]:
         """Tensors [T, X, D] of the pack to those of each of this rank's jobs, [N, own X, D]."""
         rank = self.plane.rank
-        pairs = list(zip(tensors, kinds, strict=True))
+        pairs = list(zip(tensors, specs, strict=True))
         sends = [
-            (peer, _flat(tensor[part.rows, _span(part, kind)] for part in parts for tensor, kind in pairs))
+            (peer, _flat(tensor[part.rows, _span(part, spec)] for part in parts for tensor, spec in pairs))
             for peer, parts in self.holds.items()
             if peer != rank
         ]
-        arrived = self._exchange(sends, self.attends, kinds, tensors[0])
+        arrived = self._exchange(sends, self.attends, specs, tensors[0])
         done: dict[int, list[Tensor]] = {}
         here = {part.job: part for part in self.holds.get(rank, ())}
         there = {part.job: part for part in self.attends.get(rank, ())}
         for job, count in self.counts.items():
             if job in here and here[job].num_tokens == count and _in_order(there[job].rows):
-                done[job] = [tensor[here[job].rows, _span(here[job], kind)] for tensor, kind in pairs]
+                done[job] = [tensor[here[job].rows, _span(here[job], spec)] for tensor, spec in pairs]
                 continue
             done[job] = []
-            for tensor, kind in pairs:
-                heads = self.heads[job].queries if kind.is_query else self.heads[job].keys
-                done[job].append(tensor.new_empty(count, heads.stop - heads.start, kind.dim))
+            for tensor, spec in pairs:
+                heads = self.heads[job].queries if spec.is_query else self.heads[job].keys
+                done[job].append(tensor.new_empty(count, heads.stop - heads.start, spec.dim))
                 if job in here:
                     done[job][-1][there[job].rows] = tensor[here[job].rows, heads]
         for peer, pieces in arrived.items():
             values = iter(pieces)
             for part in self.attends[peer]:
-                for index in range(len(kinds)):
+                for index in range(len(specs)):
                     done[part.job][index][part.rows] = next(values)
         return done
 
-    def to_tokens(self, jobs: Mapping[int, Sequence[Tensor]], kinds: Sequence[Kind], like: Tensor) -> list[Tensor]:
+    def to_tokens(
+        self, jobs: Mapping[int, Sequence[Tensor]], specs: Sequence[TensorSpec], like: Tensor
+    ) -> list[Tensor]:
         """The way back, to tensors of the pack; what comes from several ranks is summed.
 
         Args:
-            jobs: for each job of this rank its tensors, in the order of `kinds`.
+            jobs: for each job of this rank its tensors, in the order of `specs`.
             like: any tensor on the device.
         """
         rank = self.plane.rank
         if self._stays:
             (tensors,) = jobs.values()
-            return [t.to(kind.dtype) for t, kind in zip(tensors, kinds, strict=True)]
+            return [t.to(spec.dtype) for t, spec in zip(tensors, specs, strict=True)]
         sends = [
-            (peer, _flat(jobs[p.job][i][p.rows].to(kind.dtype) for p in parts for i, kind in enumerate(kinds)))
+            (peer, _flat(jobs[p.job][i][p.rows].to(spec.dtype) for p in parts for i, spec in enumerate(specs)))
             for peer, parts in self.attends.items()
             if peer != rank
         ]
-        arrived = self._exchange(sends, self.holds, kinds, like)
+        arrived = self._exchange(sends, self.holds, specs, like)
         here = {part.job: part for part in self.holds.get(rank, ())}
         summed = [
-            like.new_zeros(self.num_padded_tokens, kind.num_heads, kind.dim, dtype=_width(kind)) for kind in kinds
+            like.new_zeros(self.num_padded_tokens, spec.num_heads, spec.dim, dtype=_width(spec)) for spec in specs
         ]
         for part in self.attends.get(rank, ()):
-            for total, tensor, kind in zip(summed, jobs[part.job], kinds, strict=True):
-                total[here[part.job].rows, _span(part, kind)] = tensor[part.rows].to(total.dtype)
+            for total, tensor, spec in zip(summed, jobs[part.job], specs, strict=True):
+                total[here[part.job].rows, _span(part, spec)] = tensor[part.rows].to(total.dtype)
         for peer in sorted(arrived):
             values = iter(arrived[peer])
             for part in self.holds[peer]:
-                for total, kind in zip(summed, kinds, strict=True):
-                    total[part.rows, _span(part, kind)] += next(values)
-        return [total.to(kind.dtype) for total, kind in zip(summed, kinds, strict=True)]
+                for total, spec in zip(summed, specs, strict=True):
+                    total[part.rows, _span(part, spec)] += next(values)
+        return [total.to(spec.dtype) for total, spec in zip(summed, specs, strict=True)]
 
     @property
     def _stays(self) -> bool:
@@ -139,19 +142,19 @@ class Relayout(NamedTuple):
     def _exchange(
         self,
         sends: list[tuple[int, Tensor]],
-        coming: Mapping[int, tuple[Part, ...]],
-        kinds: Sequence[Kind],
+        coming: Mapping[int, tuple[Overlap, ...]],
+        specs: Sequence[TensorSpec],
         like: Tensor,
     ) -> dict[int, list[Tensor]]:
         """What comes from each other rank, part by part and tensor by tensor."""
         rank = self.plane.rank
         shapes = {
-            peer: [_shape(part, kind) for part in parts for kind in kinds]
+            peer: [_shape(part, spec) for part in parts for spec in specs]
             for peer, parts in coming.items()
             if peer != rank
         }
         sizes = {peer: [n * x * d for n, x, d in row] for peer, row in shapes.items()}
-        receives = [(peer, like.new_empty(sum(row), dtype=kinds[0].dtype)) for peer, row in sizes.items()]
+        receives = [(peer, like.new_empty(sum(row), dtype=specs[0].dtype)) for peer, row in sizes.items()]
         arrived = self.plane.post(sends, receives, _TAG).wait()
         return {
             peer: [t.view(shape) for t, shape in zip(torch.split(flat, sizes[peer]), shapes[peer], strict=True)]
@@ -165,7 +168,7 @@ def relayout_of(
     holders: Ranks,
     starts: Sequence[int],
     num_padded_tokens: int,
-    jobs: Sequence[Job],
+    jobs: Sequence[CpGroupJob],
     num_heads: tuple[int, int],
     device: torch.device,
 ) -> Relayout:
@@ -179,58 +182,55 @@ def relayout_of(
         num_heads: of queries and of keys.
     """
     rank = plane.rank
-    mine = pieces_of(rank)
-    holds: dict[int, list[Part]] = {}
-    attends: dict[int, list[Part]] = {}
+    own = pieces_of(rank)
+    holds: dict[int, list[Overlap]] = {}
+    attends: dict[int, list[Overlap]] = {}
     counts: dict[int, int] = {}
     heads: dict[int, Heads] = {}
     for job in jobs:
         cp_group = job.cp_group
         for place, peer in enumerate(cp_group.ranks):
-            group = cp_group.ranks[place // cp_group.ulysses_degree * cp_group.ulysses_degree :][
-                : cp_group.ulysses_degree
-            ]
+            first = place - place % cp_group.ulysses_degree
+            group = cp_group.ranks[first : first + cp_group.ulysses_degree]
             if not holders and rank not in group:
                 continue
             wanted = tuple(p for part in job.parts for p in attended(part.piece, cp_group, place))
             its_heads = heads_of(place % cp_group.ulysses_degree, cp_group.ulysses_degree, *num_heads)
-            met = _common(mine, starts, wanted)
-            if met:
-                rows = _rows(((slot, size) for slot, _, size in met), device)
-                holds.setdefault(peer, []).append(Part(job.number, rows, _count(met), its_heads))
+            if runs := _common(own, starts, wanted):
+                rows = _rows(((slot, size) for slot, _, size in runs), device)
+                holds.setdefault(peer, []).append(Overlap(job.number, rows, _count(runs), its_heads))
             if peer != rank:
                 continue
             counts[job.number], heads[job.number] = sum(p.length for p in wanted), its_heads
             for holder in holders or group:
-                theirs = mine if holder == rank else pieces_of(holder)
-                met = _common(theirs, [0] * len(theirs), wanted)
-                if met:
-                    rows = _rows(((at, size) for _, at, size in met), device)
-                    attends.setdefault(holder, []).append(Part(job.number, rows, _count(met), its_heads))
-    padded = sum(p.length for p in mine) < num_padded_tokens
+                theirs = own if holder == rank else pieces_of(holder)
+                if runs := _common(theirs, [0] * len(theirs), wanted):
+                    rows = _rows(((at, size) for _, at, size in runs), device)
+                    attends.setdefault(holder, []).append(Overlap(job.number, rows, _count(runs), its_heads))
+    padded = sum(p.length for p in own) < num_padded_tokens
     return Relayout(plane, num_padded_tokens, _by_peer(holds), _by_peer(attends), counts, heads, padded)
 
 
-def _by_peer(parts: Mapping[int, list[Part]]) -> dict[int, tuple[Part, ...]]:
+def _by_peer(parts: Mapping[int, list[Overlap]]) -> dict[int, tuple[Overlap, ...]]:
     return {peer: tuple(parts[peer]) for peer in sorted(parts)}
 
 
-def _common(held: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple[int, int, int]]:
-    """Runs of tokens that are in both: (first slot, first place among the wanted, tokens), in the order of `held`."""
+def _common(pieces: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple[int, int, int]]:
+    """Runs of tokens that are in both: (first slot, first place among the wanted, tokens), in the order of `pieces`."""
     wanted_of: dict[int, list[tuple[int, int, int]]] = {}
     for piece, at in zip(wanted, accumulate((p.length for p in wanted), initial=0), strict=False):
         wanted_of.setdefault(piece.sequence, []).append((piece.start, piece.stop, at))
-    found = []
-    for piece, slot in zip(held, starts, strict=True):
+    runs = []
+    for piece, slot in zip(pieces, starts, strict=True):
         for start, stop, at in wanted_of.get(piece.sequence, ()):
             first, end = max(start, piece.start), min(stop, piece.stop)
             if first < end:
-                found.append((slot + first - piece.start, at + first - start, end - first))
-    return found
+                runs.append((slot + first - piece.start, at + first - start, end - first))
+    return runs
 
 
-def _count(met: Iterable[tuple[int, int, int]]) -> int:
-    return sum(size for _, _, size in met)
+def _count(runs: Iterable[tuple[int, int, int]]) -> int:
+    return sum(size for _, _, size in runs)
 
 
 def _rows(runs: Iterable[tuple[int, int]], device: torch.device) -> Rows:
@@ -249,18 +249,18 @@ def _in_order(rows: Rows) -> bool:
     return isinstance(rows, slice) and rows.start == 0
 
 
-def _span(part: Part, kind: Kind) -> slice:
-    return part.heads.queries if kind.is_query else part.heads.keys
+def _span(part: Overlap, spec: TensorSpec) -> slice:
+    return part.heads.queries if spec.is_query else part.heads.keys
 
 
-def _shape(part: Part, kind: Kind) -> tuple[int, int, int]:
-    span = _span(part, kind)
-    return part.num_tokens, span.stop - span.start, kind.dim
+def _shape(part: Overlap, spec: TensorSpec) -> tuple[int, int, int]:
+    span = _span(part, spec)
+    return part.num_tokens, span.stop - span.start, spec.dim
 
 
-def _width(kind: Kind) -> torch.dtype:
+def _width(spec: TensorSpec) -> torch.dtype:
     """Queries have one source for each value, keys may have several."""
-    return kind.dtype if kind.is_query else torch.promote_types(kind.dtype, torch.float32)
+    return spec.dtype if spec.is_query else torch.promote_types(spec.dtype, torch.float32)
 
 
 def _flat(parts: Iterable[Tensor]) -> Tensor:

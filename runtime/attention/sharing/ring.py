@@ -8,8 +8,8 @@ no mask but the causal one of its own tokens:
     j > i           queries of its second chunk over all keys, those of the first over the earlier tokens
 
 A ring of g groups has g - 1 hops forward. Backward, keys and values go the same way, and dK and dV, in float32 at
-least, follow one block behind and take one hop more, CP group. The next hop is posted before the block is computed
-(Ring Attention with blockwise transformers, arXiv 2310.01889).
+least, follow one block behind and take one hop more, back to their group. The next hop is posted
+before the block is computed (Ring Attention with blockwise transformers, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .jobs import Held
-from .work import Pair, Row, Tile, Work
+from .jobs import GroupTokens
+from .running_job import Pair, RunningJob, Tile, Transfer
 
 
-def tiles(group: int, visitor: int, held: Sequence[Held]) -> list[Tile]:
+def tiles(group: int, visitor: int, group_tokens: Sequence[GroupTokens]) -> list[Tile]:
     """What a group computes of one slice while a visitor's keys are there."""
-    mine, theirs = held[group], held[visitor]
+    own, theirs = group_tokens[group], group_tokens[visitor]
     if visitor == group:
-        found = [Tile(0, mine.own, theirs.all, True)]
+        candidates = [Tile(0, own.own, theirs.all, True)]
     elif visitor < group:
-        found = [Tile(0, mine.own, theirs.before + theirs.first, False)]
+        candidates = [Tile(0, own.own, theirs.before + theirs.first, False)]
     else:
-        found = [Tile(0, mine.first, theirs.before, False), Tile(mine.first, mine.own, theirs.all, False)]
-    return [tile for tile in found if tile.end > tile.first and tile.keys]
+        candidates = [Tile(0, own.first, theirs.before, False), Tile(own.first, own.own, theirs.all, False)]
+    return [tile for tile in candidates if tile.end > tile.first and tile.keys]
 
 
-class Ring(Work):
+class Ring(RunningJob):
     """Hop h brings what the group h places before this one holds."""
 
     def forward(self) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Ring(Work):
                 coming = self._pass_on(message, hop, 0)
                 yield
             for number, part in enumerate(self.job.parts):
-                now = tiles(self.group, self._visitor(hop), part.held)
+                now = tiles(self.group, self._visitor(hop), part.group_tokens)
                 done[number] = self.forward_tiles(number, now, keys[number], done[number])
             if coming is not None:
                 message = coming()
@@ -71,7 +71,7 @@ class Ring(Work):
                 grads = torch.zeros_like(message, dtype=self.wide)
                 sums = [*self.unpacked(grads, self._visitor(hop))]
             for number, part in enumerate(self.job.parts):
-                now = tiles(self.group, self._visitor(hop), part.held)
+                now = tiles(self.group, self._visitor(hop), part.group_tokens)
                 sums[number] = self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
             if grads is not None:
                 if going is not None:
@@ -91,6 +91,8 @@ class Ring(Work):
     def _pass_on(self, message: Tensor, hop: int, kind: int) -> Callable[[], Tensor]:
         """Send what is here to the next group; the answer waits for what the group before this one has."""
         after = [(group + 1) % self.groups for group in range(self.groups)]
-        rows = [Row(group, after[group], self.job.keys_of((group - hop) % self.groups)) for group in range(self.groups)]
+        rows = [
+            Transfer(group, after[group], self.job.keys_of((group - hop) % self.groups)) for group in range(self.groups)
+        ]
         coming = self.exchange(rows, {after[self.group]: message}, hop, kind)
         return lambda: coming.wait()[(self.group - 1) % self.groups]

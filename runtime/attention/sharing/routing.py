@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...world.plane import Pending, Plane, Ranks
+from ....core.aliases import Ranks
+from ...world.plane import Pending, Plane
 
 
 class Message(NamedTuple):
@@ -51,8 +52,8 @@ def legs_of(messages: Sequence[Message], members: Ranks, node_ranks: int) -> tup
         links = min(len(here), len(there))
         for link in range(links):
             first, end = (i * message.size // links for i in (link, link + 1))
-            way = message.source, here[link], there[link], message.to
-            for stage, (source, to) in zip(stages, pairwise(way), strict=True):
+            route = message.source, here[link], there[link], message.to
+            for stage, (source, to) in zip(stages, pairwise(route), strict=True):
                 if source != to:
                     stage.append(Leg(number, first, end, source, to))
     return stages

@@ -26,7 +26,7 @@ from evenload.commands.plan import Outlook, look_ahead
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.core.simulate.step import KINDS, Span
+from evenload.core.simulate.step import SPAN_KINDS, Span
 from evenload.face import load_recipe
 
 RECIPE = """
@@ -94,7 +94,7 @@ def test_a_trace_shows_every_span_of_every_planner_once(outlook: Outlook, tmp_pa
                 stages = track.plan.limits.num_stages
                 thread = f"stage {span.stage}, rank {span.rank}" if stages > 1 else f"rank {span.rank}"
                 number = f" {span.micro_batch}" if span.micro_batch >= 0 else ""
-                wanted.append((thread, KINDS[span.kind] + number, round(1e9 * (track.begin_s + span.start_s))))
+                wanted.append((thread, SPAN_KINDS[span.kind] + number, round(1e9 * (track.begin_s + span.start_s))))
         assert drawn == sorted(wanted)
     assert not list(tmp_path.glob(".*")), "the unfinished file is gone"
 
@@ -172,7 +172,9 @@ def test_a_communication_after_a_backward_is_of_the_backwards_micro_batch(tmp_pa
     spans = [Span(0, 0, "F", 0, 0, 1), Span(0, 0, "C", 0, 1, 2), Span(0, 0, "B", 0, 2, 3), Span(0, 0, "C", 0, 3, 4)]
     trace.write_trace(tmp_path / "t.json", [trace.Track("one", plan, spans)], {})
     tokens = [
-        e["args"]["tokens"] for e in read_trace(tmp_path / "t.json")["traceEvents"] if e.get("cat") in KINDS.values()
+        e["args"]["tokens"]
+        for e in read_trace(tmp_path / "t.json")["traceEvents"]
+        if e.get("cat") in SPAN_KINDS.values()
     ]
     assert tokens == [4, 4, 6, 6]
 

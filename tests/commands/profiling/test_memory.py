@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from evenload.commands.profiling.memory import COUNTS, Readings, fit_memory_cost, line, two_alive
-from evenload.core.costs.costs import MemoryCost
-from evenload.core.costs.memory import beside_of, peak_activation_bytes
+from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
 LENGTH = 100
@@ -68,9 +68,7 @@ def test_the_model_predicts_what_its_coefficients_were_fitted_to() -> None:
         1,
         10_000,
         layers_per_stage=2,
-        activation_bytes_per_token=memory.activation_bytes_per_token / 2,
-        kv_bytes_per_token=memory.kv_bytes_per_token / 2,
-        beside=beside_of(memory, 2),
+        memory=memory,
     )
     for count in COUNTS:
         for cut in (False, True):

@@ -133,6 +133,13 @@ def test_costs_without_end_are_refused(tmp_path: Path, number: str) -> None:
         costs.load(str(path), tmp_path)
 
 
+def test_bytes_that_a_recipe_says_are_no_part_of_a_cost_model(tmp_path: Path) -> None:
+    path = tmp_path / "costs.yaml"
+    path.write_text(COSTS + "memory: {input_bytes_per_token: 8.0}\n")
+    with pytest.raises(EvenloadError, match=r"memory\.input_bytes_per_token, which is counted"):
+        costs.load(str(path), tmp_path)
+
+
 CLUSTER = "name: some\nsource: made up\nranks_per_node: 8\nflops_per_s: 1.0e+12\nmemory_bytes: 1.0e+10\n"
 CLUSTER += "intra: {latency_s: 1.0e-6, bytes_per_s: 1.0e+10}\ninter: {latency_s: 1.0e-6, bytes_per_s: 1.0e+10}\n"
 COSTS = "source: made up\nforward: {token_s: 1.0e-6}\nbackward: {token_s: 1.0e-6}\n"

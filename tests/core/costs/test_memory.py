@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evenload.core.costs.costs import MemoryCost
-from evenload.core.costs.memory import beside_of, fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
+from evenload.core.costs.memory import fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Beside, Limits
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import context_of, limits_of
 from evenload.core.planning.states import states_of
@@ -17,23 +17,26 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 
 LAYERS = 2
-BESIDE = Beside(
-    cut_saves_bytes_per_token=3.0,
-    head_bytes_per_token=20.0,
-    head_working_bytes_per_token=30.0,
-    working_bytes_per_token=5.0,
-    pass_bytes=7.0,
-)
 LIMITS = Limits(
     1,
     1000,
     layers_per_stage=LAYERS,
-    activation_bytes_per_token=100.0,
-    kv_bytes_per_token=2.0,
-    kv_grad_bytes_per_token=4.0,
-    input_bytes_per_token=8.0,
-    beside=BESIDE,
+    memory=MemoryCost(
+        activation_bytes_per_token=LAYERS * 100.0,
+        kv_bytes_per_token=LAYERS * 2.0,
+        kv_grad_bytes_per_token=LAYERS * 4.0,
+        cut_saves_bytes_per_token=LAYERS * 3.0,
+        input_bytes_per_token=8.0,
+        head_bytes_per_token=20.0,
+        head_working_bytes_per_token=30.0,
+        working_bytes_per_token=5.0,
+        pass_bytes=7.0,
+    ),
 )
+
+
+def changed(limits: Limits = LIMITS, **memory: float) -> Limits:
+    return replace(limits, memory=limits.memory.model_copy(update=memory))
 
 
 def ops(text: str) -> tuple[Op, ...]:
@@ -59,7 +62,7 @@ def test_a_pass_needs_more_while_it_runs_than_it_keeps() -> None:
 
 def test_a_layer_that_needs_more_than_the_head_is_the_peak() -> None:
     """The head has let go of what it kept when the first layer runs backward."""
-    limits = replace(LIMITS, beside=BESIDE._replace(working_bytes_per_token=60.0))
+    limits = changed(working_bytes_per_token=60.0)
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 10 * (2 * 100 + 60) + 7
 
 
@@ -85,7 +88,7 @@ def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
 
 def test_attention_over_a_long_prefix_gives_gradients_of_all_of_it() -> None:
     """dK and dV of 30 tokens from the kernel, of 20 added up in one layer; a quarter of the layer is gone by then."""
-    plan = cut(replace(LIMITS, kv_bytes_per_token=200.0))
+    plan = cut(changed(kv_bytes_per_token=LAYERS * 200.0))
     held = 3 * 10 * (2 * (100 - 3) + 20) + 30 * 200 * 2
     attention = 30 * 200 - 10 * (100 - 3) / 4 + 20 * 4
     assert peak_activation_bytes(plan, 0, 0) == (held - 10 * 20 + attention + 7, Op("B", 2))
@@ -117,19 +120,19 @@ def test_a_replay_behind_the_first_stage_keeps_its_input() -> None:
 
 def test_recomputed_layers_keep_their_inputs_and_one_of_them_works() -> None:
     """The recipe recomputes: 8 bytes a layer and token are kept, of 100 while the layer runs again."""
-    limits = replace(LIMITS, activation_bytes_per_token=8.0, replay_bytes_per_token=100.0)
+    limits = changed(activation_bytes_per_token=LAYERS * 8.0, replay_bytes_per_token=LAYERS * 100.0)
     peak = 10 * (2 * 8 + (100 - 8) + 5) + 7
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0) == (peak, Op("B", 0))
     # The plan recomputes one of two layers of a micro-batch.
     plan = replace(whole(10, order="F0 B0"), recompute=((1,),))
     assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (100 + 8 + (100 - 8) + 5) + 7
-    large_head = replace(LIMITS, beside=BESIDE._replace(head_working_bytes_per_token=500.0))
+    large_head = changed(head_working_bytes_per_token=500.0)
     plan = replace(whole(10, order="F0 B0", limits=large_head), recompute=((2,),))
     assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (2 * 8 + 20 + 500) + 7
 
 
 def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
-    limits = replace(LIMITS, splits_backward=True, deferred_bytes_per_token=60.0)
+    limits = changed(replace(LIMITS, splits_backward=True), deferred_bytes_per_token=LAYERS * 60.0)
     alone = peak_activation_bytes(whole(10, order="F0 B0"), 0, 0)[0]
     later = peak_activation_bytes(whole(10, 10, order="F0 B0 F1 B1 W0 W1", limits=limits), 0, 0)
     sooner = peak_activation_bytes(whole(10, 10, order="F0 B0 W0 F1 B1 W1", limits=limits), 0, 0)
@@ -138,7 +141,7 @@ def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
 
 
 def test_late_gradients_are_there_from_the_first_backward_on() -> None:
-    limits = replace(LIMITS, beside=BESIDE._replace(gradient_bytes=10_000.0))
+    limits = changed(gradient_bytes=10_000.0)
     # One micro-batch: before its last layer runs backward the other layer's gradients are made.
     assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 5_000 + 10 * (100 + 5) + 7
     second = whole(10, 10, order="F0 B0 F1 B1", limits=limits)
@@ -183,7 +186,7 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
     order = (ops("F0 F1 F2 B2 B1 B0"),)
     peaks = {}
     for gradient in (0.0, 1000.0):
-        limits = replace(LIMITS, num_ranks=2, kv_grad_bytes_per_token=gradient)
+        limits = changed(replace(LIMITS, num_ranks=2), kv_grad_bytes_per_token=LAYERS * gradient)
         plan = check(StepPlan(as_lengths([30]), (*alone, grown), limits, order))
         peaks[gradient] = [peak for peak, _ in peaks_of_stage(plan, 0)]
     assert peaks[1000.0][1] == peaks[0.0][1]
@@ -194,7 +197,7 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
 
 def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
     """Six layers of 100 bytes a token: three quarters of four of them away, and one such share on its way."""
-    limits = replace(LIMITS, layers_per_stage=6)
+    limits = changed(replace(LIMITS, layers_per_stage=6), activation_bytes_per_token=6 * 100.0)
     plan = check(replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)))
     kept = 10 * (6 * 100 - 0.75 * 4 * 100 + 20)
     assert peak_activation_bytes(plan, 0, 0) == (kept + 40 * (600 + 50) + 7, Op("B", 1))
@@ -226,7 +229,7 @@ def test_a_stage_has_its_share_of_the_layers_and_a_whole_head() -> None:
     assert (stage.fixed_bytes, stage.activation_bytes_per_token, stage.cut_saves_bytes_per_token) == (200.0, 8.0, 2.0)
     assert (stage.head_bytes_per_token, stage.head_working_bytes_per_token) == (6.0, 2.0)
     assert (stage.working_bytes_per_token, stage.pass_bytes) == (3.0, 4.0)
-    assert beside_of(stage, layers=2) == Beside(1.0, 6.0, 2.0, 3.0, 4.0, 50.0)
+    assert stage.gradient_bytes == 50.0
 
 
 def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:

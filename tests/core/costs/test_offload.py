@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from evenload.core.costs.offload import layers_on_device, offload_share, ranks_needed
+from evenload.core.costs.offload import layers_on_device, offload_share
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,22 +34,3 @@ def test_nothing_saved_or_no_link_is_no_offload() -> None:
 def test_two_layers_stay() -> None:
     assert [layers_on_device(32, share) for share in (0.0, 0.5, 1.0)] == [32, 17, 2]
     assert [layers_on_device(layers, 1.0) for layers in (1, 2, 3)] == [1, 2, 2]
-
-
-@given(st.integers(1, 1 << 21), st.integers(1, 96), st.floats(0, 1))
-def test_ranks_are_those_of_the_formula(tokens: int, layers: int, share: float) -> None:
-    """Where activations grow with the tokens alone: D = ceil((2 + (1 - r)(l - 2)) s / (l C))."""
-    capacity = 8192
-    needed = ranks_needed(1e3 * tokens, 1e3 * capacity, layers, share)
-    kept = 2 + (1 - share) * (layers - 2) if layers > 1 else 1
-    exact = kept * tokens / (layers * capacity)
-    assert needed >= 1
-    assert needed - 1 < exact + 1e-6
-    assert needed >= exact - 1e-6
-    assert needed <= ranks_needed(1e3 * tokens, 1e3 * capacity, layers, 0.0) == max(1, math.ceil(tokens / capacity))
-
-
-def test_all_offloaded_leaves_two_layers_per_rank() -> None:
-    """ByteScale's 768K tokens on 8K ranks: 96 without, 6 of 32 layers' worth with everything offloaded."""
-    assert ranks_needed(768.0, 8.0, 32, 0.0) == 96
-    assert ranks_needed(768.0, 8.0, 32, 1.0) == math.ceil(2 * 96 / 32) == 6

@@ -58,7 +58,7 @@ def test_a_lane_holds_as_many_tokens_as_its_ranks_together() -> None:
 
 def test_a_lane_holds_what_each_of_its_ranks_holds() -> None:
     made = chain(4, 2, "costs=auto")
-    assert made.limits.beside.head_bytes_per_token > 0
+    assert made.limits.memory.head_bytes_per_token > 0
     limits, _ = fold_cp(made.limits, made.context)
     lanes = stock_plan(as_lengths([800, 1200, 400, 1600]), limits)
     on_ranks = check(unfold_cp(lanes, made.limits, 4))

@@ -15,6 +15,7 @@ from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
@@ -354,7 +355,7 @@ def test_orders_that_wait_in_a_circle_are_refused() -> None:
 
 
 def test_memory_is_what_stays_and_what_passes_hold() -> None:
-    limits = Limits(2, 8, layers_per_stage=2, activation_bytes_per_token=3.0)
+    limits = Limits(2, 8, layers_per_stage=2, memory=MemoryCost(activation_bytes_per_token=2 * 3.0))
     made = plan([4, 1], [(0,), (1,)], limits)
     memory = ONE.memory.model_copy(update={"fixed_bytes": 16.0})
     result = simulate(made, context(Layout(dp=2), ONE.model_copy(update={"memory": memory})))
@@ -418,7 +419,7 @@ def test_with_sharded_parameters_homes_keep_step() -> None:
 
 
 def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
-    limits = Limits(1, 10, layers_per_stage=6, activation_bytes_per_token=4.0)
+    limits = Limits(1, 10, layers_per_stage=6, memory=MemoryCost(activation_bytes_per_token=6 * 4.0))
     made = check(replace(plan([10], [(0,)], limits), offload=(0.5,)))
     at = context(Layout())
     # Half of 4 layers' 40 bytes: 80 bytes at 4 a second, behind 4 of 6 layers of 10 s forward and 20 s backward.
@@ -435,7 +436,7 @@ def test_activations_travel_to_the_host_while_other_layers_compute() -> None:
 
 
 def test_ranks_of_homes_offload_what_they_have() -> None:
-    limits = Limits(3, 12, layers_per_stage=4, activation_bytes_per_token=2.0)
+    limits = Limits(3, 12, layers_per_stage=4, memory=MemoryCost(activation_bytes_per_token=4 * 2.0))
     made = check(replace(homes_plan(limits), offload=(1.0,)))
     costs = Costs(source="test", forward=PassCost(token_s=1.0), backward=PassCost(token_s=1.0))
     at = context(Layout(dp=3), costs)

@@ -28,7 +28,7 @@ from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.stage.deferred import WgradStore
-from evenload.runtime.stage.executor import KINDS, Executor
+from evenload.runtime.stage.executor import SPAN_KINDS, Executor
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 
@@ -172,7 +172,7 @@ def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **mor
 def passes_here(host: Any, plan: StepPlan) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
     program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
-    return [(KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
+    return [(SPAN_KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
 
 
 def memory(pp: int) -> dict[str, Any]:

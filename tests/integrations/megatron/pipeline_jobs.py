@@ -18,7 +18,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import read_step
-from evenload.core.planning.setting import context_of, limits_of
+from evenload.core.planning.setting import context_of
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron import stage as stage_module
 from evenload.integrations.megatron.model import gpt as model
@@ -155,7 +155,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
     ops = orders_of_stage(the_plan, host.pipeline_stage)[host.dp_cp_rank]
     return {
         **told,
-        "deferred_bytes_per_token": limits_of(host.recipe, context).deferred_bytes_per_token,
+        "deferred_bytes_per_token": context.costs.memory.deferred_bytes_per_token,
         "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
         "ops": [tuple(op) for op in ops],
         "left_over": bool(host._links and any(host._links._sent.values())),

@@ -14,6 +14,7 @@ from evenload.core.laws import check
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.core.registry import PlanningContext
@@ -23,7 +24,7 @@ from evenload.plugins.packing import baselines
 from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.plan import WORTH_A_CUT, plan
-from evenload.plugins.packing.slicing import fill, pack_seconds
+from evenload.plugins.packing.slicing import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ def test_what_is_filled_is_everything_in_order_and_under_the_cap(
 def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
     packs = fill([0], np.array([100_000]), PRICE, count, 100_000, 1)
     assert packs is not None
-    costs = [pack_seconds(pack, PRICE) for pack in packs]
+    costs = [sum(PRICE.seconds(s.length, s.start) for s in pack) for pack in packs]
     assert max(costs) / min(costs) < 1.01
     tokens = [pack[0].length for pack in packs]
     assert tokens == sorted(tokens, reverse=True)
@@ -204,13 +205,13 @@ def test_ranks_in_step_run_all_forwards_then_all_backwards() -> None:
         assert kinds == "F" * count + "B" * count
 
 
-MEMORY = {"activation_bytes_per_token": 1024.0, "kv_bytes_per_token": 64.0, "kv_grad_bytes_per_token": 64.0}
+MEMORY = MemoryCost(activation_bytes_per_token=1024.0, kv_bytes_per_token=64.0, kv_grad_bytes_per_token=64.0)
 
 
 def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
     """16 slices of 1,024 tokens at 1 KiB a token: KV takes 1 MiB, its gradients 15/16 of one, then a slice 1 MiB and
     its attention 3/4 of one."""
-    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), **MEMORY)
+    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), memory=MEMORY)
     mib = 1 / 1024
     flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
     kept = {}
@@ -230,7 +231,7 @@ def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
 
 def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
     """K, V and their gradients take 2 MiB, a micro-batch of max_tokens 8 MiB; 5 MiB hold them with less than 3,072."""
-    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), **MEMORY)
+    limits = replace(Limits(1, 1 << 40, layers_per_stage=1), memory=MEMORY)
     flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
     made = planned([16384], 1, flat, limits=limits, max_tokens=8192, activation_gib=5 / 1024)
     assert max(m.num_tokens for m in made.micro_batches) <= 3072
@@ -238,7 +239,7 @@ def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
 
 
 def test_replays_are_the_same_on_ranks_in_step() -> None:
-    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), **MEMORY)
+    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), memory=MEMORY)
     made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
     rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
     assert rows[0]
@@ -293,7 +294,8 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
         update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 64.0})}
     )
     lengths = np.append(heavy_tail(1, 511, 20_000), 40_000)
-    limits = Limits(64, 1 << 40, layers_per_stage=32, activation_bytes_per_token=2.0, replay_bytes_per_token=2.0**15)
+    memory = MemoryCost(activation_bytes_per_token=32 * 2.0, replay_bytes_per_token=32 * 2.0**15)
+    limits = Limits(64, 1 << 40, layers_per_stage=32, memory=memory)
     situations = {
         name: PlanningContext(costs, Layout(dp=64), A100.model_copy(update={"memory_bytes": size}))
         for name, size in (("large", 2**40), ("small", 2**30))
@@ -321,7 +323,8 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
     costs = COSTS.model_copy(
         update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 8.0 * 2**20})}
     )
-    limits = Limits(1, 1 << 40, num_stages=4, layers_per_stage=8, activation_bytes_per_token=float(2**18))
+    memory = MemoryCost(activation_bytes_per_token=8 * float(2**18))
+    limits = Limits(1, 1 << 40, num_stages=4, layers_per_stage=8, memory=memory)
     bare = StepPlan(as_lengths([65536, 500, 900]), (), limits)
     config = PackingConfig(enabled=True, max_tokens=8192)
     made, room = {}, {"large": 2.0**40, "small": 2.0**36}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +16,8 @@ from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Beside, Limits
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
@@ -46,7 +47,21 @@ DEVICE = Cluster(
     host_bytes_per_s=1e9,
 )
 PRICE = PassCost(launch_s=0.5, token_s=1.0, pair_s=0.01)
-BESIDE = Beside(3.0, 20.0, 30.0, 5.0, 7.0, 11.0)
+OF_A_LAYER = {
+    "activation_bytes_per_token": 100.0,
+    "kv_bytes_per_token": 2.0,
+    "kv_grad_bytes_per_token": 4.0,
+    "deferred_bytes_per_token": 9.0,
+}
+BESIDE = {
+    "cut_saves_bytes_per_token": 3.0,
+    "head_bytes_per_token": 20.0,
+    "head_working_bytes_per_token": 30.0,
+    "working_bytes_per_token": 5.0,
+    "pass_bytes": 7.0,
+    "gradient_bytes": 11.0,
+}
+"""Of a layer, where it is one of the layers that saves; else of a stage."""
 
 
 def context(pp: int, dp: int = 1) -> PlanningContext:
@@ -54,19 +69,16 @@ def context(pp: int, dp: int = 1) -> PlanningContext:
     return PlanningContext(costs, Layout(pp=pp, dp=dp), DEVICE)
 
 
-def limits(stages: int, layers: int, ranks: int = 1, beside: Beside = BESIDE) -> Limits:
+def limits(stages: int, layers: int, ranks: int = 1, beside: Mapping[str, float] = BESIDE) -> Limits:
+    of_layers = {name: layers * value for name, value in OF_A_LAYER.items()}
+    saves = layers * beside.get("cut_saves_bytes_per_token", 0.0)
     return Limits(
         ranks,
         1 << 20,
         num_stages=stages,
         layers_per_stage=layers,
-        activation_bytes_per_token=100.0,
-        kv_bytes_per_token=2.0,
-        kv_grad_bytes_per_token=4.0,
-        input_bytes_per_token=8.0,
-        deferred_bytes_per_token=9.0,
         splits_backward=True,
-        beside=beside,
+        memory=MemoryCost(**{**beside, **of_layers, "cut_saves_bytes_per_token": saves}, input_bytes_per_token=8.0),
     )
 
 
@@ -139,7 +151,7 @@ def held(plan: StepPlan) -> float:
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     stages, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    beside = draw(st.sampled_from([BESIDE, Beside(), BESIDE._replace(head_working_bytes_per_token=400.0)]))
+    beside = draw(st.sampled_from([BESIDE, {}, {**BESIDE, "head_working_bytes_per_token": 400.0}]))
     if draw(st.integers(0, 4)) == 0:
         return shared(limits(stages, layers, beside=beside))
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
@@ -290,7 +302,7 @@ def test_equal_questions_have_equal_answers() -> None:
 
 def test_later_stages_recompute_less() -> None:
     """The first stage has most in flight. No head, which the last stage alone would hold."""
-    plan = capped(chunked([30] * 16, 30, limits(4, 6, beside=Beside())), 0.4)
+    plan = capped(chunked([30] * 16, 30, limits(4, 6, beside={})), 0.4)
     sums = [sum(row) for row in fitted(plan, context(4), CONFIG).recompute]
     assert sums == sorted(sums, reverse=True)
     assert sums[0] > sums[-1]
@@ -314,7 +326,9 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
 
 
 def test_a_recipe_that_recomputes_is_overruled_where_all_fits() -> None:
-    plan = chunked([50, 20], 20, replace(limits(2, 3), activation_bytes_per_token=8.0, replay_bytes_per_token=100.0))
+    recomputing = {"activation_bytes_per_token": 3 * 8.0, "replay_bytes_per_token": 3 * 100.0}
+    own = limits(2, 3)
+    plan = chunked([50, 20], 20, replace(own, memory=own.memory.model_copy(update=recomputing)))
     assert fitted(plan, context(2), CONFIG).recompute == ((0,) * 4,) * 2
 
 
@@ -392,7 +406,7 @@ def test_replays_keep_nothing_to_recompute() -> None:
 
 def test_a_forward_that_will_run_again_can_be_the_fullest_pass() -> None:
     """It holds a layer of 60 tokens while 100 wait; the pass behind it fits. One layer of one of the two is enough."""
-    plan = chunked([60, 50, 50], 60, limits(1, 2, beside=Beside()))
+    plan = chunked([60, 50, 50], 60, limits(1, 2, beside={}))
     order = tuple(Op(kind, i) for kind, i in [("F", 1), ("F", 2), ("F", 0), ("B", 1), ("B", 2), ("B", 0)])
     replayed = under(check(replace(plan, order=(order,), replayed=(0,))), 100 * 2 * 100.0 + 2000)
     assert sum(fitted(replayed, context(1), GREEDY).recompute[0]) == 1

@@ -8,13 +8,14 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from evenload.core.balance.slicing import evenly
-from evenload.core.costs.costs import Costs, MemoryCost, PassCost
+from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.costs.traffic import Traffic
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
@@ -43,10 +44,8 @@ LIMITS = Limits(
     1000,
     num_stages=2,
     layers_per_stage=2,
-    activation_bytes_per_token=1.0,
-    input_bytes_per_token=0.1,
     splits_backward=True,
-    deferred_bytes_per_token=0.4,
+    memory=MemoryCost(activation_bytes_per_token=2 * 1.0, input_bytes_per_token=0.1, deferred_bytes_per_token=2 * 0.4),
 )
 
 
@@ -101,9 +100,13 @@ def chunked(draw: st.DrawFn) -> tuple[StepPlan, PlanningContext]:
         num_ranks=ranks,
         num_stages=stages,
         layers_per_stage=layers,
-        kv_bytes_per_token=draw(st.sampled_from([0.0, 0.2])),
-        kv_grad_bytes_per_token=draw(st.sampled_from([0.0, 0.4])),
-        deferred_bytes_per_token=draw(st.sampled_from([0.0, 0.3, 0.9, 5.0])),
+        memory=MemoryCost(
+            activation_bytes_per_token=layers * 1.0,
+            input_bytes_per_token=0.1,
+            kv_bytes_per_token=layers * draw(st.sampled_from([0.0, 0.2])),
+            kv_grad_bytes_per_token=layers * draw(st.sampled_from([0.0, 0.4])),
+            deferred_bytes_per_token=layers * draw(st.sampled_from([0.0, 0.3, 0.9, 5.0])),
+        ),
     )
     again = st.lists(st.integers(0, layers), min_size=len(batches), max_size=len(batches)).map(tuple)
     recompute = tuple(draw(again) for _ in range(stages)) if draw(st.booleans()) else ()
@@ -271,7 +274,8 @@ def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() ->
     waiting = list(accumulate({"F": 0, "B": 1, "W": -1}[op.kind] for op in made.order[1]))
     assert max(waiting) > 1
     assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, context(2)))
-    heavy = replace(plan, limits=replace(plan.limits, deferred_bytes_per_token=100.0))
+    memory = plan.limits.memory.model_copy(update={"deferred_bytes_per_token": 2 * 100.0})
+    heavy = replace(plan, limits=replace(plan.limits, memory=memory))
     assert not any(ordered(heavy, context(2), split=True).split)
 
 

@@ -11,6 +11,7 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.config import PipelineConfig
@@ -30,9 +31,8 @@ LAYER_BYTES = CHUNK * 100.0
 
 def chunked(chunks: Sequence[int], room: float = float("inf"), ranks: int = 1, stages: int = 4) -> StepPlan:
     """Sequences of so many chunks of ten tokens; 100 bytes a token and layer, 5 layers a stage."""
-    limits = Limits(
-        ranks, 1000, num_stages=stages, layers_per_stage=5, activation_bytes_per_token=100.0, max_activation_bytes=room
-    )
+    memory = MemoryCost(activation_bytes_per_token=5 * 100.0)
+    limits = Limits(ranks, 1000, num_stages=stages, layers_per_stage=5, memory=memory, max_activation_bytes=room)
     micro_batches = [
         MicroBatch((Slice(i, CHUNK * k, CHUNK * (k + 1)),), (i % ranks,))
         for i, n in enumerate(chunks)

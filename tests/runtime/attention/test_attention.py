@@ -9,7 +9,7 @@ import torch
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.runtime.attention import kernels
 from evenload.runtime.attention.attention import packed_attention, packed_causal_attention
-from evenload.runtime.attention.kernels import KERNELS, Call, Kernel, choose_kernel
+from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall, choose_kernel
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from hypothesis import given, settings
@@ -274,7 +274,7 @@ def test_torchs_varlen_kernel_is_asked_in_its_own_words(monkeypatch, known):
     def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, **more):
         assert set(more) == set(known)
         assert more.get("is_causal", False) or more["window_size"] == (-1, 0)
-        return SDPA.run(Call(q, k, v, cu_q, None, max_q, more.get("scale", q.shape[-1] ** -0.5)))
+        return SDPA.run(KernelCall(q, k, v, cu_q, None, max_q, more.get("scale", q.shape[-1] ** -0.5)))
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     row = next(k for k in KERNELS if k.name == "torch_varlen")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pulp
 import pytest
-from evenload.plugins.mesh.bounds import micro_batch_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Group, Table, groups_of, places_of, seconds_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+_spec = importlib.util.spec_from_file_location("bound", Path(__file__).parents[4] / "benchmarks" / "disjoint_bound.py")
+assert _spec is not None
+assert _spec.loader is not None
+bound = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bound)
 
 RANKS, NODE = 8, 4
 CAP = 512
@@ -79,7 +86,9 @@ def test_groups_are_within_three_per_cent_of_the_optimum_and_never_below() -> No
 @pytest.mark.slow
 def test_the_bound_of_a_micro_batch_holds_and_is_close() -> None:
     bounds = [
-        micro_batch_bound_s(np.array(n), table, RANKS, CAP, seconds(groups_of(np.array(n), table, RANKS, CAP), table))
+        bound.micro_batch_bound_s(
+            np.array(n), table, RANKS, CAP, seconds(groups_of(np.array(n), table, RANKS, CAP), table)
+        )
         for n, table, _ in drawn()
     ]
     best = [optimum for _, _, optimum in drawn()]
@@ -91,7 +100,7 @@ def test_a_solver_that_gives_up_refuses_nothing() -> None:
     """With no nodes at all the bound may be weak, but what was found is not called impossible."""
     lengths, table = [900, 700, 300, 200, 100, 90, 80], table_of([900, 700, 300, 200, 100, 90, 80])
     known = seconds(groups_of(np.array(lengths), table, RANKS, CAP), table)
-    weak, strong = (micro_batch_bound_s(np.array(lengths), table, RANKS, CAP, known, nodes) for nodes in (0, 500))
+    weak, strong = (bound.micro_batch_bound_s(np.array(lengths), table, RANKS, CAP, known, nodes) for nodes in (0, 500))
     assert weak <= strong * (1 + 1e-3)
     assert strong <= known
 

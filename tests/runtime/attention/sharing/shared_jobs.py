@@ -16,7 +16,7 @@ from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
-from evenload.runtime.attention.sharing import gather, relayout, ring, work
+from evenload.runtime.attention.sharing import gather, relayout, ring, running_job
 from evenload.runtime.world.plane import Plane
 from torch.utils.checkpoint import checkpoint
 
@@ -153,7 +153,7 @@ def lost_hop():
 
 def gradients_that_stay_away():
     """What other ranks found for the keys of this one does not come CP group."""
-    exchange = work.Work.exchange
+    exchange = running_job.RunningJob.exchange
 
     def drops(self, rows, sends, hop, kind):
         coming = exchange(self, rows, sends, hop, kind)
@@ -162,7 +162,7 @@ def gradients_that_stay_away():
                 tensor.zero_()
         return coming
 
-    return patch.object(work.Work, "exchange", drops)
+    return patch.object(running_job.RunningJob, "exchange", drops)
 
 
 def other_heads():
@@ -196,7 +196,9 @@ def unsettled_prefix():
 def chunks_in_disorder():
     in_order = gather._in_order
     return patch.object(
-        gather, "_in_order", lambda brought, part: in_order(brought[::-1], part._replace(held=part.held[::-1]))
+        gather,
+        "_in_order",
+        lambda brought, part: in_order(brought[::-1], part._replace(group_tokens=part.group_tokens[::-1])),
     )
 
 

@@ -62,12 +62,14 @@ def test_each_engine_computes_every_causal_pair_once(length, groups, earlier):
     names = iter(range(-1, -100, -1))
     before = [[next(names) for _ in range(earlier[group])] for group in range(groups)]
     brought = [before[group] + own[group] for group in range(groups)]
-    assert [held.all for held in part.held] == [len(keys) for keys in brought]
+    assert [held.all for held in part.group_tokens] == [len(keys) for keys in brought]
     ordered = gather._in_order([torch.tensor(keys, dtype=torch.int64) for keys in brought], part).tolist()
     taken = [torch.cat(gather._of_group(torch.tensor(ordered), part, group)).tolist() for group in range(groups)]
     assert taken == brought
     for group in range(groups):
-        hops = [(t, brought[visitor]) for visitor in range(groups) for t in ring.tiles(group, visitor, part.held)]
+        hops = [
+            (t, brought[visitor]) for visitor in range(groups) for t in ring.tiles(group, visitor, part.group_tokens)
+        ]
         at_once = [(tile, ordered) for tile in gather.tiles(group, part)]
         wanted = Counter((q, k) for q in own[group] for keys in brought for k in keys if k <= q)
         assert pairs_seen(hops, own[group], brought) == wanted

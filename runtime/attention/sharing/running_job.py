@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ....core.plan.step_plan import CpComm, Slice
 from ...world.plane import FIRST_TAG, Pending, Plane
-from ..blocks import Block, Inputs, merge
+from ..blocks import BlockKernel, Inputs, merge
 from ..prefix import PrefixStore
 from .heads import Heads, heads_of
-from .jobs import Job
+from .jobs import CpGroupJob
 from .routing import Message, Routed
 
 Pair = tuple[Tensor, Tensor]
@@ -28,14 +28,14 @@ Pair = tuple[Tensor, Tensor]
 _TAGS_PER_JOB = 4096
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What all jobs of an attention call know."""
 
     plane: Plane
     store: PrefixStore | None
     layer: int
     scale: float
-    block: Block
+    block: BlockKernel
     frozen: bool
     """No backward will come: autograd is on, and neither queries nor keys nor values need gradients."""
     num_heads: tuple[int, int]
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     causal: bool
 
 
-class Row(NamedTuple):
+class Transfer(NamedTuple):
     """A message from one group of a CP group to another."""
 
     source: int
@@ -73,19 +73,19 @@ class Coming:
         return self._tensors
 
 
-class Work(ABC):
+class RunningJob(ABC):
     """A job with its tensors in the attention layout; `forward` fills out and lse, `backward` grads.
 
     Both are generators that yield when messages were posted, so that the jobs of a call take turns.
     """
 
-    def __init__(self, call: Call, job: Job, heads: Heads, q_NHD: Tensor, kv_NGD: Pair | None) -> None:
+    def __init__(self, call: AttentionCall, job: CpGroupJob, heads: Heads, q_NHD: Tensor, kv_NGD: Pair | None) -> None:
         self.call, self.job, self.heads, self.q_NHD = call, job, heads, q_NHD
         self._kv_NGD = kv_NGD
         place = job.cp_group.ranks.index(call.plane.rank)
         self.groups, self.group = job.cp_group.groups, place // job.cp_group.ulysses_degree
         self.share = place % job.cp_group.ulysses_degree
-        self.lengths = [part.held[self.group].own for part in job.parts]
+        self.lengths = [part.group_tokens[self.group].own for part in job.parts]
         self._starts = list(accumulate(self.lengths, initial=0))
         self.wide = torch.promote_types(q_NHD.dtype, torch.float32)
         self.out_NHD = self.lse_HN = q_NHD
@@ -99,7 +99,7 @@ class Work(ABC):
         return self.q_NHD, self.out_NHD, self.lse_HN, *kept
 
     @classmethod
-    def restored(cls, call: Call, job: Job, heads: Heads, saved: Sequence[Tensor]) -> Work:
+    def restored(cls, call: AttentionCall, job: CpGroupJob, heads: Heads, saved: Sequence[Tensor]) -> RunningJob:
         """The job for its backward."""
         q_NHD, out_NHD, lse_HN, *kept = saved
         work = cls(call, job, heads, q_NHD, (kept[0], kept[1]) if kept else None)
@@ -112,7 +112,7 @@ class Work(ABC):
     @abstractmethod
     def backward(self, dout_NHD: Tensor) -> Iterator[None]: ...
 
-    def exchange(self, rows: Sequence[Row], sends: Mapping[int, Tensor], hop: int, kind: int) -> Coming:
+    def exchange(self, rows: Sequence[Transfer], sends: Mapping[int, Tensor], hop: int, kind: int) -> Coming:
         """Post messages between groups.
 
         Args:
@@ -169,7 +169,7 @@ class Work(ABC):
 
     def unpacked(self, message_2MGD: Tensor, group: int) -> list[Pair]:
         """Views of each slice in what a group brings."""
-        sizes = [part.held[group].all for part in self.job.parts]
+        sizes = [part.group_tokens[group].all for part in self.job.parts]
         return list(zip(*(torch.split(x, sizes) for x in message_2MGD), strict=True))
 
     def forward_tiles(self, number: int, tiles: Sequence[Tile], keys: Pair, done: Pair | None) -> Pair | None:

@@ -1,0 +1,155 @@
+"""The walk through the passes of a rank at a stage, and what the rank holds in each of them (`core.costs.memory`)."""
+
+from __future__ import annotations
+
+from ..plan.step_plan import Op, StepPlan
+from .memory_parts import Part
+from .offload import KEPT_LAYERS, layers_on_device
+
+
+def kept_share(plan: StepPlan, number: int) -> float:
+    """The share of its layers' activations that a micro-batch of the forward does not leave in host memory."""
+    layers = plan.limits.layers_per_stage
+    return layers_on_device(layers, plan.offload[number]) / layers if plan.offload else 1.0
+
+
+class _Stored:
+    """The K and V that a rank stores of a cut sequence, and later their gradients."""
+
+    __slots__ = ("own", "stored_bytes", "tokens", "tokens_left")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens of the slices for which the rank attends."""
+        self.own = 0.0
+        """The rank's share of ``tokens``."""
+        self.tokens_left = 0
+        """Those of ``tokens`` that are still to run backward, from the sequence's first forward on."""
+        self.stored_bytes = 0.0
+
+
+class Walk:
+    """The passes of a rank at a stage, one after the other, and what the rank holds behind those that have run."""
+
+    def __init__(self, plan: StepPlan, stage: int) -> None:
+        limits, memory = plan.limits, plan.limits.memory
+        self._plan, self._memory, self._layers = plan, memory, limits.layers_per_stage
+        self._recomputed = plan.recompute[stage] if plan.recompute else ()
+        # A plan that says what is recomputed overrules the recipe.
+        self._recomputes_all = memory.replay_bytes_per_token > 0 and not plan.recompute
+        whole = memory.replay_bytes_per_token or memory.activation_bytes_per_token
+        self._layer = whole / self._layers
+        self._layer_input = memory.activation_bytes_per_token / self._layers
+        if not self._recomputes_all:
+            self._layer_input = memory.input_bytes_per_token
+        self._saves = memory.cut_saves_bytes_per_token / self._layers
+        self._attention = memory.kv_bytes_per_token / self._layers
+        is_last = stage == limits.num_stages - 1
+        self._head = memory.head_bytes_per_token if is_last else 0.0
+        self._head_working = memory.head_working_bytes_per_token if is_last else 0.0
+        self._stage_input = memory.input_bytes_per_token if stage else 0.0
+        self._split = plan.split[stage] if plan.split else frozenset()
+        self._kept, self._forward_of = plan.kept, plan.forward_of
+        self._late_bytes = memory.gradient_bytes
+        self._live_bytes = 0.0
+        self._sequences: dict[int, _Stored] = {}
+
+    def levels(self, ops: list[Op], parts: list[Part]) -> list[float]:
+        """The most that the rank holds in each of its passes [bytes]; ``parts``: what it has of their micro-batches."""
+        for op, part in zip(ops, parts, strict=True) if self._plan.cut else ():
+            for number, tokens, own in part.cut if op.kind == "F" else ():
+                sequence = self._sequences.setdefault(number, _Stored())
+                sequence.tokens += tokens
+                sequence.own += own
+        passes = {"F": self._forward, "B": self._backward, "W": self._weights}
+        return [passes[op.kind](op.micro_batch, part) for op, part in zip(ops, parts, strict=True)]
+
+    def _forward(self, number: int, part: Part) -> float:
+        layer, _, kept, _ = self._bytes_of(part, number, number)
+        for sequence, _, _ in part.cut:
+            self._store(self._sequences[sequence])
+        if number in self._kept:
+            self._live_bytes += kept
+            return self._live_bytes
+        self._live_bytes += part.tokens * self._stage_input
+        return self._live_bytes + layer
+
+    def _backward(self, number: int, part: Part) -> float:
+        layer, layer_input, kept, moving = self._bytes_of(part, number, self._forward_of[number])
+        tokens, layers, memory = part.tokens, self._layers, self._memory
+        again = layer - layer_input if self._recomputed and self._recomputed[number] else 0.0
+        if self._forward_of[number] is None:
+            begin = self._live_bytes + (layer * layers + tokens * self._head if self._recomputes_all else kept)
+            after = self._live_bytes - tokens * self._stage_input
+        else:
+            begin, after = self._live_bytes + moving, self._live_bytes - kept
+            again = layer - layer_input if self._recomputes_all else again
+        if number in self._split:
+            after += tokens * memory.deferred_bytes_per_token
+        late, self._late_bytes = self._late_bytes, 0.0
+        booked = self._book(part) if part.cut else 0.0
+        after += late + booked
+        mlp = tokens * memory.working_bytes_per_token
+        # Attention runs backward when some quarter of its layer is gone; its kernel gives dK, dV of the prefix too.
+        attention = part.attended * self._attention - layer / 4
+        at_head = begin + tokens * self._head_working
+        first = begin - tokens * self._head + again + late / (2 * layers)
+        at_first = first + max(mlp, attention + booked / layers)
+        at_last = after + layer - late / layers + max(mlp, attention)
+        self._live_bytes = after - (self._let_go(part) if part.cut else 0.0)
+        return max(at_head, at_first, at_last) + memory.pass_bytes
+
+    def _weights(self, number: int, part: Part) -> float:
+        level = self._live_bytes + self._memory.pass_bytes
+        self._live_bytes -= part.tokens * self._memory.deferred_bytes_per_token
+        return level
+
+    def _bytes_of(self, part: Part, number: int, forward: int | None) -> tuple[float, float, float, float]:
+        """What a pass holds, whatever ran before it [bytes].
+
+        Args:
+            part: what the rank has of the pass's micro-batch, by its ``number``.
+            forward: the micro-batch of the forward that keeps something for the pass; None: it is replayed.
+
+        Returns:
+            One layer with all that its backward needs; one layer that is recomputed; all layers and the head from
+            forward to backward; the part of a layer that is on its way from host memory while another one computes.
+        """
+        layer, layer_input = part.tokens * self._layer, part.tokens * self._layer_input
+        if part.saving:
+            layer -= part.saving * self._saves
+        if self._recomputes_all:
+            kept = layer_input * self._layers
+        else:
+            recomputed = self._recomputed[number] if self._recomputed else 0
+            kept = layer * (self._layers - recomputed) + layer_input * recomputed
+        moving = 0.0
+        if self._plan.offload and forward is not None:
+            # One layer is on its way while the next one computes.
+            moving = self._plan.offload[forward] * kept / self._layers if self._layers > KEPT_LAYERS else 0.0
+            kept *= kept_share(self._plan, forward)
+        return layer, layer_input, kept + part.tokens * self._head, moving
+
+    def _store(self, sequence: _Stored) -> None:
+        """K and V of a whole sequence, where its first slice runs forward."""
+        if not sequence.tokens_left:
+            sequence.tokens_left = sequence.tokens
+            sequence.stored_bytes = sequence.own * self._memory.kv_bytes_per_token
+            self._live_bytes += sequence.stored_bytes
+
+    def _book(self, part: Part) -> float:
+        """The bytes of dK and dV of the sequences whose first backward this is: of all tokens before the slice."""
+        booked_bytes = 0.0
+        for number, tokens, own in part.cut:
+            sequence = self._sequences[number]
+            if sequence.tokens_left == sequence.tokens:
+                prefix_bytes = (sequence.own - own) * self._memory.kv_grad_bytes_per_token
+                sequence.stored_bytes += prefix_bytes
+                booked_bytes += prefix_bytes
+            sequence.tokens_left -= tokens
+        return booked_bytes
+
+    def _let_go(self, part: Part) -> float:
+        """The bytes of K, V, dK and dV of the sequences whose last backward this was."""
+        ended = {number for number, _, _ in part.cut if not self._sequences[number].tokens_left}
+        return sum(self._sequences[number].stored_bytes for number in ended)

@@ -1,0 +1,88 @@
+"""Attention of a micro-batch that several ranks share: one autograd node for each layer and pack.
+
+Shape legend: T = slots of the pack, N = tokens that a job attends for here, H = query heads, G = key/value heads,
+D = head dimension.
+
+The node takes the pack's queries, keys and values to the ranks that attend for them (`relayout`), runs the jobs of the
+micro-batch in turn (`running_job`), and brings the output back; its backward does the same with gradients. It keeps q,
+out and the log-sum-exp of each query, and K and V of uncut slices, all of this rank. What a replay needs travels with
+the pack.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..blocks import choose_block
+from .gather import Gather
+from .jobs import CpGroupJob
+from .relayout import Relayout, TensorSpec
+from .ring import Ring
+from .running_job import AttentionCall, RunningJob, in_turn
+from .shared import Shared
+
+
+def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, shared: Shared, layer: int, scale: float) -> Tensor:
+    """`packed_attention` of a pack whose micro-batch is shared; every rank of it calls this, layer by layer."""
+    frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_THD, k_TGD, v_TGD))
+    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])
+    heads = q_THD.shape[1], k_TGD.shape[1]
+    cp_comm, routed = shared.micro_batch.cp_comm, shared.micro_batch.routed
+    call = AttentionCall(shared.plane, shared.store, layer, scale, block, frozen, heads, cp_comm, routed)
+    relayout = shared.relayout(heads, q_THD.device)
+    jobs = [job for job in shared.jobs if job.number in relayout.counts]
+    out: Tensor = _SharedAttention.apply(q_THD, k_TGD, v_TGD, call, relayout, jobs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _algorithm_of(job: CpGroupJob, call: AttentionCall) -> type[RunningJob]:
+    return Gather if call.cp_comm == "all_gather" and job.cp_group.groups > 1 else Ring
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        call: AttentionCall,
+        relayout: Relayout,
+        jobs: list[CpGroupJob],
+    ) -> Tensor:
+        tensors = q_THD, k_TGD, v_TGD
+        specs = [TensorSpec.of(x, is_query) for x, is_query in zip(tensors, (True, False, False), strict=True)]
+        parts = relayout.to_attention(tensors, specs)
+        running: list[RunningJob] = []
+        for job in jobs:
+            q_NHD, k_NGD, v_NGD = parts[job.number]
+            running.append(_algorithm_of(job, call)(call, job, relayout.heads[job.number], q_NHD, (k_NGD, v_NGD)))
+        in_turn([one.forward() for one in running])
+        (out_THD,) = relayout.to_tokens({one.job.number: [one.out_NHD] for one in running}, specs[:1], q_THD)
+        saved = [one.saved for one in running]
+        ctx.call, ctx.relayout, ctx.jobs, ctx.specs = call, relayout, jobs, specs
+        ctx.sizes = [len(row) for row in saved]
+        ctx.save_for_backward(*(tensor for row in saved for tensor in row))
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+        call, relayout, jobs = ctx.call, ctx.relayout, ctx.jobs
+        ends = list(accumulate(ctx.sizes, initial=0))
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look is an error
+        rows = [saved[first:end] for first, end in pairwise(ends)]
+        running = [
+            _algorithm_of(job, call).restored(call, job, relayout.heads[job.number], row)
+            for job, row in zip(jobs, rows, strict=True)
+        ]
+        douts = relayout.to_attention([dout_THD.contiguous()], ctx.specs[:1])
+        in_turn([one.backward(douts[one.job.number][0]) for one in running])
+        grads = {one.job.number: one.grads for one in running}
+        dq, dk, dv = relayout.to_tokens(grads, ctx.specs, dout_THD)
+        return dq, dk, dv, None, None, None
