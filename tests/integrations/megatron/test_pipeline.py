@@ -56,7 +56,7 @@ def assert_exact(results, layout, lengths=LENGTHS):
 
 def run(on_ranks, layout, plans, lengths=LENGTHS, **more):
     size, changes = LAYOUTS[layout]
-    return on_ranks(size, "piped", plans=[p.to_json() for p in plans], lengths=lengths, **changes, **more)
+    return on_ranks(size, "piped", plans=[step_json(p) for p in plans], lengths=lengths, **changes, **more)
 
 
 def grid(layout):
@@ -129,7 +129,7 @@ def test_biases_are_in_the_backward(on_ranks, family):
 
 def test_every_rank_of_an_overlapping_distributed_optimizer_has_its_shard_of_the_sum(on_ranks):
     size, changes = LAYOUTS["pp2dp2"]
-    plans = [drawn(seed, "pp2dp2", split=split).to_json() for seed, split in ((1, "all"), (2, "some"), (3, "none"))]
+    plans = [step_json(drawn(seed, "pp2dp2", split=split)) for seed, split in ((1, "all"), (2, "some"), (3, "none"))]
     for errors in on_ranks(
         size, "sharded", plans=plans, lengths=LENGTHS, megatron__overlap_grad_reduce=True, **changes
     ):
@@ -160,7 +160,7 @@ FAULTS = {
 
 def test_the_proof_catches_planted_faults(on_ranks):
     for fault, how in FAULTS.items():
-        plans = [one_stage(seed, pieces=[1, 8], **how).to_json() for seed in (1, 2)]
+        plans = [step_json(one_stage(seed, pieces=[1, 8], **how)) for seed in (1, 2)]
         for mutant in ("nothing", fault):
             (found,) = on_ranks(1, "piped", plans=plans, lengths=LENGTHS, mutant=mutant)
             caught = ["error" in one or one["grad"] > 1e-4 or one["loss"] > 1e-4 for one in found]
@@ -231,7 +231,7 @@ REASONS = {
 
 @pytest.mark.parametrize("why", REASONS)
 def test_layers_that_cannot_leave_weight_gradients_are_refused_before_any_pass(on_ranks, why):
-    plan = one_stage(1, split="all").to_json()
+    plan = step_json(one_stage(1, split="all"))
     (texts,) = on_ranks(1, "unsplittable", plan=plan, lengths=LENGTHS, why=why)
     assert len(texts) == 3
     assert REASONS[why] in " ".join(texts)
