@@ -165,7 +165,13 @@ def _told(plan: StepPlan, stage: int) -> list[str]:
 
 def test_a_forward_runs_what_a_replay_reads_and_does_not_write() -> None:
     plan = _chain((0, 1))
-    assert _told(plan, 0) == ["forward_kv F0", "recompute_forward B1", "backward B1", "recompute_forward B0", "backward B0"]
+    assert _told(plan, 0) == [
+        "forward_kv F0",
+        "recompute_forward B1",
+        "backward B1",
+        "recompute_forward B0",
+        "backward B0",
+    ]
     assert lower(plan, 0, 0)[0].micro_batch.slices == (Slice(0, 0, 4),)
 
 
@@ -196,7 +202,8 @@ def test_a_shared_micro_batch_that_runs_whole_brings_its_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "found"), [((2, 0), "pipeline stage 2 of 2"), ((-1, 0), "pipeline stage -1 of 2"), ((0, 1), "rank 1 of 1")]
+    ("place", "found"),
+    [((2, 0), "pipeline stage 2 of 2"), ((-1, 0), "pipeline stage -1 of 2"), ((0, 1), "rank 1 of 1")],
 )
 def test_a_stage_or_rank_that_is_not_there_is_refused(place: tuple[int, int], found: str) -> None:
     with pytest.raises(PlanError) as caught:

@@ -159,7 +159,7 @@ def test_clipped_steps_are_those_of_plain_torch(on_ranks, stage):
         for (passes, spans), marks in zip(told["passes"], told["marks"], strict=True):
             assert spans == [*passes, ("G", -1), ("U", -1)]
             words = Counter(mark.split(" of ")[0] for mark in marks)
-            assert words["forward"] == sum(kind == "F" for kind, _ in passes)
+            assert words["forward"] >= sum(kind == "F" for kind, _ in passes)  # some only take their input
             assert words["weight gradients"] == sum(kind == "W" for kind, _ in passes)
             assert words["backward"] >= sum(kind == "B" for kind, _ in passes)
             assert marks[-1] == "update"
