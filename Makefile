@@ -38,7 +38,7 @@ lint: $(READY)
 types: $(READY)
 	mkdir -p $(VENV)/typed && ln -sfn "$(CURDIR)" $(VENV)/typed/evenload
 	cd $(VENV)/typed && ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-	    -m evenload.cli -m evenload.face -m evenload.__main__ $(addprefix -p evenload.,$(FLOORS))
+	    -m evenload.cli -m evenload.api -m evenload.__main__ $(addprefix -p evenload.,$(FLOORS))
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache

@@ -14,11 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import load_recipe, plan
     from .core.errors import EvenloadError
     from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
     from .core.recipe.recipe import Recipe
     from .core.registry import Plugin, register, unregister
-    from .face import load_recipe, plan
     from .patches.session import Session, disable, enable, enabled
 
 __version__ = "0.1.0"
@@ -35,8 +35,8 @@ _HOMES = {
     "disable": ".patches.session",
     "enable": ".patches.session",
     "enabled": ".patches.session",
-    "load_recipe": ".face",
-    "plan": ".face",
+    "load_recipe": ".api",
+    "plan": ".api",
     "register": ".core.registry",
     "unregister": ".core.registry",
 }

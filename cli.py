@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
 from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
 from .core.recipe.recipe import Recipe
-from .face import load_plugins, load_recipe
 
 app = typer.Typer(
     name="evenload",

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.api import load_recipe
 from evenload.commands._shared.job import Job, open_job
 from evenload.commands._shared.show import grid
 from evenload.commands.saving import checkpoints
 from evenload.commands.saving.resuming import keep
-from evenload.face import load_recipe
 from evenload.runtime import files
 from rich.console import Console
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from evenload.api import load_plugins
 from evenload.commands._shared.drawing import Drawing, num_waiting
 from evenload.commands._shared.show import emit, grid
 from evenload.core.costs.costs import from_totals
@@ -35,7 +36,6 @@ from evenload.core.registry import HoldBack
 from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths
 from evenload.data.order import SampleOrder
-from evenload.face import load_plugins
 from evenload.plugins.packing.delay import outliers
 
 SEED = 1234

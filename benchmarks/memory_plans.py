@@ -37,6 +37,7 @@ from evenload.commands._shared.job import Job
 from evenload.commands._shared.show import grid
 from evenload.commands.profile import machine
 from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -45,7 +46,6 @@ from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host import Host
 from evenload.patches import bridge_cpu

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from evenload.api import load_recipe
 from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -34,7 +35,6 @@ from evenload.core.simulate.predict import micro_batch_imbalance, predict
 from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths
 from evenload.data.order import SampleOrder
-from evenload.face import load_recipe
 
 SEED = 1234
 DIFFERENCING_LIMIT = 1 << 22

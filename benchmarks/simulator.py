@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.api import load_recipe
 from evenload.commands._shared.show import emit, grid, seconds
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.step import simulate
-from evenload.face import load_recipe
 
 LAYOUTS = "dp=1024,dp=256/pp=4,dp=128/tp=8"
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.api import load_recipe
 from evenload.commands._shared.show import grid
-from evenload.face import load_recipe
 from rich.console import Console
 
 _SETTLED = 0.2

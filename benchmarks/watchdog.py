@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.api import load_plugins, load_recipe
 from evenload.commands._shared.job import Job, open_host
 from evenload.commands._shared.preflight import preflight
 from evenload.commands._shared.show import emit, grid, percent
 from evenload.commands.profile import machine
 from evenload.core.planning.setting import RECIPES
-from evenload.face import load_plugins, load_recipe
 from evenload.integrations.host import no_mark
 from evenload.patches import bridge_cpu
 from evenload.runtime.watchdog import marks

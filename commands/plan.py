@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.costs.context import PlanningContext
 from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
@@ -20,9 +21,9 @@ from ..core.laws import check
 from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
+from ..core.planning.judge import outcome_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
-from ..core.registry import PlanningContext
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut
@@ -34,8 +35,6 @@ from ._shared.pipelines import describe
 _GIB = 2.0**30
 _CAPS = ("max_tokens", "activation_gib")
 """Settings of plugins that cap what a rank holds."""
-_DIFFERENCING_LIMIT = 1 << 22
-"""Largest sequences x ranks for which Karmarkar-Karp is tried: it holds a list of that size."""
 
 
 @dataclass(frozen=True)
@@ -142,21 +141,17 @@ def write_plans(outlook: Outlook, path: Path) -> None:
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
-    return Simulated(step_plan, simulate(step_plan, chain.context, record=record))
+    outcome = simulate(step_plan, chain.context) if record else outcome_of(step_plan, chain.context)
+    return Simulated(step_plan, outcome)
 
 
 def _baselines(chain: PlanChain, batch: Lengths, record: bool) -> dict[str, Simulated]:
-    names = [
-        name
-        for name in chain.baseline_names
-        if name != "karmarkar_karp" or len(batch) * chain.limits.num_ranks <= _DIFFERENCING_LIMIT
-    ]
-    found = {}
-    for name in names:
+    rows = {}
+    for name in chain.baselines_for(batch, "shown"):
         with suppress(EvenloadError):
-            one = _simulated(chain.baseline(name, batch), chain, record)
-            found[name] = replace(one, ignores=chain.breaks(name, one.plan))
-    return found
+            row = _simulated(chain.baseline(name, batch), chain, record)
+            rows[name] = replace(row, ignores=chain.breaks(name, row.plan))
+    return rows
 
 
 def _comparable(steps: list[PlannedStep]) -> list[PlannedStep]:

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import yaml
 
+from ..core.costs.context import PlanningContext
 from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
@@ -48,7 +49,6 @@ from ..core.machine.shape import shape_of
 from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
-from ..core.registry import PlanningContext
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import LinkFit, measure_links

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from ..api import load_recipe
 from ..core.errors import EvenloadError
-from ..face import load_recipe
 from ._shared.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from .costs.costs import Costs
-from .costs.traffic import NO_TRAFFIC, Traffic
+from .costs.context import PlanningContext as PlanningContext
 from .errors import EvenloadError, nearest
-from .machine.cluster import Cluster
-from .machine.layout import Layout
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
 
@@ -43,16 +40,8 @@ class PluginConfig(BaseModel):
         return limits
 
 
-@dataclass(frozen=True)
-class PlanningContext:
-    """What a plugin may know when it plans: costs and traffic of a stage, machines, layout. Never tokens or torch."""
-
-    costs: Costs
-    layout: Layout
-    cluster: Cluster
-    traffic: Traffic = NO_TRAFFIC
-    head_frac: float = 0.0
-    """Share of the linear work that is the output layer's: the last pipeline stage has it alone."""
+Situation = PlanningContext
+"""The name by which plugins that were written earlier know a planning context."""
 
 
 class HoldBack(Protocol):
@@ -66,6 +55,24 @@ class HoldBack(Protocol):
     ) -> npt.NDArray[np.bool_]:
         """Lengths [K] in tokens and steps waited so far [K] (0: drawn now) -> which wait [K]."""
         ...
+
+
+@runtime_checkable
+class Prunable(Protocol):
+    """A baseline that plans several ways, and can leave out early what is too slow to run."""
+
+    def below(self, bare: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
+        """Its best plan under the limits of ``bare``, if that takes less than ``bar_s``; else perhaps None."""
+        ...
+
+
+class Sizes(NamedTuple):
+    """The most sequences x ranks of a batch for which a baseline is planned."""
+
+    shown: int
+    """To be compared with in tables."""
+    tried: int
+    """To run where it is faster than what the plugins planned."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ class Plugin:
     places: bool = False
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
-    """Other people's answers to the same question, for comparison."""
+    """Other people's answers to the same question, for comparison; some are `Prunable`."""
+    costly: Mapping[str, Sizes] = field(default_factory=dict)
+    """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
     breaks: Callable[[StepPlan, Any], str] | None = None
     """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
 

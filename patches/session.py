@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from ..face import load_plugins, load_recipe
 from . import deepspeed, megatron, megatron_fixes
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status

@@ -1,7 +1,7 @@
 """Processes of tests, which pay for imports once.
 
-Worlds: real gloo processes that live as long as a test module. Forges: a process that has imported a trainer, whose
-forks are the ranks of commands and scripts.
+Forges: a process that has imported a trainer, and lives as long as pytest. Its forks are the ranks of commands and
+scripts, and those of worlds: real gloo ranks that live as long as a test module and run functions of it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-from evenload.face import load_recipe
+from evenload.api import load_recipe
 
 # A busy machine is no failure: nothing here is timed. Draws are the same from run to run, so that a tree that passed
 # passes again; `make explore` draws anew.
@@ -57,114 +58,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"the longest: {longest[0]:.1f} CPU seconds, {longest[1]:.1f} by the wall: {longest[2]}")
 
 
-_CHILD = Path(__file__).with_name("world_child.py")
-
-
-class TestWorld:
-    """`size` processes over a file store; `run` gives each the same case and collects their results."""
-
-    __test__ = False
-
-    def __init__(self, size: int, folder: Path) -> None:
-        self._size, self._folder, self._number = size, folder, 0
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(size)}
-        if "lo" in (name for _, name in socket.if_nameindex()):
-            env["GLOO_SOCKET_IFNAME"] = "lo"
-        self._logs = [folder / f"log.{rank}" for rank in range(size)]
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, str(_CHILD), str(folder), str(rank), str(size)],
-                stdin=subprocess.PIPE,
-                stdout=log.open("wb"),
-                stderr=subprocess.STDOUT,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank, log in enumerate(self._logs)
-        ]
-
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
-        """What `function(*arguments)` returned on each rank.
-
-        Args:
-            function: of the top level of a test module. It finds the process group initialised.
-            arguments: must survive JSON; the results must survive pickle.
-
-        Raises:
-            AssertionError: a rank raised, died or took too long; holds the ranks' tracebacks or logs.
-        """
-        self._number += 1
-        case = [self._number, inspect.getfile(function), function.__name__, arguments]
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(case).encode() + b"\n")
-            process.stdin.flush()
-        answers: dict[int, tuple[bool, Any]] = {}
-        patience = time.monotonic() + timeout_s
-        while len(answers) < self._size:
-            for rank in set(range(self._size)) - set(answers):
-                path = self._folder / f"answer.{self._number}.{rank}"
-                if path.exists():
-                    answers[rank] = pickle.loads(path.read_bytes())
-                elif self._processes[rank].poll() is not None:
-                    answers[rank] = False, f"exit code {self._processes[rank].returncode}\n{self._tail(rank)}"
-            if any(not ok for ok, _ in answers.values()):
-                patience = min(patience, time.monotonic() + 2.0)
-            if time.monotonic() > patience:
-                break
-            time.sleep(0.005)
-        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
-        late = sorted(set(range(self._size)) - set(answers))
-        if failed or late:
-            self.close(kill=True)
-            texts = [f"--- rank {rank} ---\n{text}" for rank, text in failed.items()]
-            texts += [f"--- rank {rank} did not answer ---\n{self._tail(rank)}" for rank in late]
-            raise AssertionError(f"{function.__name__} failed\n" + "\n".join(texts))
-        return [answers[rank][1] for rank in range(self._size)]
-
-    @property
-    def active(self) -> bool:
-        return all(process.poll() is None for process in self._processes)
-
-    def close(self, kill: bool = False) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            if kill:
-                process.kill()
-            process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def _tail(self, rank: int) -> str:
-        return self._logs[rank].read_text(errors="replace")[-4000:]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], TestWorld]]:
-    """`world(4).run(function, *arguments)` gives the list of results of 4 ranks.
-
-    A world is started when it is first asked for, serves the whole module, and is replaced when a case broke it.
-    """
-    worlds: dict[int, TestWorld] = {}
-
-    def get(size: int) -> TestWorld:
-        if size not in worlds or not worlds[size].active:
-            worlds[size] = TestWorld(size, tmp_path_factory.mktemp(f"world{size}"))
-        return worlds[size]
-
-    yield get
-    for one in worlds.values():
-        one.close()
-
-
 Done = subprocess.CompletedProcess[str]
 
 
 class Forge:
-    """One process that has imported one trainer, and forks the ranks of one job after the other."""
+    """One process that has imported one trainer, and forks the ranks of jobs and of worlds."""
 
     def __init__(self, trainer: str, folder: Path) -> None:
         self._folder, self._number = folder, 0
@@ -179,6 +77,17 @@ class Forge:
             stderr=self._log,
             text=True,
         )
+
+    def ask(self, request: str, content: Any) -> list[int]:
+        """The answer of rank_forge.py to a request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({request: content}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, (self._folder / "log").read_text()[-3000:]
+        numbers: list[int] = json.loads(answer)
+        return numbers
 
     def run(
         self,
@@ -199,13 +108,7 @@ class Forge:
             port = probe.getsockname()[1]
         job = {"place": str(place), "arguments": arguments, "ranks": ranks, "port": port, "outputs": str(outputs)}
         job |= {"planted": bool(planted), "script": str(script or ""), "limit_s": limit_s}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, (self._folder / "log").read_text()[-3000:]
-        codes = json.loads(answer)
+        codes = self.ask("job", job)
         code = next((c for c in sorted(codes, reverse=True) if c > 0), min(codes))
         said = "".join((outputs / f"err.{rank}").read_text() for rank in range(ranks))
         return Done(list(arguments), code, (outputs / "out.0").read_text(), said)
@@ -221,6 +124,70 @@ class Forge:
         self._log.close()
 
 
+class TestWorld:
+    """`size` ranks over a file store, forked from a forge; `run` gives each the same case and collects the results."""
+
+    __test__ = False
+
+    def __init__(self, forge: Forge, size: int, folder: Path) -> None:
+        self._forge, self._folder = forge, folder
+        self._ranks: dict[int, Connection] = {}
+        with tempfile.TemporaryDirectory(prefix="world-") as place, socket.socket(socket.AF_UNIX) as server:
+            door = f"{place}/door"  # short: the name of a socket has at most 107 bytes
+            server.bind(door)
+            server.listen(size)
+            server.settimeout(60)
+            self._pids = forge.ask("world", {"folder": str(folder), "door": door, "size": size})
+            while len(self._ranks) < size:
+                connection = Connection(server.accept()[0].detach())
+                self._ranks[connection.recv()] = connection
+        self.active = True
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
+        """What `function(*arguments)` returned on each rank.
+
+        Args:
+            function: of the top level of a test module. It finds the process group initialised.
+            arguments: must survive JSON; the results must survive pickle.
+
+        Raises:
+            AssertionError: a rank raised, died or took too long; holds the ranks' tracebacks or logs.
+        """
+        case = json.dumps([inspect.getfile(function), function.__name__, arguments]).encode()
+        for connection in self._ranks.values():
+            connection.send_bytes(case)
+        waiting = {connection: rank for rank, connection in self._ranks.items()}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, value = connection.recv()
+                except EOFError:
+                    ok, value = False, f"the process ended\n{self._tail(rank)}"
+                (results if ok else failures)[rank] = value
+            if failures:  # the others may wait for this rank
+                deadline = min(deadline, time.monotonic() + 2.0)
+        if failures or waiting:
+            codes = self.close()
+            texts = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
+            texts += [f"--- rank {rank} did not answer ---\n{self._tail(rank)}" for rank in sorted(waiting.values())]
+            raise AssertionError(f"{function.__name__} failed; exit codes {codes}\n" + "\n".join(texts))
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> list[int]:
+        """End the ranks; their exit codes."""
+        self.active = False
+        for connection in self._ranks.values():
+            connection.close()
+        return self._forge.ask("end", self._pids)
+
+    def _tail(self, rank: int) -> str:
+        return "".join((self._folder / f"{name}.{rank}").read_text(errors="replace")[-4000:] for name in ("out", "err"))
+
+
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
     """``forge(trainer)``: the process that has imported it."""
@@ -234,6 +201,33 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     yield get
     for one in forges.values():
         one.close()
+
+
+@pytest.fixture(scope="session")
+def trainer() -> str:
+    """What the ranks of `world` have imported; the folders of the trainers have fixtures of their own."""
+    return "torch"
+
+
+@pytest.fixture(scope="module")
+def world(
+    forge: Callable[[str], Forge], trainer: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], TestWorld]]:
+    """`world(4).run(function, *arguments)` gives the list of results of 4 ranks.
+
+    A world is started when it is first asked for, serves the whole module, and is replaced when a case broke it.
+    """
+    worlds: dict[int, TestWorld] = {}
+
+    def get(size: int) -> TestWorld:
+        if size not in worlds or not worlds[size].active:
+            worlds[size] = TestWorld(forge(trainer), size, tmp_path_factory.mktemp(f"world{size}"))
+        return worlds[size]
+
+    yield get
+    for one in worlds.values():
+        if one.active:
+            one.close()
 
 
 @pytest.fixture(scope="session")

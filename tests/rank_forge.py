@@ -1,11 +1,16 @@
-"""Forks the ranks of jobs from one process that has imported a trainer already (see conftest.py).
+"""Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see conftest.py).
 
-rank_forge.py TRAINER. A job is a line of JSON on stdin: its folder, the arguments of ``evenload`` or of a script, its
-ranks, a port, the folder of its outputs, and whether planted.py in there runs first in every rank. The answer on stdout
-is the list of the ranks' exit codes, negative for a signal. A rank of the forge is as one of torchrun: the launcher
-alone is left out.
+rank_forge.py TRAINER. A request is a line of JSON on stdin, the answer a list of numbers on stdout:
+
+    {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
+                    its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
+                    outputs, and whether planted.py in there runs first in every rank. A rank of the forge is as one of
+                    torchrun: the launcher alone is left out.
+    {"world": ...}  starts ranks that serve cases (see world_child.py): their process ids.
+    {"end": [...]}  ends these processes: their exit codes.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -13,10 +18,15 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+
+from world_child import serve
 
 GRACE_S = 30.0
 """After one rank has failed the others have this long to end by themselves, as under the launcher."""
@@ -37,9 +47,9 @@ MODULES = {
 def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group; "torch": that and nothing of ours."""
     if trainer != "torch":
+        from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
         from evenload.commands._shared import tables  # noqa: F401
-        from evenload.face import load_plugins
 
         load_plugins()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
@@ -67,34 +77,18 @@ def plant(path: Path) -> None:
             setattr(module, name, changed[id(value)])
 
 
-def rank_of(job: dict[str, Any], rank: int) -> int:
-    """Process id of a new rank; its output goes into files."""
+def fork(outputs: str, rank: int, act: Callable[[], None]) -> int:
+    """Process id of a new rank that does `act`; its output goes into files."""
     child = os.fork()
     if child:
         return child
     code = 3
     try:
+        ANSWERS.close()
         for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{job['outputs']}/{name}.{rank}", os.O_CREAT | os.O_WRONLY), stream)
+            os.dup2(os.open(f"{outputs}/{name}.{rank}", os.O_CREAT | os.O_WRONLY), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(job["place"])
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job["ranks"]),
-            "LOCAL_WORLD_SIZE": str(job["ranks"]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(job["port"]),
-        }
-        sys.argv = [job["script"] or "evenload", *job["arguments"]]
-        if job["planted"]:
-            plant(Path(job["outputs"]) / "planted.py")
-        if job["script"]:
-            runpy.run_path(job["script"], run_name="__main__")
-        else:
-            from evenload.cli import main
-
-            main()
+        act()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -109,9 +103,32 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
         os._exit(code)
 
 
+def act_of_job(job: dict[str, Any], rank: int) -> None:
+    """What a rank of a job does: the command or the script, with the variables that torchrun would set."""
+    os.chdir(job["place"])
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job["ranks"]),
+        "LOCAL_WORLD_SIZE": str(job["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job["port"]),
+    }
+    sys.argv = [job["script"] or "evenload", *job["arguments"]]
+    if job["planted"]:
+        plant(Path(job["outputs"]) / "planted.py")
+    if job["script"]:
+        runpy.run_path(job["script"], run_name="__main__")
+    else:
+        from evenload.cli import main
+
+        main()
+
+
 def run(job: dict[str, Any]) -> list[int]:
     """Exit codes of the job's ranks."""
-    waiting = {rank_of(job, rank): rank for rank in range(job["ranks"])}
+    ranks = range(job["ranks"])
+    waiting = {fork(job["outputs"], rank, partial(act_of_job, job, rank)): rank for rank in ranks}
     codes = [0] * job["ranks"]
     deadline = time.monotonic() + job["limit_s"]
     while waiting:
@@ -128,10 +145,30 @@ def run(job: dict[str, Any]) -> list[int]:
     return codes
 
 
+def start_world(world: dict[str, Any]) -> list[int]:
+    """Process ids of the ranks of a new world, which serve until their connection ends."""
+    folder, door, size = world["folder"], world["door"], world["size"]
+    return [fork(folder, rank, partial(serve, folder, door, rank, size)) for rank in range(size)]
+
+
+def end_world(pids: list[int]) -> list[int]:
+    """Exit codes of the ranks of a world; who is still there is killed."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+REQUESTS: dict[str, Callable[[Any], list[int]]] = {"job": run, "world": start_world, "end": end_world}
+
+
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
+    ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warm(sys.argv[1])
+    gc.collect()
+    gc.freeze()  # what is shared with the ranks is not written to by their collector
     for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
-        answers.flush()
+        ((request, content),) = json.loads(line).items()
+        ANSWERS.write(json.dumps(REQUESTS[request](content)) + "\n")
+        ANSWERS.flush()

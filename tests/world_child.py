@@ -1,7 +1,7 @@
-"""One rank of a test world (see conftest.py): joins, then runs the cases that the parent names, one after the other.
+"""One rank of a test world (see conftest.py): joins, then runs the cases that it is sent, one after the other.
 
-world_child.py FOLDER RANK SIZE. A case is a line of JSON on stdin: [number, file, function, arguments]. The answer is
-the pickle of (ok, value or traceback) in FOLDER/answer.NUMBER.RANK. End of input ends the process.
+A case is a line of JSON: [file, function, arguments]. The answer is (ok, value or traceback). The end of the connection
+ends the process, at once: nothing of an interpreter that is torn down is of use to a test.
 """
 
 import datetime
@@ -9,14 +9,12 @@ import faulthandler
 import importlib.util
 import json
 import os
-import pickle
+import socket
 import sys
 import traceback
-from pathlib import Path
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
-
-import torch.distributed as dist
 
 
 def load(file: str) -> ModuleType:
@@ -37,24 +35,26 @@ def run(file: str, function: str, arguments: list[Any]) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def main() -> None:
-    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def serve(folder: str, door: str, rank: int, size: int) -> None:
+    """Join the world whose store is in a folder, and answer the cases of the socket `door` until it is closed."""
+    import torch.distributed as dist
+
     faulthandler.enable()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(door)
+        connection = Connection(client.detach())
+    connection.send(rank)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=150),
     )
-    for line in sys.stdin:
-        number, file, function, arguments = json.loads(line)
-        answer = pickle.dumps(run(file, function, arguments))
-        part = folder / f"part.{rank}"
-        part.write_bytes(answer)
-        os.replace(part, folder / f"answer.{number}.{rank}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    while True:
+        try:
+            case = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        connection.send(run(*json.loads(case)))

@@ -37,9 +37,9 @@ _ORPHAN_S = 2.0
 
 def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group."""
+    from evenload.api import load_plugins
     from evenload.cli import main  # noqa: F401
     from evenload.commands import train  # noqa: F401
-    from evenload.face import load_plugins
 
     load_plugins()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")

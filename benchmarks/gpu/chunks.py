@@ -34,6 +34,7 @@ from evenload.commands._shared.show import emit, grid
 from evenload.commands.profile import fit_samples, machine, measure
 from evenload.commands.profiling.cases import Case
 from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.laws import check
@@ -43,7 +44,6 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import limits_of
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes

@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from evenload.api import load_plugins
 from evenload.commands._shared.show import emit, grid
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import CpComm, Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from lengths import K, corpus
 
 Batch = Lengths

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 from common import Batch, arguments, batches_of, finish
+from evenload.api import load_plugins
 from evenload.commands._shared.show import grid
 from evenload.core.costs.costs import load
 from evenload.core.errors import EvenloadError
@@ -42,7 +43,6 @@ from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.mesh.config import MeshConfig
 from lengths import K
 

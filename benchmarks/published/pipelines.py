@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 from common import MODELS
+from evenload.api import load_plugins
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.events import play
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import layers_again
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs
 from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
 from .._shared.pipelines import recomputed

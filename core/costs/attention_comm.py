@@ -33,26 +33,37 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..aliases import Floats
 from ..machine.cluster import Cluster
 from ..plan.step_plan import CpComm, MicroBatch
-from .costs import PassCost
-
-if TYPE_CHECKING:
-    from .traffic import Traffic
+from .context import Direction, PlanningContext
+from .traffic import Traffic
 
 
 class Load(NamedTuple):
-    """Attention of one home's slices together; each a float, or float64 [S] for S CP groups of the same ranks."""
+    """Attention of a CP group's slices together; each a float, or float64 [S] for S CP groups of the same ranks."""
 
     tokens: Any
     rows: Any
     """Tokens whose keys and values are read: ``tokens`` and all prefixes."""
     pairs: Any
+
+
+class CpGroup(NamedTuple):
+    """Ranks that share the attention of some slices, and how."""
+
+    ranks: tuple[int, ...]
+    """Of the plane, in the order of their places."""
+    load: Load
+    cp_comm: CpComm
+    ulysses_degree: int = 0
+    """Ranks of a group that shares heads, where the cp_comm is hybrid."""
+    routed: bool = False
 
 
 class Times(NamedTuple):
@@ -74,17 +85,29 @@ class Times(NamedTuple):
 def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
     """What every CP group of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
     ranks, pad = micro_batch.ranks, micro_batch.pad_to
-    found: dict[tuple[int, ...], list[float]] = {}
+    sums_of: dict[tuple[int, ...], list[float]] = {}
     cp_groups = micro_batch.cp_groups or (ranks,) * len(micro_batch.slices)
     for (_, start, stop), cp_group in zip(micro_batch.slices, cp_groups, strict=True):
         n = pad or stop - start
-        sums = found.get(cp_group)
+        sums = sums_of.get(cp_group)
         if sums is None:
-            sums = found[cp_group] = [0, 0, 0.0]
+            sums = sums_of[cp_group] = [0, 0, 0.0]
         sums[0] += n
         sums[1] += start + n
         sums[2] += n * (start + 0.5 * n)
-    return {cp_group: Load(*sums) for cp_group, sums in found.items()}
+    return {cp_group: Load(*sums) for cp_group, sums in sums_of.items()}
+
+
+def load_of(pieces: npt.ArrayLike) -> Load:
+    """What S sequences attend for, each by itself; ``pieces``: (tokens, tokens before them) [S, 2]."""
+    rows = np.asarray(pieces, dtype=np.float64).reshape(-1, 2)
+    tokens, prefix = rows[:, 0], rows[:, 1]
+    return Load(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
+
+
+def cp_group_of(micro_batch: MicroBatch, ranks: tuple[int, ...], load: Load) -> CpGroup:
+    """One of the CP groups of a micro-batch."""
+    return CpGroup(ranks, load, micro_batch.cp_comm, micro_batch.ulysses_degree, micro_batch.routed)
 
 
 def alone_s(times: Times) -> Any:
@@ -129,24 +152,14 @@ def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats
     return total
 
 
-def times_of(
-    traffic: Traffic,
-    cluster: Cluster,
-    peers: Sequence[int],
-    load: Load,
-    cp_comm: CpComm,
-    ulysses_degree: int,
-    cost: PassCost,
-    passes: int,
-    routed: bool = False,
-) -> Times:
-    """Communication of a CP group whose ranks, in the order of their places, are ``peers`` of the world.
-
-    Infinite where more ranks share heads than there are. ``ulysses_degree`` counts for the cp_comm hybrid alone.
-    """
-    degree = len(peers)
+def times_of(context: PlanningContext, direction: Direction, cp_group: CpGroup) -> Times:
+    """Communication of a CP group in a pass. Infinite where more ranks share heads than there are."""
+    traffic, cluster = context.traffic, context.cluster
+    cost, passes, stage = direction
+    ranks, load, cp_comm, ulysses_degree, routed = cp_group
+    peers, degree = context.layout.world_ranks(stage, ranks), len(ranks)
     if not cp_comm:
-        return Times(_static_s(traffic, cluster, peers, load, cost, passes))
+        return Times(_static_s(context, direction, peers, load))
     share = {"all_to_all": degree, "hybrid": ulysses_degree}.get(cp_comm, 1)
     groups = degree // share
     copies, open_s = 1.0, 0.0 * load.tokens
@@ -220,8 +233,9 @@ def _hops(cluster: Cluster, peers: Sequence[int], step: int, routed: bool) -> _H
     return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s)
 
 
-def _static_s(traffic: Traffic, cluster: Cluster, peers: Sequence[int], load: Load, cost: PassCost, passes: int) -> Any:
-    degree = len(peers)
+def _static_s(context: PlanningContext, direction: Direction, peers: Sequence[int], load: Load) -> Any:
+    traffic, cluster, degree = context.traffic, context.cluster, len(peers)
+    cost, passes, _ = direction
     if traffic.cp_comm == "all_to_all":
         sent = load.tokens / degree * (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token)
         return cluster.all_to_all_s(sent, peers)

@@ -19,7 +19,7 @@ that many ranks measures, in nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,19 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
         tokens += sum(n for n, _ in rows) / len(ranks)
         pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
     return Work(launches, tokens, pairs)
+
+
+def works_of(micro_batches: Sequence[MicroBatch]) -> Floats:
+    """`work_of` each micro-batch, float64 [M, 3]: launches, tokens, pairs."""
+    counts = np.array([len(m.slices) for m in micro_batches], dtype=np.int64)
+    rows = np.array([s for m in micro_batches for s in m.slices], dtype=np.int64).reshape(-1, 3)
+    pads, owners = np.repeat([m.pad_to for m in micro_batches], counts), np.repeat(np.arange(len(counts)), counts)
+    prefix, n = rows[:, 1], np.where(pads > 0, pads, rows[:, 2] - rows[:, 1]).astype(np.float64)
+    tokens, pairs = (np.bincount(owners, each, len(counts)) for each in (n, n * (prefix + 0.5 * n)))
+    dummies = counts == 0
+    tokens[dummies], pairs[dummies] = 1.0, 0.5
+    degrees = np.array([len(m.ranks) for m in micro_batches])
+    return np.stack([np.ones(len(counts)), tokens / degrees, pairs / degrees], axis=1)
 
 
 def is_even(micro_batch: MicroBatch) -> bool:
@@ -112,7 +125,7 @@ class PassCost(_Frozen):
 
     def of_each(self, works: Floats) -> Floats:
         """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
-        seconds: Floats = works @ np.array([self.launch_s, self.token_s, self.pair_s])
+        seconds: Floats = self.launch_s * works[:, 0] + self.token_s * works[:, 1] + self.pair_s * works[:, 2]
         return seconds
 
     def plus(self, other: PassCost) -> PassCost:
@@ -162,6 +175,15 @@ class Costs(_Frozen):
             return self.forward.of(work), self.backward.of(work)
         forward, backward = self.rank_s(micro_batch)
         return float(forward.max()), float(backward.max())
+
+    def micro_batches_s(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[float], list[float]]:
+        """`micro_batch_s` of each, forward and backward."""
+        works = works_of(micro_batches)
+        forward, backward = (cost.of_each(works).tolist() for cost in (self.forward, self.backward))
+        for number, m in enumerate(micro_batches):
+            if not is_even(m):
+                forward[number], backward[number] = self.micro_batch_s(m)
+        return forward, backward
 
     def rank_s(self, micro_batch: MicroBatch) -> tuple[Floats, Floats]:
         """(forward, backward) seconds of each rank of a micro-batch, in their order, compute only: float64 [ranks]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import EvenloadError
@@ -24,6 +25,14 @@ class Layout:
     @property
     def dp_cp_size(self) -> int:
         return self.dp * self.cp
+
+    def world_ranks(self, stage: int, plane_ranks: Iterable[int]) -> list[int]:
+        """Ranks of the world at a stage for ranks of the plane, the first tensor-parallel one of each.
+
+        Megatron's numbering: tensor parallel fastest, then the plane, pipeline stages slowest.
+        """
+        first = stage * self.dp_cp_size
+        return [(first + rank) * self.tp for rank in plane_ranks]
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int, pp: int, cp: int, ep: int, dp: int | None = None) -> Layout:

@@ -4,7 +4,8 @@ Caps on tokens and memory are promises. Of those of several plugins the least ho
 may run to it, whatever the plan's own limits say. When a link of the chain fails, `simpler` offers what takes over: the
 plugins' simpler planners and at the end the stock plan, each only where it keeps the caps and the settings.
 
-Baselines are for comparison. They may exceed the caps, and then say so in their limits.
+Baselines are for comparison. They may exceed the caps, and then say so in their limits. One that keeps the caps and the
+settings is a candidate too (`PlanChain.plan`): no plan is slower than a lawful row of its own table.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, Literal
 
+from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest
 from ..laws import check
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
-from ..registry import PlanningContext, Plugin, PluginConfig
-from ..simulate.step import simulate
+from ..registry import Plugin, PluginConfig, Prunable
+from ..simulate.step import after_passes_s
+from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
 from .setting import context_of, limits_of
 from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
 
 logger = logging.getLogger("evenload")
 
+SMALL = 1 << 14
+"""Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
+NEXT_TO_BOUND = 1.001
+"""Step over its certified bound from which on baselines are not planned for larger batches."""
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
 WARNINGS = LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
@@ -103,7 +111,8 @@ class PlanChain:
             return self.baseline(self.instead, batch)
         plan = self._best_of_lanes(batch) if self._cp > 1 else self._chained(batch)
         notes = self._unequal_caps()
-        return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
+        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
+        return self._no_slower_than_baselines(plan) if self.links else plan
 
     def _chained(self, batch: Lengths) -> StepPlan:
         """What the plugins plan one after the other."""
@@ -136,13 +145,66 @@ class PlanChain:
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
+        return check(self._baseline(name, batch))
+
+    def _baseline(self, name: str, batch: Lengths) -> StepPlan:
+        """The same before it is checked."""
         if self._cp > 1:
-            return check(unfold_cp(self._of_lanes().baseline(name, batch), self.limits, self._cp))
+            return unfold_cp(self._of_lanes()._baseline(name, batch), self.limits, self._cp)
         if ALIASES.get(name, name) == STOCK:
-            return check(self.stock(batch))
+            return self.stock(batch)
         plugin, config = self._owner(name)
         plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.context, config)
-        return check(plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf)))
+        return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf))
+
+    def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
+        """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
+
+        None is planned where the plan is at its certified bound already; of a batch of more than `SMALL` sequences x
+        ranks, where it is next to it. A baseline whose busiest rank takes longer is not played (`judge.floor_s`), and
+        one that takes long to plan is left out of large batches (`Plugin.costly`).
+        """
+        ours = fastest = judge(plan, self.context)
+        near = 1.0 if len(plan.lengths) * self.limits.num_ranks <= SMALL else NEXT_TO_BOUND
+        if ours.fits and ours.step_s <= near * (plan.bound_s + after_passes_s(self.context)):
+            return plan
+        for name in self.baselines_for(plan.lengths, "tried"):
+            with suppress(EvenloadError):
+                if self._rival(name) not in rivals_of(plan):
+                    fastest = self._faster(name, fastest, ours)
+        if fastest is ours:
+            return plan
+        warnings = [note for note in plan.notes if note.startswith(WARNINGS)]
+        note = f"the baseline '{fastest.baseline}' takes its place: {plan.made_by} would take {ours.step_s:.4g} s"
+        return fastest.plan.revised(bound_s=plan.bound_s, notes=(*fastest.plan.notes, note, *warnings))
+
+    def _faster(self, name: str, fastest: Candidate, ours: Candidate) -> Candidate:
+        """A baseline if it is lawful and faster, else the fastest so far. Raises EvenloadError where it cannot plan."""
+        limits = ours.plan.limits
+        plan = self._baseline_below(name, ours.plan, fastest.step_s)
+        if plan is None:
+            return fastest
+        over = max((-(-m.num_padded_tokens // len(m.ranks)) for m in plan.micro_batches), default=0) > limits.max_tokens
+        if over or self.breaks(name, plan) or floor_s(plan, self.context) >= fastest.step_s:
+            return fastest
+        candidate = judge(plan.revised(limits=limits), self.context, name)
+        small = candidate.fits or candidate.peak_bytes <= ours.peak_bytes
+        if not small or candidate.step_s >= fastest.step_s:
+            return fastest
+        return candidate._replace(plan=check(candidate.plan))
+
+    def _baseline_below(self, name: str, ours: StepPlan, bar_s: float) -> StepPlan | None:
+        """The plan of a baseline; None where it knows already that none of its own takes less than ``bar_s``."""
+        if self._cp == 1 and ALIASES.get(name, name) != STOCK:
+            plugin, config = self._owner(name)
+            baseline: Any = plugin.baselines[name]
+            if isinstance(baseline, Prunable):
+                return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, config, bar_s)
+        return self._baseline(name, ours.lengths)
+
+    def _rival(self, name: str) -> str:
+        """A baseline's name together with that of the plugin that offers it."""
+        return name if ALIASES.get(name, name) == STOCK else f"{self._owner(name)[0].name}.{name}"
 
     def breaks(self, name: str, plan: StepPlan) -> str:
         """Which setting of its plugin a baseline's plan does not keep; empty where it keeps all."""
@@ -199,7 +261,7 @@ class PlanChain:
         if plans[0].cut:
             with suppress(EvenloadError):  # a sequence that must be cut
                 plans.append(self._under_caps(unfold_cp(uncut._chained(batch), self.limits, self._cp)))
-        return min(plans, key=lambda plan: simulate(plan, self.context, record=False).step_s)
+        return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s)
 
     @property
     def _cp(self) -> int:
@@ -217,6 +279,12 @@ class PlanChain:
         caps = [getattr(config, "max_tokens", None) for _, config in self.links]
         sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self._cp
         return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
+
+    def baselines_for(self, batch: Lengths, purpose: Literal["shown", "tried"]) -> tuple[str, ...]:
+        """The baselines that are planned for a batch of this size."""
+        size = len(batch) * self.limits.num_ranks
+        largest = {name: sizes for plugin, _ in self.links for name, sizes in plugin.costly.items()}
+        return tuple(n for n in self.baseline_names if n not in largest or size <= getattr(largest[n], purpose))
 
     @property
     def baseline_names(self) -> tuple[str, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..costs import costs as cost_models
+from ..costs.context import PlanningContext
 from ..costs.traffic import Sharding, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import heads_of, shape_of
 from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
-from ..registry import PlanningContext
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from .stock import UNCAPPED
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
+from ..costs.context import PlanningContext
 from ..costs.costs import Costs, PassCost
-from ..costs.traffic import world_ranks
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.order import PASS_KINDS
 from ..plan.step_plan import MicroBatch, Op, StepPlan
-from ..registry import PlanningContext
 
 
 def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
@@ -95,7 +94,7 @@ def _all_to_all(context: PlanningContext) -> PassCost:
     traffic, cluster, layout = context.traffic, context.cluster, context.layout
     if traffic.cp_comm != "all_to_all":
         return PassCost(token_s=0.0)
-    peers = world_ranks(layout, 0, tuple(range(layout.cp)))
+    peers = layout.world_ranks(0, range(layout.cp))
     token_bytes = (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token) / layout.cp
     launch_s = cluster.all_to_all_s(0.0, peers)
     return PassCost(launch_s=launch_s, token_s=cluster.all_to_all_s(token_bytes, peers) - launch_s)

@@ -35,6 +35,8 @@ class Event(NamedTuple):
     """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
 
 
+Stuck = tuple[int, int, Op]
+"""A pass that can never run, at a stage on a rank."""
 SecondsOf = Callable[[int, Op], float]
 """Of a pass at a stage."""
 
@@ -61,9 +63,7 @@ def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, 
         raise PlanError("the order deadlocks", f"{'; '.join(waiting)}\n{drawn}", "let ranks and stages meet in order")
 
 
-def _walk(
-    plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool
-) -> Generator[Event, None, list[tuple[int, int, Op]]]:
+def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool) -> Generator[Event, None, list[Stuck]]:
     """Every pass that can run; returns stage, rank and pass of those that wait for ever."""
     num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
@@ -131,25 +131,28 @@ def grid(plan: StepPlan, shown: Sequence[tuple[int, int]], columns: int = 0) -> 
         for stage, rank in ((s, r) for s in range(plan.limits.num_stages) for r in range(plan.limits.num_ranks))
         for op, actions in groupby(lower(plan, stage, rank), lambda action: action.op)
     }
+    events, stuck = _carried_out(_walk(plan, lambda *pass_: float(len(cells.get(pass_, ()))), nothing, False))
     drawn: dict[tuple[int, int], list[tuple[int, str]]] = {place: [] for place in shown}
-    walk = _walk(plan, lambda stage, op: float(len(cells.get((stage, op), ()))), nothing, False)
-    stuck: list[tuple[int, int, Op]] = []
-    last = 0
-    while True:
-        try:
-            event = next(walk)
-        except StopIteration as end:
-            stuck = end.value
-            break
-        last = max(last, int(event.end_s))
+    for event in events:
         for place in ((event.stage, rank) for rank in event.ranks):
             if place in drawn:
                 drawn[place] += enumerate(cells.get((event.stage, event.op), ()), int(event.start_s))
     waiting = {(stage, rank): op for stage, rank, op in stuck}
     rows = [GridRow(_label(plan, *place), own, _waits_at(own, waiting.get(place))) for place, own in drawn.items()]
+    last = max((int(event.end_s) for event in events), default=0)
     end = max([last, *(row.broken[0] + 1 for row in rows if row.broken)])
     first = max(0, end - columns) if columns else 0
     return render(rows, first, max(1, end - first))
+
+
+def _carried_out(walk: Generator[Event, None, list[Stuck]]) -> tuple[list[Event], list[Stuck]]:
+    """What a walk yields and returns."""
+    events: list[Event] = []
+    while True:
+        try:
+            events.append(next(walk))
+        except StopIteration as stop:
+            return events, stop.value
 
 
 def _label(plan: StepPlan, stage: int, rank: int) -> str:

@@ -13,15 +13,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..aliases import Floats
-from ..costs.costs import Costs, PassCost, is_even, rank_works
+from ..costs.context import Direction, PlanningContext
+from ..costs.costs import Costs, is_even, rank_works
+from ..costs.exposed import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
-from ..costs.traffic import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import tokens_of_ranks
-from ..registry import PlanningContext
 from .predict import busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
 Part = Literal["R", "F", "B", "W", "C"]
@@ -58,10 +58,10 @@ class PassTimes:
         layout, traffic = context.layout, context.traffic
         experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
         self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
-        self._gathers = {k: gathering_s(traffic, context.cluster, layout, n) for k, n in (("F", 1), ("B", 2))}
+        self._gathers = {k: gathering_s(context, n) for k, n in (("F", 1), ("B", 2))}
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
-        self._links = [links_up(context.cluster, layout, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._links = [links_up(context, stage) for stage in range(plan.limits.num_stages - 1)]
         self._alike = _stages_alike(plan, context)
         self._known: dict[tuple[int, Op, float], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
@@ -151,8 +151,8 @@ class PassTimes:
         key = self._alike[stage], op, again
         if key not in self._known:
             at, total = self._at, self._gathers[op.kind]
-            for cost, passes, share in self._directions(stage, op):
-                total += share * exposed_s(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
+            for direction, share in self._directions(stage, op):
+                total += share * exposed_s(at, direction, micro_batch)
             if self._plan.offload:
                 total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
             self._known[key] = total
@@ -164,9 +164,8 @@ class PassTimes:
             compute_s = self._of_ranks[op][stage]
             runs = self._runs(stage, op) is not None
             exposed = np.full_like(compute_s, self._gathers[op.kind] if runs else 0.0)
-            for cost, passes, share in self._directions(stage, op) if runs else ():
-                each = exposed_of_ranks(at.traffic, at.cluster, at.layout, stage, micro_batch, cost, passes)
-                exposed += share * np.asarray(each)
+            for direction, share in self._directions(stage, op) if runs else ():
+                exposed += share * exposed_of_ranks(at, direction, micro_batch)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
             again = np.zeros_like(compute_s)
@@ -179,16 +178,17 @@ class PassTimes:
             self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
         return self._unlike[stage, op]
 
-    def _directions(self, stage: int, op: Op) -> list[tuple[PassCost, int, float]]:
-        """The costs of a pass, 1 where values move, 2 where their gradients move as well, and in which share of layers.
+    def _directions(self, stage: int, op: Op) -> list[tuple[Direction, float]]:
+        """What a pass moves, each in which share of the layers.
 
         A backward that runs a forward again moves values a second time.
         """
         costs = self._costs
         if op.kind == "F":
-            return [(costs.forward, 1, 1.0)]
+            return [(Direction(costs.forward, 1, stage), 1.0)]
         share = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
-        return [(costs.backward, 2, 1.0)] + ([(costs.forward, 1, share)] if share else [])
+        again = [(Direction(costs.forward, 1, stage), share)] if share else []
+        return [(Direction(costs.backward, 2, stage), 1.0), *again]
 
     def _offload_s(self, stage: int, op: Op, compute_s: Any) -> Any:
         """What leaves for the host in a forward, or comes back in a backward, beyond the compute of as many layers."""

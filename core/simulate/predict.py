@@ -83,12 +83,11 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     counts in full: `kv_seconds` says what the last stage really runs of those that are replayed.
     """
     costs = own_costs(plan, costs)
-    both = [costs.micro_batch_s(m) for m in plan.micro_batches]
-    back = [costs.micro_batch_s(m) for m in plan.backward] if plan.backward else both
-    backward = [seconds for _, seconds in back]
+    forward, backward = costs.micro_batches_s(plan.micro_batches)
+    again, backward = costs.micro_batches_s(plan.backward) if plan.backward else (forward, backward)
     for j in () if costs.recompute else plan.replayed:
-        backward[j] += back[j][0]
-    return [seconds for seconds, _ in both], backward
+        backward[j] += again[j]
+    return forward, backward
 
 
 def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Floats]:

@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..aliases import Floats
+from ..costs.context import PlanningContext
+from ..costs.exposed import gradient_sum_s
 from ..costs.memory import fixed_bytes, peaks_of_stage
-from ..costs.traffic import gradient_sum_s
 from ..plan.step_plan import StepPlan
-from ..registry import PlanningContext
 from .events import Event, play
 from .passes import PassTimes
 
@@ -130,13 +130,13 @@ def _end_of_step(
 
     ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run.
     """
-    traffic, layout = context.traffic, context.layout
+    traffic = context.traffic
     ends: list[tuple[float, float]] = []
     # Megatron's host overlaps in Megatron's schedule alone, and where every rank has a backward.
     busy = all(plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
     overlaps = traffic.overlap_gradients and plan.in_host_schedule and busy
     for stage, ready in enumerate(free.max(axis=1).tolist()):
-        sum_s = gradient_sum_s(traffic, context.cluster, layout, stage)
+        sum_s = gradient_sum_s(context, stage)
         if overlaps:
             sum_s = max(0.0, sum_s - (ready - last_backward[stage]))
         exposed[stage] += sum_s
@@ -147,6 +147,13 @@ def _end_of_step(
             found = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
             spans += [span for span in found if span.end_s > span.start_s]  # type: ignore[operator]
     return begin + update_s
+
+
+def after_passes_s(context: PlanningContext) -> float:
+    """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps."""
+    if context.traffic.overlap_gradients:
+        return _update_s(context)
+    return _update_s(context) + max(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
 
 
 def _update_s(context: PlanningContext) -> float:

@@ -22,10 +22,10 @@ import numpy as np
 
 from ...core.aliases import Ints
 from ...core.balance.partition import Load, balance, best_fit_decreasing
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
-from ...core.registry import PlanningContext
 from .candidates.slice_chains import chained
 from .config import MeshConfig
 from .cost_table import CostTable, CpStrategy, cost_table_of

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
+from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
-from ...core.registry import PlanningContext
 from .config import MeshConfig
 from .cost_table import CostTable, cost_table_of
 

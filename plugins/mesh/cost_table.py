@@ -2,7 +2,7 @@
 
     seconds(n, d) = compute(n) / d + exposed(n, d)            forward and backward
 
-``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.traffic.attention_s` over
+``compute`` is exact; ``exposed`` (communication that nothing hides) is tabulated from `core.costs.exposed` over
 lengths, four to an octave, for every degree and every way in which ranks may share attention, and read off in between.
 The table depends on the situation alone and is kept; reading it for 8,192 sequences takes some milliseconds.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
-from ...core.costs.costs import PassCost
-from ...core.costs.traffic import attention_s, exposed_s, gathering_s
+from ...core.costs.attention_comm import CpGroup, load_of
+from ...core.costs.context import Direction, PlanningContext
+from ...core.costs.exposed import attention_s, exposed_s, gathering_s
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import CpComm, MicroBatch, Slice
-from ...core.registry import PlanningContext
 from .config import MeshConfig
 
 LEAST_TOKENS = 4
@@ -104,10 +104,9 @@ class CostTable:
         self.grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
         """Lengths of the table, ascending."""
         self.ways: list[CpStrategy] = [CpStrategy("")]
-        traffic, cluster, layout = context.traffic, context.cluster, context.layout
         self.launch = (
-            context.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(traffic, cluster, layout, 1),
-            context.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(traffic, cluster, layout, 2),
+            context.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(context, 1),
+            context.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(context, 2),
         )
         """Seconds of a pass without tokens, forward and backward."""
         self.columns = [self._column(int(d)) for d in self.degrees]
@@ -200,23 +199,11 @@ class CostTable:
 
     def _attention(self, degree: int, strategy: CpStrategy, passes: int) -> Floats:
         """Of every length of the grid; infinite where there are fewer heads."""
-        at, ranks = self.context, tuple(range(degree))
         pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
+        cp_group = CpGroup(tuple(range(degree)), load_of(pieces), *strategy)
         total = np.zeros_like(self.grid)
-        for cost, moved in self.directions(passes):
-            total += attention_s(
-                at.traffic,
-                at.cluster,
-                at.layout,
-                0,
-                pieces,
-                ranks,
-                strategy.cp_comm,
-                strategy.ulysses_degree,
-                cost,
-                moved,
-                strategy.routed,
-            )
+        for direction in self.directions(passes):
+            total += attention_s(self.context, direction, cp_group)
         return total
 
     def _modules(self, degree: int, passes: int) -> Floats:
@@ -228,15 +215,14 @@ class CostTable:
         return np.maximum(0.0, each - self._one_rank(1, passes))
 
     def _one_rank(self, tokens: float, passes: int) -> float:
-        at, m = self.context, MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
-        directions = self.directions(passes)
-        return sum(exposed_s(at.traffic, at.cluster, at.layout, 0, m, cost, moved) for cost, moved in directions)
+        m = MicroBatch((Slice(0, 0, max(1, round(tokens))),), (0,))
+        return sum(exposed_s(self.context, direction, m) for direction in self.directions(passes))
 
-    def directions(self, passes: int) -> list[tuple[PassCost, int]]:
-        """(costs, moves) of what runs in a forward (1) or a backward (2)."""
+    def directions(self, passes: int) -> list[Direction]:
+        """Of what runs in a forward (1) or a backward (2)."""
         costs = self.context.costs
-        again = [(costs.forward, 1)] if costs.recompute else []
-        return [(costs.forward, 1)] if passes == 1 else [(costs.backward, 2), *again]
+        forward = [Direction(costs.forward, 1)]
+        return forward if passes == 1 else [Direction(costs.backward, 2), *(forward if costs.recompute else [])]
 
 
 _KNOWN: list[CostTable] = []

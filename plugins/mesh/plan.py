@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Ints
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError, PlanError
 from ...core.laws import check
@@ -30,7 +31,6 @@ from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.stock import UNCAPPED
-from ...core.registry import PlanningContext
 from ...core.simulate.step import simulate
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s

@@ -5,7 +5,7 @@ if __name__ != "evenload.plugins.packing":
         f"{__name__}: import this package as evenload.plugins.packing; a second copy would mean a second registry"
     )
 
-from ...core.registry import Plugin, register
+from ...core.registry import Plugin, Sizes, register
 from . import baselines, branches, config, delay, plan, settings
 
 register(
@@ -18,6 +18,7 @@ register(
         places=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
+        costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17)},
         branches=branches.branches,
         breaks=settings.breaks,
         simpler="chunks",

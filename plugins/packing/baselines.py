@@ -25,8 +25,8 @@ from dataclasses import replace
 from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
+from ...core.costs.context import PlanningContext
 from ...core.plan.step_plan import Slice, StepPlan
-from ...core.registry import PlanningContext
 from .assemble import assemble
 from .candidates import chunked
 from .config import PackingConfig

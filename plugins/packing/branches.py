@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...core.costs.context import PlanningContext
 from ...core.plan.branches import CUT, PACKED, REGROUPED, REPLAYED
-from ...core.registry import PlanningContext
 from .config import PackingConfig
 
 

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.aliases import Floats, Ints
-from ...core.registry import HoldBack, PlanningContext
+from ...core.costs.context import PlanningContext
+from ...core.registry import HoldBack
 from .config import PackingConfig
 
 Bools = npt.NDArray[np.bool_]

@@ -18,23 +18,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...core.aliases import Ints
 from ...core.balance.partition import best_fit_decreasing
 from ...core.balance.slicing import evenly
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op, Slice, StepPlan
-from ...core.registry import PlanningContext
-from .checkpointing import fitted
+from ...core.planning.judge import Candidate, floor_s, judge
+from ...core.planning.judge import best as best_candidate
+from .checkpointing import fitted, keeping_all
 from .chunks import Pack, assembled, dealt
+from .clock import passes_s
 from .config import PipelineConfig
 from .elastic import ordered
 from .groups import grouped
-from .judge import Judged, best_of, keeping_all
-from .settings import limits_for, refuse_ranks_in_step
+from .settings import breaks, limits_for, refuse_ranks_in_step
 
 SIZES = 4
 """Chunk sizes that ``fixed_chunks`` tries: the cap, and half as many tokens each time."""
@@ -56,24 +59,41 @@ class Baseline:
     def __call__(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
         refuse_ranks_in_step(bare.limits)
         drafts = list(self.drafts(bare, context, config))
-        best = self.best(drafts, context, config)
-        if best is None or not best.fits:
+        fastest = self.best(drafts, context, config)
+        if fastest is None or not fastest.fits:
             # A yardstick may hold more than the section's cap: what it holds is told beside its seconds.
-            drafts = [replace(one, limits=replace(one.limits, max_activation_bytes=math.inf)) for one in drafts]
-            best = self.best(drafts, context, config)
-        return best.plan if best else self.order(drafts[0], context, config)
+            drafts = [one.revised(limits=replace(one.limits, max_activation_bytes=math.inf)) for one in drafts]
+            fastest = self.best(drafts, context, config)
+        return fastest.plan if fastest else self.order(drafts[0], context, config)
+
+    def below(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig, bar_s: float) -> StepPlan | None:
+        """Its best plan under the section's caps and settings if that takes less than ``bar_s``; else perhaps None."""
+        refuse_ranks_in_step(bare.limits)
+        cap = config.capped(bare.limits).max_tokens
+        drafts = (one for one in self.drafts(bare, context, config) if one.limits.max_tokens <= cap)
+        fastest = self.best((one for one in drafts if not breaks(one, config)), context, config, bar_s)
+        return fastest.plan if fastest else None
 
     def best(
         self, drafts: Iterable[StepPlan], context: PlanningContext, config: PipelineConfig, bar_s: float = math.inf
-    ) -> Judged | None:
-        """The best of its drafts, ordered and finished, if it takes less than ``bar_s``."""
+    ) -> Candidate | None:
+        """The fastest of its drafts that fits, ordered, and finished where it did not; the smallest where none fits.
 
-        def order(draft: StepPlan) -> StepPlan:
-            return keeping_all(self.order(draft, context, config), context, config)
-
+        No order takes less than a draft's busiest rank by itself, and nothing that makes a plan fit makes it compute
+        less. None where no draft takes less than ``bar_s``, or none can be made to fit.
+        """
         if context.costs.recompute:
             bar_s = math.inf  # drafts know only of the recipe's recomputation until they are ordered
-        return best_of(drafts, order, lambda draft: self.finish(draft, context, config), context, bar_s)
+        hopeful = (one for one in drafts if bar_s == math.inf or floor_s(one, context) < bar_s)
+        ordered = (keeping_all(self.order(one, context, config), context, config) for one in hopeful)
+        playable = [one for one in ordered if bar_s == math.inf or passes_s(one, context) < bar_s]
+        candidates: list[Candidate] = []
+        for draft in sorted((judge(one, context) for one in playable), key=lambda one: one.step_s):
+            if draft.step_s >= min([bar_s, *(one.step_s for one in candidates if one.fits)]):
+                break
+            with suppress(EvenloadError):
+                candidates.append(draft if draft.fits else judge(self.finish(draft.plan, context, config), context))
+        return best_candidate(candidates)
 
 
 def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...core.costs.context import PlanningContext
 from ...core.plan.branches import CUT, RECOMPUTED, WEIGHT_PASSES
-from ...core.registry import PlanningContext
 from .config import PipelineConfig
 
 

@@ -28,11 +28,11 @@ from functools import cached_property
 import numpy as np
 
 from ...core.aliases import Floats, Ints
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs
@@ -56,6 +56,13 @@ class DoesNotFitError(EvenloadError):
     def advising(self, do: str) -> DoesNotFitError:
         """The same with another remedy."""
         return DoesNotFitError(self.most, self.missing_bytes, self.found, do, self.enough_gib)
+
+
+def keeping_all(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+    """The plan with nothing recomputed where plans may say so, whatever the recipe recomputes."""
+    if not context.costs.recompute or config.recompute == "off" or plan.backward:
+        return plan
+    return plan.revised(recompute=((0,) * len(plan.micro_batches),) * plan.limits.num_stages)
 
 
 def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, solver: bool = True) -> StepPlan:

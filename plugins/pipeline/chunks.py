@@ -27,11 +27,11 @@ import numpy as np
 from ...core.aliases import Floats, Ints
 from ...core.balance.level import level
 from ...core.balance.slicing import evenly
+from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
-from ...core.registry import PlanningContext
 from .config import PipelineConfig
 
 Pack = list[Slice]

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from ...core.costs.context import PlanningContext
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, PassKind, StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.passes import PassTimes
 
 Table = tuple[tuple[float, ...], ...]

@@ -32,9 +32,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from ...core.costs.context import PlanningContext
 from ...core.plan.order import in_slots
 from ...core.plan.step_plan import Op, StepPlan
-from ...core.registry import PlanningContext
 from .clock import Clock, clock_of, end_of, reordered
 from .weights import placed
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.aliases import Floats
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.registry import PlanningContext
 from ...core.simulate.predict import own_costs
 from .config import PipelineConfig
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import PlanningContext
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.step import simulate
 from .clock import passes_s

@@ -26,27 +26,27 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...core.balance.bound import lower_bound_s
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.registry import PlanningContext
+from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, judge
 from .baselines import BASELINES
-from .checkpointing import DoesNotFitError, fitted
+from .checkpointing import DoesNotFitError, fitted, keeping_all
 from .chunks import CHEAP, chunkings
 from .config import GIB, PipelineConfig
 from .elastic import ordered
-from .judge import Judged, judged, keeping_all
 from .remedies import refused
-from .settings import breaks, limits_for, refuse_ranks_in_step
+from .settings import limits_for, refuse_ranks_in_step
 from .weights import placed
 
-ALIKE = 0.005
-"""Share of a step by which a plan may be behind the fastest for holding less."""
 MEMORY_WORTH = 0.07
-"""What a per cent less memory is worth among these, in per cent of the step: none is slower for next to nothing."""
+"""What a per cent less memory is worth, in per cent of the step: none is slower for next to nothing."""
+SMALLER = Preference(slack=0.005, key=lambda one: one.step_s * max(1.0, one.peak_bytes) ** MEMORY_WORTH)
+"""A plan may be behind the fastest for holding less."""
 FINALISTS = 3
 """Plans of least predicted time that get passes for their weight gradients; more while these have no more than `CHEAP`
 chunks together."""
@@ -54,74 +54,64 @@ FILLED_BY_W = 0.6
 """Share of a plan's waits that these passes may fill: as far as that it may be behind the best and still get them."""
 
 
-def plan(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """The batch of ``given`` in the fastest plan that fits. Raises EvenloadError where none does."""
-    limits = limits_for(given, config)
+def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+    """The batch of the incoming plan in the fastest plan that fits. Raises EvenloadError where none does."""
+    limits = limits_for(incoming, config)
     if limits.equal_counts:
-        return _alone(given, context, config)
-    over = max((max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward)), default=0)
+        return _alone(incoming, context, config)
+    over = max((max(tokens_of_ranks(m).values()) for m in (*incoming.micro_batches, *incoming.backward)), default=0)
     if over > limits.max_tokens:
-        note = f"pipeline: a plan with {over} tokens on a rank is over max_tokens and left out ({given.made_by})"
-        best = plan(StepPlan(given.lengths, (), given.limits), context, config)
-        return best.revised(notes=(*best.notes, note))
-    if given.micro_batches and limits.num_stages == 1:
-        return _alone(given, context, config)
-    found = _Portfolio(context, config, limits)
-    found.keep(given)
-    found.improve(given)
-    found.keep_baselines(given)
-    return found.best(given)
+        note = f"pipeline: a plan with {over} tokens on a rank is over max_tokens and left out ({incoming.made_by})"
+        other = plan(StepPlan(incoming.lengths, (), incoming.limits), context, config)
+        return other.revised(notes=(*other.notes, note))
+    if incoming.micro_batches and limits.num_stages == 1:
+        return _alone(incoming, context, config)
+    portfolio = _Portfolio(context, config, limits)
+    portfolio.keep(incoming)
+    portfolio.improve(incoming)
+    portfolio.keep_baselines(incoming)
+    return portfolio.best(incoming)
 
 
 class _Portfolio:
     """Plans of one batch, judged."""
 
     def __init__(self, context: PlanningContext, config: PipelineConfig, limits: Limits) -> None:
-        self._at, self._config, self._limits = context, config, limits
-        self._found: list[Judged] = []
+        self._context, self._config, self._limits = context, config, limits
+        self._candidates: list[Candidate] = []
         self._problem: DoesNotFitError | None = None
         """Why a candidate could not be made to fit: of the one that lacks least."""
-        self._bar_s = float("inf")
-        """What the plan that came in and the baselines take where they fit: nothing slower is returned."""
         self._note = ""
         """What is to be said beside `_notes`."""
         self._splits = limits.splits_backward and config.split_backward != "off"
 
-    def keep(self, given: StepPlan) -> None:
+    def keep(self, incoming: StepPlan) -> None:
         """The plan that came in, if it has micro-batches; with as much recomputation as it needs."""
-        if given.micro_batches:
-            came = judged(replace(given, limits=self._limits), self._at)
-            self._hold_to(came)
-            if self._config.recompute == "auto" and (self._at.costs.recompute or not came.fits):
-                self._add(judged(keeping_all(_explicit(came.plan), self._at, self._config), self._at))
+        if incoming.micro_batches:
+            came = judge(incoming.revised(limits=self._limits), self._context, "incoming")
+            self._candidates.append(came)
+            if self._config.recompute == "auto" and (self._context.costs.recompute or not came.fits):
+                self._add(judge(keeping_all(_explicit(came.plan), self._context, self._config), self._context))
 
-    def keep_baselines(self, given: StepPlan) -> None:
+    def keep_baselines(self, incoming: StepPlan) -> None:
         """Other people's plans under the same caps, as far as they are faster than what there is, and what the fastest
         could be besides."""
-        bare = replace(given, limits=self._limits)
+        bare = replace(incoming, limits=self._limits)
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
-                drafts = baseline.drafts(bare, self._at, self._config)
-                under = (one for one in drafts if one.limits.max_tokens <= self._limits.max_tokens)
-                allowed = (one for one in under if not breaks(one, self._config))
-                best = baseline.best(allowed, self._at, self._config, self._least_s)
-                if best is not None:
-                    held = best._replace(plan=best.plan.revised(made_by=f"pipeline ({name})"))
-                    self._hold_to(held)
-                    if held.fits and held.step_s <= self._least_s:
-                        self._refine(held)
+                plan = baseline.below(bare, self._context, self._config, self._least_s)
+                if plan is not None:
+                    named = judge(plan.revised(made_by=f"pipeline ({name})"), self._context, name)
+                    self._candidates.append(named)
+                    if named.fits and named.step_s <= self._least_s:
+                        self._refine(named)
 
-    def _hold_to(self, judged: Judged) -> None:
-        self._found.append(judged)
-        if judged.fits:
-            self._bar_s = min(self._bar_s, judged.step_s)
-
-    def improve(self, given: StepPlan) -> None:
+    def improve(self, incoming: StepPlan) -> None:
         """Candidates of our own, those first that are fastest where memory is left out, then variants of the best."""
-        drafts = [draft for one in self._unordered(given) for draft in self._drafts(one)]
+        drafts = [draft for one in self._unordered(incoming) for draft in self._drafts(one)]
         fitting = []
         for draft in sorted(drafts, key=lambda one: one.step_s):
-            if self._hope_s(draft) < self._least_s * (1 + ALIKE):
+            if self._hope_s(draft) < self._least_s * (1 + SMALLER.slack):
                 fitting += self._add(draft)
         fitting.sort(key=self._hope_s)
         sums = accumulate(len(one.plan.micro_batches) for one in fitting)
@@ -129,122 +119,123 @@ class _Portfolio:
             if place < FINALISTS or chunks <= CHEAP:
                 self._refine(one)
 
-    def _hope_s(self, draft: Judged) -> float:
+    def _hope_s(self, draft: Candidate) -> float:
         """What a plan may come to with passes for its weight gradients."""
         return draft.step_s * (1 - FILLED_BY_W * draft.bubble_frac) if self._splits else draft.step_s
 
-    def _unordered(self, given: StepPlan) -> Iterator[StepPlan]:
+    def _unordered(self, incoming: StepPlan) -> Iterator[StepPlan]:
         """Micro-batches of each rank in forward order, without an order of passes."""
-        if given.micro_batches and not (given.backward or given.replayed or given.shared or given.offload):
-            made_by = f"{given.made_by}, pipeline" if given.made_by else "pipeline"
-            yield replace(given, order=(), recompute=(), limits=self._limits, made_by=made_by)
+        own = incoming.backward or incoming.replayed or incoming.shared or incoming.offload
+        if incoming.micro_batches and not own:
+            made_by = f"{incoming.made_by}, pipeline" if incoming.made_by else "pipeline"
+            yield incoming.revised(order=(), recompute=(), limits=self._limits, made_by=made_by)
         try:
-            yield from chunkings(given, self._limits, self._at, self._config)
+            yield from chunkings(incoming, self._limits, self._context, self._config)
         except EvenloadError as error:  # a sequence that must stay whole here; the plan that came in has it somehow
-            if not given.micro_batches:
+            if not incoming.micro_batches:
                 raise
             self._note = f"pipeline: no chunks of its own: {error.what} ({error.found})"
 
-    def _drafts(self, chunked: StepPlan) -> Iterator[Judged]:
+    def _drafts(self, chunked: StepPlan) -> Iterator[Candidate]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
-        most, room = (
-            self._config.max_extra,
-            activation_budget_bytes(self._at.cluster, self._at.costs.memory, self._limits),
-        )
-        for cap_bytes in (math.inf, room):
-            order = ordered(chunked, self._at, extra=most, cap_bytes=cap_bytes)
-            draft = judged(keeping_all(order, self._at, self._config), self._at)
+        most = self._config.max_extra
+        budget_bytes = activation_budget_bytes(self._context.cluster, self._context.costs.memory, self._limits)
+        for cap_bytes in (math.inf, budget_bytes):
+            order = ordered(chunked, self._context, extra=most, cap_bytes=cap_bytes)
+            draft = judge(keeping_all(order, self._context, self._config), self._context)
             yield draft
             if draft.fits:
                 break
 
-    def _add(self, draft: Judged) -> list[Judged]:
+    def _add(self, draft: Candidate) -> list[Candidate]:
         """The draft, with recomputation where it needs that; nothing where that is not enough."""
         if not draft.fits and self._config.recompute == "auto":
             try:
-                draft = judged(fitted(draft.plan, self._at, self._config, solver=False), self._at)
+                draft = judge(fitted(draft.plan, self._context, self._config, solver=False), self._context)
             except DoesNotFitError as problem:
                 if self._problem is None or problem.missing_bytes < self._problem.missing_bytes:
                     self._problem = problem
                 return []
-        self._found.append(draft)
+        self._candidates.append(draft)
         return [draft] if draft.fits else []
 
-    def _refine(self, found: Judged) -> None:
+    def _refine(self, candidate: Candidate) -> None:
         """What a plan that fits could be besides: with less recomputation, with W passes."""
-        if any(map(any, found.plan.recompute)) and found.step_s <= self._least_s:
+        if any(map(any, candidate.plan.recompute)) and candidate.step_s <= self._least_s:
             with suppress(EvenloadError):
-                again = judged(fitted(found.plan, self._at, self._config), self._at)
-                self._found.append(again)
-                found = min(found, again, key=lambda one: one.step_s)
+                again = judge(fitted(candidate.plan, self._context, self._config), self._context)
+                self._candidates.append(again)
+                candidate = min(candidate, again, key=lambda one: one.step_s)
         if self._splits:
-            self._found.append(judged(placed(found.plan, self._at), self._at))
+            self._candidates.append(judge(placed(candidate.plan, self._context), self._context))
 
     @property
     def _least_s(self) -> float:
-        return min((one.step_s for one in self._found if one.fits), default=float("inf"))
+        return min((one.step_s for one in self._candidates if one.fits), default=float("inf"))
 
-    def best(self, given: StepPlan) -> StepPlan:
+    def best(self, incoming: StepPlan) -> StepPlan:
         """The fastest that fits, or one next to it that holds less. Raises EvenloadError."""
-        fitting = [one for one in self._found if one.fits]
-        if not fitting:
-            raise refused(self._problem, given, self._at, self._config) if self._problem else self._too_large()
-        limit_s = min(self._bar_s, self._least_s * (1 + ALIKE))
-        alike = [one for one in fitting if one.step_s <= limit_s]
-        best = min(alike, key=lambda one: one.step_s * max(1.0, one.held_bytes) ** MEMORY_WORTH).plan
+        chosen = best(self._candidates, (SMALLER, FASTEST))
+        if chosen is None or not chosen.fits:
+            if self._problem:
+                raise refused(self._problem, incoming, self._context, self._config)
+            raise self._too_large()
         own = [self._note] if self._note else []
-        return best.revised(notes=(*best.notes, *_notes(best), *own), bound_s=_bound_s(best, given, self._at))
+        plan = chosen.plan.revised(
+            notes=(*chosen.plan.notes, *_notes(chosen.plan), *own),
+            bound_s=_bound_s(chosen.plan, incoming, self._context),
+        )
+        return beside(plan, (f"pipeline.{name}" for name in BASELINES))
 
     def _too_large(self) -> EvenloadError:
-        least = min(self._found, key=lambda one: one.missing_bytes)
+        least = min(one.missing_bytes for one in self._candidates)
         return EvenloadError(
             "no order of the pipeline fits into memory",
-            f"the best one is {least.missing_bytes / GIB:.3g} GiB over",
+            f"the best one is {least / GIB:.3g} GiB over",
             "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
         )
 
 
-def _bound_s(best: StepPlan, given: StepPlan, context: PlanningContext) -> float:
+def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> float:
     """Of the plan that came in where its ranks share sequences, if it runs as it was; without recomputation else."""
     costs = context.costs
-    if best.shared:
-        return 0.0 if costs.recompute and best.recompute else given.bound_s
-    lengths = best.lengths
-    return lower_bound_s(lengths, best.limits, costs.kept() if costs.recompute else costs)
+    if chosen.shared:
+        return 0.0 if costs.recompute and chosen.recompute else incoming.bound_s
+    return lower_bound_s(chosen.lengths, chosen.limits, costs.kept() if costs.recompute else costs)
 
 
-def _explicit(given: StepPlan) -> StepPlan:
+def _explicit(plan: StepPlan) -> StepPlan:
     """With the host's own order written down, where the plan leaves it to the host and ranks share nothing.
 
     A shared micro-batch is in the lists of several ranks; a stage's order names it once.
     """
-    if given.order or given.shared:
-        return given
-    stages = range(given.limits.num_stages)
-    return replace(given, order=tuple(tuple(op for row in orders_of_stage(given, s) for op in row) for s in stages))
+    if plan.order or plan.shared:
+        return plan
+    stages = range(plan.limits.num_stages)
+    return plan.revised(order=tuple(tuple(op for row in orders_of_stage(plan, s) for op in row) for s in stages))
 
 
-def _notes(best: StepPlan) -> list[str]:
-    count, split = len(best.passes("B")), sum(map(len, best.split))
-    notes = ["pipeline: one stage, nothing to order"] if best.limits.num_stages == 1 else []
+def _notes(plan: StepPlan) -> list[str]:
+    count, split = len(plan.passes("B")), sum(map(len, plan.split))
+    notes = ["pipeline: one stage, nothing to order"] if plan.limits.num_stages == 1 else []
     if split:
-        of = count * best.limits.num_stages
+        of = count * plan.limits.num_stages
         notes.append(f"pipeline: {split} of {of} backward passes leave their weight gradients to passes of their own")
-    if any(map(any, best.recompute)):
-        means = ", ".join(f"{sum(row) / len(row):.2g}" for row in best.recompute)
-        notes.append(f"pipeline: recomputed layers a micro-batch, by stage: {means} of {best.limits.layers_per_stage}")
+    if any(map(any, plan.recompute)):
+        means = ", ".join(f"{sum(row) / len(row):.2g}" for row in plan.recompute)
+        notes.append(f"pipeline: recomputed layers a micro-batch, by stage: {means} of {plan.limits.layers_per_stage}")
     return notes
 
 
-def _alone(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+def _alone(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
-    in_step = given.limits.equal_counts
-    if not given.micro_batches:
-        refuse_ranks_in_step(given.limits)
+    in_step = incoming.limits.equal_counts
+    if not incoming.micro_batches:
+        refuse_ranks_in_step(incoming.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"
-    given = replace(given, limits=limits_for(given, config), notes=(*given.notes, note))
+    plan = incoming.revised(limits=limits_for(incoming, config), notes=(*incoming.notes, note))
     again = context.costs.recompute
-    if config.recompute == "off" or (not again and judged(given, context).fits):
-        return given
-    found = fitted(_explicit(given), context, config)
-    return found.revised(bound_s=_bound_s(found, given, context)) if again and found.recompute else found
+    if config.recompute == "off" or (not again and judge(plan, context).fits):
+        return plan
+    smaller = fitted(_explicit(plan), context, config)
+    return smaller.revised(bound_s=_bound_s(smaller, plan, context)) if again and smaller.recompute else smaller

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import PlanningContext
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
 from .config import GIB, PipelineConfig

@@ -21,10 +21,10 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+from ...core.costs.context import PlanningContext
 from ...core.costs.memory import levels_of_stage
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, StepPlan
-from ...core.registry import PlanningContext
 from .clock import Clock, clock_of, end_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
-from evenload.face import load_recipe
 
 Done = subprocess.CompletedProcess[str]
 GPU = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.face import load_recipe
+from evenload.api import load_recipe
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "predicted.py"
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evenload.api import load_plugins
 from evenload.commands import bench
 from evenload.commands._shared import tables
 from evenload.commands._shared.job import Job
@@ -18,7 +19,6 @@ from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.integrations.host import UPDATE
 from evenload.runtime.world.world import World
 from rich.console import Console

@@ -17,6 +17,7 @@ from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
 from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError
@@ -24,7 +25,6 @@ from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.planning.setting import RECIPES
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_recipe
 from evenload.commands._shared import tables
 from evenload.commands.pictures.outlook import names
 from evenload.commands.plan import look_ahead
 from evenload.commands.sweep import MOST, _strongest, axes_of, best_of, sweep
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import Recipe
-from evenload.face import load_recipe
 from rich.console import Console
 
 NO_FILES: dict[str, Path | None] = {"--out": None, "--trace": None}

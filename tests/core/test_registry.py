@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import evenload
 import pytest
+from evenload.api import load_plugins
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
-from evenload.face import load_plugins
 
 load_plugins()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from evenload.api import load_plugins
 from evenload.core.recipe.recipe import schema_type
-from evenload.face import load_plugins
 from hypothesis import strategies as st
 from pydantic import BaseModel
 

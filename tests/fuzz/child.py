@@ -39,11 +39,11 @@ def prepare(plots: bool) -> None:
     import typer.main
     import typer.rich_utils
     from evenload import cli
+    from evenload.api import load_plugins
     from evenload.commands import plan, run, sweep  # noqa: F401
     from evenload.commands._shared import launch, preflight
     from evenload.commands.pictures import report, trace  # noqa: F401
     from evenload.core.recipe.recipe import parse
-    from evenload.face import load_plugins
     from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
 
     if plots:

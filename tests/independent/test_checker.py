@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan_json import read_step
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
 
 _spec = importlib.util.spec_from_file_location("independent_checker", Path(__file__).with_name("checker.py"))
 assert _spec is not None

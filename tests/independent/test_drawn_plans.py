@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 

@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 
 import pytest
+from evenload.api import load_plugins, load_recipe
 from evenload.core.errors import EvenloadError
-from evenload.face import load_plugins, load_recipe
 from evenload.patches import Patch, session
 from evenload.patches.import_hook import ImportHook
 

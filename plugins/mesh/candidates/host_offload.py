@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ....core.costs.context import PlanningContext
 from ....core.costs.offload import KEPT_LAYERS, offload_share
 from ....core.plan.step_plan import MicroBatch, StepPlan
 from ....core.plan.token_layout import tokens_of_ranks
-from ....core.registry import PlanningContext
 
 
 def offloaded(plan: StepPlan, context: PlanningContext) -> Iterator[StepPlan]:

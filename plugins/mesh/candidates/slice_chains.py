@@ -24,8 +24,10 @@ import numpy as np
 
 from ....core.aliases import Ints
 from ....core.balance.slicing import evenly
+from ....core.costs.attention_comm import CpGroup, load_of
+from ....core.costs.context import Direction
 from ....core.costs.costs import PassCost
-from ....core.costs.traffic import attention_s
+from ....core.costs.exposed import attention_s
 from ....core.plan.limits import Limits
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..cost_table import LEAST_TOKENS, CostTable, CpStrategy
@@ -106,30 +108,12 @@ def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice,
 
 def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
     """The cp_comm that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
-    at = cost_table.context
-    pieces = np.array([(s.length, s.start) for s in slices], dtype=np.float64)
+    at, load = cost_table.context, load_of([(s.length, s.start) for s in slices])
+    directions = Direction(at.costs.forward, 1), Direction(at.costs.backward, 2)
 
     def seconds(strategy: CpStrategy) -> float:
-        return float(
-            sum(
-                np.sum(
-                    attention_s(
-                        at.traffic,
-                        at.cluster,
-                        at.layout,
-                        0,
-                        pieces,
-                        tuple(range(degree)),
-                        strategy.cp_comm,
-                        strategy.ulysses_degree,
-                        cost,
-                        passes,
-                        strategy.routed,
-                    )
-                )
-                for cost, passes in ((at.costs.forward, 1), (at.costs.backward, 2))
-            )
-        )
+        cp_group = CpGroup(tuple(range(degree)), load, *strategy)
+        return float(sum(attention_s(at, direction, cp_group).sum() for direction in directions))
 
     ways = cost_table.ways_of(degree)
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)

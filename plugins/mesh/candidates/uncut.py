@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....core.aliases import Ints, Ranks
-from ....core.costs.traffic import exposed_of_ranks
+from ....core.costs.exposed import exposed_of_ranks
 from ....core.plan.limits import Limits
 from ....core.plan.step_plan import MicroBatch, StepPlan
 from ..assign import Frame, placed, target_of
@@ -142,7 +142,7 @@ def _seconds(made: list[MicroBatch], cost_table: CostTable) -> float:
     at, slowest = cost_table.context, [0.0, 0.0]
     for m in made:
         for k, (own, passes) in enumerate(zip(at.costs.rank_s(m), (1, 2), strict=True)):
-            for cost, moved in cost_table.directions(passes):
-                own = own + exposed_of_ranks(at.traffic, at.cluster, at.layout, 0, m, cost, moved)
+            for direction in cost_table.directions(passes):
+                own = own + exposed_of_ranks(at, direction, m)
             slowest[k] = max(slowest[k], float(own.max()))
     return sum(slowest)

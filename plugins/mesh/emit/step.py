@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ....core.aliases import Ints
+from ....core.costs.context import PlanningContext
 from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
 from ....core.plan.limits import Limits
 from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.stock import UNCAPPED
-from ....core.registry import PlanningContext
 from ..config import MeshConfig
 
 

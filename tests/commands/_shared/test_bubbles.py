@@ -7,6 +7,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.commands._shared import tables
 from evenload.commands._shared.bubbles import Bubbles, Waits, bubbles_of
 from evenload.commands._shared.recording import _shown
@@ -14,7 +15,6 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
-from evenload.face import load_plugins
 from rich.console import Console
 
 HAND = (

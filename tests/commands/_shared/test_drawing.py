@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.commands._shared.drawing import Drawing, num_waiting
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
@@ -15,7 +16,6 @@ from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.order import SampleOrder
-from evenload.face import load_plugins
 from hypothesis import given
 from hypothesis import strategies as st
 

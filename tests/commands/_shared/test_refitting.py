@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.commands._shared.job import Job
 from evenload.commands._shared.metrics import Taken
 from evenload.commands._shared.refitting import Refitting, predict_step
@@ -17,7 +18,6 @@ from evenload.core.costs import refit
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
 
 load_plugins()
 RECIPE = parse(

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_recipe
 from evenload.commands.pictures import draw
 from evenload.commands.plan import look_ahead
-from evenload.face import load_recipe
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMEDRIVER = shutil.which("chromedriver")

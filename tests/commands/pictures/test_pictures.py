@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_recipe
 from evenload.commands import pictures
 from evenload.commands.pictures import facts as facts_module
 from evenload.commands.pictures import markup, plot, trace
@@ -27,7 +28,6 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import SPAN_KINDS, Span
-from evenload.face import load_recipe
 
 RECIPE = """
 model: {num_layers: 8}

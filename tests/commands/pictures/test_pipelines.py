@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_recipe
 from evenload.commands import pictures
 from evenload.commands._shared import tables
 from evenload.commands._shared.pipelines import describe
@@ -22,7 +23,6 @@ from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate
-from evenload.face import load_recipe
 from rich.console import Console
 
 RECIPE = """

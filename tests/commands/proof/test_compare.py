@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from evenload.api import load_plugins
 from evenload.commands.proof.compare import (
     OVER_FLOOR,
     StepErrors,
@@ -27,7 +28,6 @@ from evenload.commands.proof.compare import (
 from evenload.commands.verify import other_layout
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sections import Train
-from evenload.face import load_plugins
 from evenload.integrations.textbook import AdamState, AdamW
 
 load_plugins()

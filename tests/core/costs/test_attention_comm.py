@@ -12,9 +12,20 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from evenload.core.costs.attention_comm import Load, Times, alone_s, head_shares, times_of, together_s
-from evenload.core.costs.costs import PassCost
-from evenload.core.costs.traffic import Traffic, attention_s, exposed_of_ranks, exposed_s, moved_tokens
+from evenload.core.costs.attention_comm import (
+    CpGroup,
+    Load,
+    Times,
+    alone_s,
+    head_shares,
+    load_of,
+    times_of,
+    together_s,
+)
+from evenload.core.costs.context import Direction, PlanningContext
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.costs.exposed import attention_s, exposed_of_ranks, exposed_s, moved_tokens
+from evenload.core.costs.traffic import Traffic
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
@@ -34,7 +45,13 @@ NODES_OF_4 = Cluster(
 LAYOUT = Layout(dp=16)
 TRAFFIC = Traffic(query_bytes_per_token=3.0, kv_bytes_per_token=2.0, kv_grad_frac=2.0)
 COST = PassCost(token_s=1.0, pair_s=0.25)
+COSTS = Costs(source="by hand", forward=COST, backward=COST)
+FORWARD = Direction(COST, 1)
 ENGINES: tuple[CpComm, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
+
+
+def at(traffic: Traffic = TRAFFIC, cluster: Cluster = NODES_OF_4, layout: Layout = LAYOUT) -> PlanningContext:
+    return PlanningContext(COSTS, layout, cluster, traffic)
 
 
 def exposed(
@@ -49,11 +66,8 @@ def exposed(
     cluster: Cluster = NODES_OF_4,
     **changes: Any,
 ) -> float:
-    traffic = replace(TRAFFIC, **changes)
-    rows = [(tokens, prefix)]
-    return float(
-        attention_s(traffic, cluster, LAYOUT, 0, rows, ranks, cp_comm, ulysses_degree, COST, passes, routed)[0]
-    )
+    cp_group = CpGroup(ranks, load_of([(tokens, prefix)]), cp_comm, ulysses_degree, routed)
+    return float(attention_s(at(replace(TRAFFIC, **changes), cluster), Direction(COST, passes), cp_group)[0])
 
 
 def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
@@ -148,7 +162,7 @@ def test_copied_keys_travel_and_the_busiest_rank_is_waited_for() -> None:
 def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
     """Four ranks of a group share 8 query and 2 key heads: 2 tokens a rank of 1.5 bytes, twice."""
     traffic = replace(TRAFFIC, heads=8, kv_bytes_per_token=1.5)
-    times = times_of(traffic, NODES_OF_4, range(8), Load(16.0, 16.0, 0.0), "hybrid", 4, COST, 1)
+    times = times_of(at(traffic), FORWARD, CpGroup(tuple(range(8)), Load(16.0, 16.0, 0.0), "hybrid", 4))
     assert times.hop_s == 2 * 2 * 1.5 / 0.5
 
 
@@ -178,7 +192,7 @@ def test_routed_hops_use_all_links_of_a_node(
     ranks: tuple[int, ...], cp_comm: CpComm, ulysses_degree: int, hop: float
 ) -> None:
     load = Load(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
-    times = times_of(TRAFFIC, FAST_INSIDE, ranks, load, cp_comm, ulysses_degree, COST, 1, routed=True)
+    times = times_of(at(cluster=FAST_INSIDE), FORWARD, CpGroup(ranks, load, cp_comm, ulysses_degree, routed=True))
     assert times.hop_s == hop
 
 
@@ -188,7 +202,8 @@ def test_routed_hops_take_three_latencies() -> None:
     )
     load = Load(8.0, 8.0, 0.0)
     hops = [
-        times_of(TRAFFIC, slow, (2, 3, 4, 5), load, "ring", 0, COST, 1, routed=routed).hop_s for routed in (False, True)
+        times_of(at(cluster=slow), FORWARD, CpGroup((2, 3, 4, 5), load, "ring", routed=routed)).hop_s
+        for routed in (False, True)
     ]
     assert hops == [10 + 4 / 0.5, 12 + 4 / 2 / 0.5 + 2 * 4 / 2 / 8]
 
@@ -200,7 +215,7 @@ def micro_batch(cp_groups: tuple[tuple[int, ...], ...], lengths: tuple[int, ...]
 
 
 def of_ranks(m: MicroBatch, passes: int, traffic: Traffic = TRAFFIC, layout: Layout = LAYOUT) -> list[float]:
-    return exposed_of_ranks(traffic, NODES_OF_4, layout, 0, m, COST, passes).tolist()
+    return exposed_of_ranks(at(traffic, layout=layout), Direction(COST, passes), m).tolist()
 
 
 def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
@@ -208,7 +223,7 @@ def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
     m = micro_batch(((0, 1), (1,), (2,)), (8, 4, 6))
     assert of_ranks(m, 1) == [8 - 2, 8 - 2 - 2, 0]
     assert of_ranks(m, 2) == [(8 - 2) + (16 - 2) + 16, (8 - 4) + (16 - 2) + 16, 0]
-    assert exposed_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, m, COST, 1) == 6
+    assert exposed_s(at(), FORWARD, m) == 6
 
 
 def test_short_sequences_hide_a_gathering_but_not_the_way_back() -> None:
@@ -255,7 +270,7 @@ def test_homes_of_all_ranks_are_no_homes(
     if cp_comm == "hybrid" and degree == 2:
         m = m._replace(cp_comm="all_to_all", ulysses_degree=0)
     traffic = replace(TRAFFIC, heads=8)
-    whole = exposed_s(traffic, NODES_OF_4, LAYOUT, 0, m._replace(cp_groups=()), COST, passes)
+    whole = exposed_s(at(traffic), Direction(COST, passes), m._replace(cp_groups=()))
     assert of_ranks(m, passes, traffic) == pytest.approx([whole] * degree)
 
 
@@ -293,11 +308,12 @@ def test_a_table_is_its_entries() -> None:
     pieces = [(n, p) for n in (8, 100, 999) for p in (0, 64)]
     for cp_comm, passes in product(("", *ENGINES), (1, 2)):
         ulysses_degree = 2 * (cp_comm == "hybrid")
-        table = attention_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, pieces, (0, 1, 4, 5), cp_comm, ulysses_degree, COST, passes)
+        cp_group = CpGroup((0, 1, 4, 5), load_of(pieces), cp_comm, ulysses_degree)
+        table = attention_s(at(), Direction(COST, passes), cp_group)
         for (n, p), seconds in zip(pieces, table.tolist(), strict=True):
             m = MicroBatch((Slice(0, p, p + n),), (0, 1, 4, 5), cp_comm=cp_comm, ulysses_degree=ulysses_degree)
-            assert seconds == pytest.approx(exposed_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, m, COST, passes))
-    assert attention_s(TRAFFIC, NODES_OF_4, LAYOUT, 0, pieces, (3,), "ring", 0, COST, 1).tolist() == [0] * 6
+            assert seconds == pytest.approx(exposed_s(at(), Direction(COST, passes), m))
+    assert attention_s(at(), FORWARD, CpGroup((3,), load_of(pieces), "ring")).tolist() == [0] * 6
     assert set(get_args(CpComm)) == {"", *ENGINES}
 
 
@@ -313,7 +329,7 @@ def test_moved_tokens_travel_there_and_their_outputs_back() -> None:
     even = micro_batch(((0,), (1,)), (6, 6), remap=True)
     assert of_ranks(even, 1) == [0, 0]
     slow = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.25, bytes_per_s=1.0)})
-    found = exposed_of_ranks(replace(TRAFFIC, layers=3), slow, LAYOUT, 0, m, COST, 1)
+    found = exposed_of_ranks(at(replace(TRAFFIC, layers=3), slow), FORWARD, m)
     assert found.tolist() == [32 + 2 * 3 * 0.25] * 2
 
 

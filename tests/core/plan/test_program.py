@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost, rank_works
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
@@ -19,7 +20,6 @@ from evenload.core.plan.action import Action
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from hypothesis import given
 from hypothesis import strategies as st

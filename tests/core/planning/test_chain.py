@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from evenload.api import load_plugins
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
@@ -15,7 +16,6 @@ from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin
-from evenload.face import load_plugins
 
 load_plugins()
 GIB = 2.0**30

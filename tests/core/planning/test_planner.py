@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
@@ -17,7 +18,6 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin, get
-from evenload.face import load_plugins
 
 load_plugins()
 LENGTHS = np.array([50, 40, 30, 30, 20, 10, 10, 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from evenload.api import load_plugins
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import Op, as_lengths
@@ -16,7 +17,6 @@ from evenload.core.recipe.recipe import load
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

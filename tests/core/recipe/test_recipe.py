@@ -9,10 +9,10 @@ import evenload
 import jsonschema
 import pytest
 import yaml
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe import recipe as recipes
-from evenload.face import load_plugins
 
 ROOT = Path(evenload.__file__).parent
 load_plugins()

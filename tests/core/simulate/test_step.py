@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError, PlanError
@@ -18,7 +19,6 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.events import play
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import Simulation, simulate

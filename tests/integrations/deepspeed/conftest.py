@@ -32,6 +32,11 @@ def load(file: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def trainer() -> str:
+    return "deepspeed"
+
+
+@pytest.fixture(scope="session")
 def slice_plans() -> ModuleType:
     return load("slice_plans")
 

@@ -29,6 +29,11 @@ def call(job: str, arguments: dict[str, Any]) -> Any:
     return getattr(cp_group, job)(init_world(), **arguments)
 
 
+@pytest.fixture(scope="session")
+def trainer() -> str:
+    return "megatron"
+
+
 @pytest.fixture
 def on_ranks(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """``on_ranks(4, "job", ...)``: the results of jobs.job by rank."""

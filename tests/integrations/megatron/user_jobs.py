@@ -19,12 +19,12 @@ from unittest.mock import patch
 import evenload
 import numpy as np
 import torch
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
 from evenload.integrations.megatron.setup import leave_groups
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order

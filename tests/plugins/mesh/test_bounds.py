@@ -8,6 +8,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -16,7 +17,6 @@ from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
@@ -14,7 +15,6 @@ from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
 from evenload.plugins.mesh.config import MeshConfig

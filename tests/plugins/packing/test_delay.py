@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.face import load_plugins
 from evenload.plugins.packing.delay import outliers
 from hypothesis import given
 from hypothesis import strategies as st

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.predict import predict
-from evenload.face import load_plugins
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.settings import breaks
 from hypothesis import given, settings

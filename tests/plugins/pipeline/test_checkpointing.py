@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
@@ -20,7 +21,6 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted

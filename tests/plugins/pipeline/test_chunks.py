@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from evenload.core.balance.slicing import evenly
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.cluster import load
@@ -14,7 +15,6 @@ from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
-from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.baselines import on_one_mesh
 from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts, taper
 from evenload.plugins.pipeline.config import PipelineConfig

@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from evenload.core.balance.slicing import evenly
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.costs.traffic import Traffic
@@ -18,7 +19,6 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.registry import PlanningContext
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
 from evenload.plugins.pipeline.elastic import lines_of, ordered

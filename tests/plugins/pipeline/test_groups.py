@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.core.registry import PlanningContext
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
 from hypothesis import given, settings

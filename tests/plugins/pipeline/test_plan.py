@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
@@ -18,7 +19,6 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import GIB, PipelineConfig
 from evenload.plugins.pipeline.settings import breaks
@@ -297,7 +297,11 @@ def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> No
     batch = as_lengths([300, 200, 100, 50, 700, 255])
     free = chain(1, 2, plugins=packing).plan(batch)
     cap = 0.7 * held_bytes(free)
-    plan = chain(1, 2, plugins=packing, activation_gib=cap / GIB).plan(batch)
+    capped = chain(1, 2, plugins=packing, activation_gib=cap / GIB)
+    plan = StepPlan(batch, (), capped.limits)
+    for plugin, config in capped.links:
+        plan = plugin.plan(plan, capped.context, config)
+    check(plan)
     assert plan.micro_batches == free.micro_batches
     assert held_bytes(plan) <= cap
     assert any(plan.recompute[0])

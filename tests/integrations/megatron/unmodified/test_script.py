@@ -132,8 +132,8 @@ def load_script():
 
 
 def recipe_of(max_tokens: int, slices: str = "even"):
+    from evenload.api import load_plugins
     from evenload.core.recipe import recipe
-    from evenload.face import load_plugins
 
     load_plugins()
     return recipe.parse({"plugins": {"packing": {"enabled": True, "max_tokens": max_tokens, "slices": slices}}})

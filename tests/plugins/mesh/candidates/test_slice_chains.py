@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
@@ -14,7 +15,6 @@ from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.face import load_plugins
 from evenload.plugins.mesh.candidates.slice_chains import chained
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import LEAST_TOKENS, cost_table_of

@@ -1,4 +1,4 @@
-"""The pure half of the public face: recipes and plans, without torch or a trainer."""
+"""evenload in Python without torch or a trainer: recipes, and the plan of a batch."""
 
 from __future__ import annotations
 

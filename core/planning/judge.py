@@ -1,0 +1,182 @@
+"""The one judge of candidates: plugins make plans, this module says which of them runs.
+
+    among the lawful plans that fit into the device, the one of least simulated seconds
+
+A `Preference` may put another plan first that is nearly as fast: less memory, no cuts, evener micro-batches. It is
+data, and it never picks a plan that is slower than a baseline among the candidates. A plan is simulated once: what it
+comes to stays with it (`outcome_of`) for the next plugin, the chain and the command line.
+
+`floor_s` prices a plan from below without playing it: where that is no less than what is known already, the plan need
+not be simulated to be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..costs.context import PlanningContext
+from ..costs.memory import activation_budget_bytes
+from ..errors import PlanError
+from ..plan.limits import Limits
+from ..plan.step_plan import StepPlan, fact_of_plan
+from ..simulate.passes import PassTimes
+from ..simulate.step import Simulation, after_passes_s, simulate
+
+
+class Candidate(NamedTuple):
+    """A plan and what it comes to, predicted."""
+
+    plan: StepPlan
+    step_s: float
+    peak_bytes: float
+    """The most that a rank of any stage holds, weights and optimizer included."""
+    missing_bytes: float
+    """By how much its passes hold more than the device has for them; not positive where the plan fits."""
+    bubble_frac: float
+    baseline: str = ""
+    """The baseline whose answer it is; empty: a planner's own."""
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
+
+
+class _Identity:
+    """A planning context as a key: equal to itself alone."""
+
+    __slots__ = ("context",)
+
+    def __init__(self, context: PlanningContext) -> None:
+        self.context = context
+
+    def __hash__(self) -> int:
+        return id(self.context)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.context is self.context
+
+
+_DEPENDS_ON = ("lengths", "micro_batches", "backward", "replayed", "order", "recompute", "offload", "limits")
+"""What a simulation depends on. Caps, the only other numbers of the limits that plans of a batch differ in, change
+nothing in it."""
+
+
+@fact_of_plan(*_DEPENDS_ON)
+def _outcome(plan: StepPlan, key: _Identity) -> Simulation:
+    return simulate(plan, key.context, record=False)
+
+
+@fact_of_plan(*_DEPENDS_ON)
+def _rivals(plan: StepPlan) -> set[str]:
+    return set()
+
+
+def outcome_of(plan: StepPlan, context: PlanningContext) -> Simulation:
+    """What a plan comes to, without its timeline; worked out once. Raises PlanError for one whose ranks deadlock."""
+    return _outcome(plan, _Identity(context))
+
+
+def judge(plan: StepPlan, context: PlanningContext, baseline: str = "") -> Candidate:
+    """The plan with its simulated seconds and bytes. Raises PlanError for one whose ranks would wait for each other."""
+    outcome = outcome_of(plan, context)
+    missing_bytes = float(outcome.activation_bytes.max()) - budget_bytes(plan.limits, context)
+    peak_bytes = float(outcome.peak_bytes.max())
+    return Candidate(plan, outcome.step_s, peak_bytes, missing_bytes, outcome.bubble_frac, baseline)
+
+
+def budget_bytes(limits: Limits, context: PlanningContext) -> float:
+    """What passes may hold on a device. No plan makes the update smaller, so what that takes is there in any case."""
+    memory = context.costs.memory
+    budget = activation_budget_bytes(context.cluster, memory, limits)
+    return max(budget, memory.update_bytes) if math.isinf(limits.max_activation_bytes) else budget
+
+
+def floor_s(plan: StepPlan, context: PlanningContext) -> float:
+    """The step of a plan takes no less [s]: compute of a stage's busiest rank, and of one micro-batch on the way there.
+
+    What follows the last pass is added. The first forward of a stage comes through all stages before it, and its last
+    backward goes back through them, unless weight gradients are a pass of their own.
+    """
+    times = PassTimes(plan, context)
+    way_s = least_s = 0.0
+    for busy_s, seconds in zip(times.busy_s(), times.compute, strict=True):
+        least_s = max(least_s, float(busy_s.max()) + way_s)
+        way_s += min(seconds["F"], default=0.0) + (0.0 if any(plan.split) else min(seconds["B"], default=0.0))
+    return least_s + after_passes_s(context)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Which plan is put first among those that are about as fast as the fastest."""
+
+    slack: float = 0.0
+    """Share of the step by which the plan may be behind the fastest."""
+    key: Callable[[Candidate], Any] = lambda candidate: candidate.step_s
+    """The least of this wins; of equal ones the earliest candidate."""
+    among: Callable[[Candidate], bool] = lambda candidate: True
+    """Which plans the preference is about."""
+
+
+FASTEST = Preference()
+
+
+def smallest(candidate: Candidate) -> tuple[float, float]:
+    """What is least for the plan that holds least, and of equal ones for the fastest."""
+    return candidate.missing_bytes, candidate.step_s
+
+
+def fastest(candidate: Candidate) -> tuple[float, float]:
+    """What is least for the fastest plan, and of equal ones for the smallest."""
+    return candidate.step_s, candidate.missing_bytes
+
+
+def best(
+    candidates: Iterable[Candidate],
+    preferences: Iterable[Preference] = (FASTEST,),
+    unfit: Callable[[Candidate], tuple[float, float]] = smallest,
+) -> Candidate | None:
+    """The candidate that runs; None where there is none.
+
+    Args:
+        preferences: the first one that finds a plan decides.
+        unfit: of which the plan has least that runs where none fits.
+    """
+    everything = list(candidates)
+    if not everything:
+        return None
+    fitting = [one for one in everything if one.fits]
+    if not fitting:
+        return min(everything, key=unfit)
+    least_s = min(one.step_s for one in fitting)
+    ceiling_s = min((one.step_s for one in fitting if one.baseline), default=math.inf)
+    for preference in (*preferences, FASTEST):
+        limit_s = min(ceiling_s, least_s * (1 + preference.slack))
+        allowed = [one for one in fitting if one.step_s <= limit_s and preference.among(one)]
+        if allowed:
+            return min(allowed, key=preference.key)
+    raise AssertionError("the fastest candidate is always allowed")
+
+
+def beside(plan: StepPlan, baselines: Iterable[str]) -> StepPlan:
+    """The plan, known from now on to have been chosen beside these baselines (``plugin.name``)."""
+    _rivals(plan).update(baselines)
+    return plan
+
+
+def rivals_of(plan: StepPlan) -> frozenset[str]:
+    """The baselines (``plugin.name``) that the plan is known to be no slower than."""
+    return frozenset(_rivals(plan))
+
+
+def judged(plans: Iterable[StepPlan], context: PlanningContext) -> list[Candidate]:
+    """Candidates of these plans, those left out whose ranks would wait for each other."""
+    candidates = []
+    for plan in plans:
+        try:
+            candidates.append(judge(plan, context))
+        except PlanError:
+            continue
+    return candidates
