@@ -168,11 +168,19 @@ def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **ch
     """What the steps say that follow one that failed in a backward, which the loop caught."""
     host, told = _host(world, changes), []
 
+    receive = Executor._receive
+
     def failing(*_: Any) -> None:
         raise RuntimeError("planted")
 
+    def failing_backward(self: Any, action: Any) -> None:
+        (failing if action.op.kind == "B" else receive)(self, action)
+
     for number in range(3):
-        with patch.object(Executor, "_backward", failing) if number == 0 else ExitStack():
+        with ExitStack() as stack:
+            if number == 0:
+                stack.enter_context(patch.object(Executor, "_backward", failing))
+                stack.enter_context(patch.object(Executor, "_receive", failing_backward))
             try:
                 host.gradients(_plan(host, plan), tokens(lengths))
             except (EvenloadError, RuntimeError) as error:

@@ -170,7 +170,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "num_stages": limits.num_stages,
             "layers_per_stage": limits.layers_per_stage,
         }
-        plan = random_plan(seed, lengths, **sizes, **how)
+        plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
         plan = check(replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)))
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
