@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FLOORS := core data runtime plugins integrations patches commands
-# Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs.
-WORKERS ?= 2
+# Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs. Some tests
+# wait for ranks that hang, so two cores have work for three processes.
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
@@ -14,7 +15,9 @@ export GLOO_SOCKET_IFNAME ?= lo
 .PHONY: train test check explore mutants lint types contracts docs clean
 
 train: $(READY)
-	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order
+	mkdir -p runs/quickstart
+	$(BIN)/evenload train recipes/quickstart.yaml --against stock,in_order --trace runs/quickstart/trace.json \
+	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
 	$(PYTEST) -m "not gpu"

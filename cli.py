@@ -44,14 +44,23 @@ def train(
     nproc: NumRanks = None,
     against: Against = "",
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, measured and predicted.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="With --against: write a picture (PNG).")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="With --against: write a page to read (HTML).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train on the recipe's trainer; with --against, baselines train first on the same batches."""
+    """Train on the recipe's trainer; with --against, baselines train the same batches in turn, each its own model."""
     from .commands._shared import tables
+    from .commands.pictures import refuse
 
     names = _names(against)
+    if (plot or report) and not names:
+        do = "add --against stock, or use --trace for evenload alone"
+        raise EvenloadError("a picture of a run shows it beside baselines", "--plot or --report without --against", do)
+    refuse(plot=plot, report=report)
     chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
-    _run_ranks(chosen, nproc, as_json, tables.train, "train", names)
+    _run_ranks(chosen, nproc, as_json, tables.train, "train", names, pictures={"plot": plot, "report": report})
 
 
 @app.command()

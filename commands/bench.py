@@ -1,9 +1,9 @@
 """evenload against baselines, alternating on the same batches in one run of one model.
 
-Every step each variant plans and trains the same global batch; the order rotates, so that drift of the machine's speed
-meets all alike. ``of_totals`` is a baseline's seconds over evenload's, all steps summed; ``median`` and ``quartiles``
-are of the ratios step by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps
-summed: what balance alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
+Every step each variant plans and trains the same global batch, in turn (`measuring`). ``of_totals`` is a baseline's
+seconds over evenload's, all steps summed; ``median`` with its ``interval``, and ``quartiles``, are of the ratios step
+by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps summed: what balance
+alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
 
 Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
 ``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,
@@ -20,40 +20,24 @@ needs are not.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..core.costs.memory import peaks_of_stage
-from ..core.planning.planner import Planned, Planner, alone
+from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import simulate
 from ..integrations.host import UPDATE
 from ..runtime.measure.memory import Levels
 from ._shared.bubbles import bubbles_of
 from ._shared.job import Job, run_rank
-from ._shared.recording import gather_spans
+from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
+from ._shared.metrics import Taken
 from ._shared.show import progress
-from .train import learning_rate
 
-OURS = "evenload"
 WARMUP_STEPS = 1
-
-
-class Run(NamedTuple):
-    """One run of one plan."""
-
-    step_s: float
-    """Of the slowest rank."""
-    busy_s: npt.NDArray[np.float64]
-    """Of each rank of the plane."""
-    wait_s: float
-    loss: float
-    bubble_frac: float
-    """Known to the rank that reports."""
 
 
 @dataclass
@@ -72,6 +56,8 @@ class Measured:
     peak_bytes: list[float] = field(default_factory=list)
     """Of each stage's rank of the most; of one step."""
     predicted_peak_bytes: list[float] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    """Of its plans."""
     loss: float = 0.0
 
     @property
@@ -124,17 +110,18 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
     names = [*against, OURS]
     hardest: tuple[float, dict[str, Planned]] | None = None
     planner = job.planner(job.drawing())
+    followers = {name: Follower(replace(job.chain, instead=name)) for name in against}
     measured = {name: Measured() for name in names}
     steps = recipe.train.steps + WARMUP_STEPS
     with progress(job.leads) as bar, bar.task("bench", (steps * repeats + 1) * len(names)) as tick:
         for step in range(steps):
             job.watchdog.at("waiting for the plan", step)
             ours = planner.next()
-            plans = {name: ours if name == OURS else _planned(job, name, ours) for name in names}
-            runs: dict[str, list[Run]] = {name: [] for name in names}
+            plans = {**{name: follower.plan(ours.draw) for name, follower in followers.items()}, OURS: ours}
+            runs: dict[str, list[Taken]] = {name: [] for name in names}
             for turn in range(step, step + repeats):
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    runs[name].append(_measure(job, plans[name], step))
+                for name in in_turn(names, turn):
+                    runs[name].append(measure_step(job, plans[name], step, record=True))
                     tick(name)
             for name in names if step >= WARMUP_STEPS else ():
                 _count(job, plans[name], runs[name], measured[name])
@@ -146,31 +133,6 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
             measured[name].predicted_peak_bytes = _predicted_peaks(planned)
             tick(f"memory of {name}")
     return _result(job, measured, repeats)
-
-
-def _planned(job: Job, name: str, ours: Planned) -> Planned:
-    """A baseline's plan of the same batch; its planning is not counted, which favours it."""
-    chain = replace(job.chain, instead=name)
-    return Planner(chain, lambda: ours.draw, background=False, exchange=alone).next()
-
-
-def _measure(job: Job, planned: Planned, step: int) -> Run:
-    job.watchdog.at("lining up", step, waits=True)
-    job.gather(0.0)
-    start = time.perf_counter()
-    result = job.host.train_step(
-        planned.plan,
-        job.tokens_of(planned.draw),
-        lr=learning_rate(step, job.recipe.train),
-        mark=lambda where: job.watchdog.at(where, step),
-        record=True,
-    )
-    step_s = time.perf_counter() - start
-    job.watchdog.at("comparing times", step, waits=True)
-    rows = job.gather(step_s, result.busy_s, planned.waited_s)
-    spans = gather_spans(result.spans)
-    bubble_frac = bubbles_of([spans]).frac if job.leads else 0.0
-    return Run(float(rows[:, 0].max()), job.of_plane(rows[:, 1]), float(rows[:, 2].max()), result.loss, bubble_frac)
 
 
 def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
@@ -197,21 +159,21 @@ def _predicted_peaks(planned: Planned) -> list[float]:
     return [max(peak for peak, _ in peaks_of_stage(plan, stage)) for stage in range(plan.limits.num_stages)]
 
 
-def _count(job: Job, planned: Planned, runs: list[Run], into: Measured) -> None:
+def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> None:
     """The medians of a step's runs."""
     wait_s = runs[0].wait_s
-    into.step_s.append(float(np.median([run.step_s for run in runs])) + wait_s)
-    into.busy.append(np.median([run.busy_s for run in runs], axis=0))
+    into.step_s.append(float(np.median([run.step_s - run.wait_s for run in runs])) + wait_s)
+    into.busy.append(np.median([run.busy_s.sum(axis=0) for run in runs], axis=0))
+    into.digests.append(planned.plan.digest)
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
     simulated = simulate(planned.plan, job.chain.context, record=False)
     into.predicted_s.append(simulated.step_s)
-    into.bubbles.append(float(np.median([run.bubble_frac for run in runs])))
+    into.bubbles.append(float(np.median([bubbles_of([run.spans]).frac for run in runs])))
     into.predicted_bubbles.append(simulated.bubble_frac)
-    # Like `Job.of_plane`: all stages and tensor-parallel peers together.
-    into.predicted_busiest_s.append(job.host.layout.tp * float(simulated.busy_s.sum(axis=0).max()))
-    into.loss = runs[-1].loss
+    into.predicted_busiest_s.append(float(simulated.busy_s.sum(axis=0).max()))
+    into.loss = runs[-1].result.loss
 
 
 def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, Any]:
@@ -219,15 +181,15 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
     ratio = {}
     for name, baseline in measured.items():
         if name != OURS:
+            compared = compare(baseline.step_s, ours.step_s)
             each = np.array(baseline.step_s) / np.array(ours.step_s)
-            low, median, high = np.quantile(each, [0.25, 0.5, 0.75]).tolist()
             ratio[name] = {
-                "median": median,
-                "quartiles": [low, high],
-                "of_totals": sum(baseline.step_s) / sum(ours.step_s),
+                **compared,
+                "quartiles": np.quantile(each, [0.25, 0.75]).tolist(),
                 "of_busiest": baseline.busiest_s / ours.busiest_s,
                 "ceiling": baseline.imbalance,
-                "of_ceiling": sum(baseline.step_s) / sum(ours.step_s) / baseline.imbalance,
+                "of_ceiling": compared["of_totals"] / baseline.imbalance,
+                "same_plans": baseline.digests == ours.digests,
             }
     return {
         "host": job.host.describe(),

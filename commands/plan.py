@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -70,11 +70,13 @@ class Outlook:
     lengths: npt.NDArray[np.int64]
     """Tokens of every sample of the file, as training would cut them."""
     steps: tuple[PlannedStep, ...]
+    times: Literal["predicted", "measured"] = "predicted"
+    """What the seconds of its steps are; bounds and bytes are predicted in either case."""
 
     def to_json(self, *, explain: bool = False) -> dict[str, Any]:
         """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
         return {
-            "predicted": True,
+            "predicted": self.times == "predicted",
             "costs": self.chain.context.costs.source,
             "cluster": self.chain.context.cluster.name,
             "layout": vars(self.chain.context.layout),

@@ -45,10 +45,10 @@ from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
-from ..core.machine.shape import shape_of
 from ..core.plan.memory_cost import MemoryCost
 from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.sizes import shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import LinkFit, measure_links
@@ -113,8 +113,8 @@ def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
 def _profile(job: Job, out: Path) -> dict[str, Any]:
     job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
-    config = getattr(recipe.plugins, "packing", None)
-    cap = config.max_tokens if config and config.enabled else recipe.data.max_length
+    cap = job.chain.caps.max_tokens
+    cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")

@@ -1,93 +1,143 @@
-"""Train a recipe: plan, run, log, save; again with each baseline, if asked, for the table."""
+"""Train a recipe: plan, run, log, save; beside it, if asked, baselines that train the same batches in turn with it.
+
+Every variant has a trainer of its own, all begin with the same weights, and each trains on its own plans of the same
+batches: so losses can be compared at every step, and evenload's run has the losses, samples and checkpoints that it has
+alone. The device holds a model for every variant; `bench` needs one for all.
+"""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import EvenloadError, RankError
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.sections import Train
 from ._shared.drawing import num_waiting
 from ._shared.job import Job, logger, open_host, run_rank
+from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Idle, Row, Taken, summary, writer
 from ._shared.recording import Recording
 from ._shared.refitting import PredictedStep, Refitting, predict_step
-from ._shared.show import Progress, progress
+from ._shared.show import progress
 from .saving.resuming import drawing_after, keep, resume
 
-
-def train(recipe: Recipe, against: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """Train on this rank; with ``against``, each baseline trains first on the same batches. Lists every step."""
-    return run_rank(recipe, lambda job: _train_all(job, against))
+Pictures = Mapping[str, Path | None]
+"""Where ``plot`` and ``report`` of the measured steps go; None where they are not asked for."""
 
 
-def _train_all(job: Job, against: tuple[str, ...]) -> dict[str, Any]:
-    variants: dict[str, Any] = {}
-    recording = Recording(job)
-    with progress(job.leads) as bar:
-        for name in against:
-            fresh = replace(job, host=open_host(job.recipe, job.world))
-            _, variants[name] = _run(fresh, name, bar, recording)
-            fresh.host.close()
-        rows, own = _run(job, "", bar, recording)
+def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
+    """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
+    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}))
+
+
+def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[str, Any]:
+    job.say_stock("train")
+    with ExitStack() as trainers:
+        others = [replace(job, host=open_host(job.recipe, job.world)) for _ in against]
+        for other in others:
+            trainers.callback(other.host.close)
+        state = resume(job, beside=[other.host for other in others]) if job.recipe.checkpoint.resume else None
+        first = state["step"] if state else 0
+        if first >= job.recipe.train.steps:
+            logger.warning(
+                "no step is trained: the checkpoint is of step %d, train.steps is %d", first, job.recipe.train.steps
+            )
+        variants = {name: _Variant(other, name, state) for name, other in zip(against, others, strict=True)}
+        variants[OURS] = _Variant(job, OURS, state)
+        recording = Recording(job, first, pictures)
+        _run(job, variants, state, recording)
+    own = variants[OURS]
+    results = {name: variant.result() for name, variant in variants.items()}
+    rates = {name: results[name]["tokens_per_s"] for name in against}
     return {
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "data": job.source.report(),
-        "steps": [asdict(row) for row in rows],
-        **own,
-        "variants": {**variants, "evenload": own},
-        "ratio": {name: own["tokens_per_s"] / v["tokens_per_s"] for name, v in variants.items() if v["tokens_per_s"]},
+        "steps": [asdict(row) for row in own.rows],
+        **results[OURS],
+        "variants": results,
+        "ratio": {name: results[OURS]["tokens_per_s"] / rate for name, rate in rates.items() if rate},
+        "comparison": {name: variants[name].beside(own) for name in against},
         "trace": recording.written,
+        "pictures": recording.draw(),
         "bubbles": recording.bubbles(),
     }
 
 
-def _run(job: Job, baseline: str, bar: Progress, recording: Recording) -> tuple[list[Row], dict[str, Any]]:
-    """All steps with one planner, and what they come to; only evenload's own run resumes and saves."""
-    recipe, keeps, name = job.recipe, not baseline, baseline or "evenload"
-    state = resume(job) if keeps and recipe.checkpoint.resume else None
+class _Variant:
+    """One way to plan the run's batches, with a trainer, costs and numbers of its own."""
+
+    def __init__(self, job: Job, name: str, state: Mapping[str, Any] | None) -> None:
+        self.job, self.name = job, name
+        chain = replace(job.chain, instead="" if name == OURS else name)
+        self.refitting = Refitting(job, chain, state.get("refit") if state else None)
+        self.rows: list[Row] = []
+        self.same_plans = True
+        """Whether it planned every step as evenload did."""
+        self._idle = Idle()
+
+    def step(
+        self, planned: Planned, step: int, executor: Executor, *, record: bool
+    ) -> tuple[Taken, PredictedStep | None]:
+        """Train one step and note what it took; the prediction of its plan on the rank that reports. Collective."""
+        # Beside the step: large plans take the simulator a second.
+        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.leads else None
+        with _underway(self.job, begun=bool(self.rows)):
+            taken = _take(self.job, planned, step, record=record)
+        predicted_step = future.result() if future else None
+        rate = learning_rate(step, self.job.recipe.train)
+        self.rows.append(_row(planned, taken, step, rate, predicted_step))
+        self._idle.add(taken)
+        return taken, predicted_step
+
+    def result(self) -> dict[str, Any]:
+        """What its steps come to."""
+        return {**summary(self.rows), "idle": self._idle.shares(), "refit": self.refitting.report()}
+
+    def beside(self, own: _Variant) -> dict[str, Any]:
+        """This baseline against evenload's run: times of the steps after the first, losses of all."""
+        seconds = [[row.step_s for row in variant.rows[1:]] for variant in (self, own)]
+        losses = [abs(row.loss / mine.loss - 1) for row, mine in zip(self.rows, own.rows, strict=True) if mine.loss]
+        return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
+
+
+def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, recording: Recording) -> None:
+    """All steps, every variant in its turn; only evenload's own run is logged and saved."""
+    recipe, own = job.recipe, variants[OURS]
     first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
-    refitting = Refitting(job, replace(job.chain, instead=baseline), state.get("refit") if state else None)
-    planner = job.planner(drawing, refitting.chain, refitting.first)
-    rows: list[Row] = []
-    idle = Idle()
-    with (
-        writer(recipe if job.leads and keeps else None) as write,
-        bar.task(name, recipe.train.steps) as tick,
-        ThreadPoolExecutor(1) as aside,
-    ):
+    planner = job.planner(drawing, own.refitting.chain, own.refitting.first)
+    followers = {name: Follower(v.refitting.chain, v.refitting.first) for name, v in variants.items() if v is not own}
+    planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
+    with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
+        write = opened.enter_context(writer(recipe if job.leads else None))
+        bar = opened.enter_context(progress(job.leads))
+        ticks = {name: opened.enter_context(bar.task(name, recipe.train.steps - first)) for name in variants}
         for step in range(first, recipe.train.steps):
             job.watchdog.at("waiting for the plan", step)
-            with _underway(job, begun=bool(rows)):
-                planned = planner.next()
-                # On the rank that reports, beside the step: large plans take the simulator a second.
-                future = aside.submit(predict_step, planned, refits=refitting.on) if job.leads else None
-                measured = _take(job, planned, step, record=recording.wants(step, first))
-            predicted_step = future.result() if future else None
-            refitting.after(planner, step, planned, measured, predicted_step)
-            row = _row(planned, measured, step, learning_rate(step, recipe.train), predicted_step)
-            rows.append(row)
-            idle.add(measured)
-            write(row, planned)
-            tick(f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
-            if recording.wants(step, first):
-                recording.add(name, step, planned, measured.result.spans)
-                if keeps and not recording.wants(step + 1, first):
-                    recording.write()
-            if keeps and recipe.checkpoint.dir and _is_due(step + 1, recipe):
-                keep(job, recipe.checkpoint.dir, step, planned, refitting.state(planner))
-    if keeps and rows and rows[-1].waiting:
+            with _underway(job, begun=bool(own.rows)):
+                planned = {OURS: planner.next()}
+                planned |= {name: follower.plan(planned[OURS].draw) for name, follower in followers.items()}
+            taken: dict[str, Taken] = {}
+            for name in in_turn(list(variants), step):
+                variant = variants[name]
+                taken[name], predicted_step = variant.step(planned[name], step, executor, record=recording.wants(step))
+                variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
+                variant.refitting.after(planners[name], step, planned[name], taken[name], predicted_step)
+                row = variant.rows[-1]
+                ticks[name](f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
+            write(own.rows[-1], planned[OURS])
+            recording.add(step, planned, taken)
+            if recipe.checkpoint.dir and _is_due(step + 1, recipe):
+                keep(job, recipe.checkpoint.dir, step, planned[OURS], own.refitting.state(planner))
+    if own.rows and own.rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
-        logger.info("%d samples still wait for a later batch; %s", rows[-1].waiting, where)
-    return rows, {**summary(rows), "idle": idle.shares(), "refit": refitting.report()}
+        logger.info("%d samples still wait for a later batch; %s", own.rows[-1].waiting, where)
 
 
 @contextmanager
@@ -102,31 +152,16 @@ def _underway(job: Job, *, begun: bool) -> Iterator[None]:
 
 
 def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
-    """Run a step on all ranks and compare what they measured. Collective."""
-    if record:
-        job.watchdog.at("lining up", step, waits=True)
-        job.gather(0.0)
-    start = time.perf_counter()
-    result = job.host.train_step(
-        planned.plan,
-        job.tokens_of(planned.draw),
-        lr=learning_rate(step, job.recipe.train),
-        mark=lambda where: job.watchdog.at(where, step),
-        record=record,
-    )
-    step_s = time.perf_counter() - start + planned.waited_s
-    job.watchdog.at("comparing times", step, waits=True)
-    measured = job.gather(step_s, planned.plan_s, planned.waited_s, result.busy_s, result.forward_s)
+    """Train a step on all ranks. Collective. Raises RankError for a loss or a gradient that is not finite."""
+    taken = measure_step(job, planned, step, record=record)
     # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.
-    if not (math.isfinite(result.loss) and 0 <= result.grad_norm < math.inf):
+    if not (math.isfinite(taken.result.loss) and 0 <= taken.result.grad_norm < math.inf):
         raise RankError(
             "the loss or its gradient is not finite",
-            f"loss {result.loss}, gradient norm {result.grad_norm} at step {step}",
+            f"loss {taken.result.loss}, gradient norm {taken.result.grad_norm} at step {step}",
             "lower train.lr, or look at the data; the last good checkpoint is from an earlier step",
         )
-    slowest_s, plan_s, wait_s = measured[:, :3].max(axis=0).tolist()
-    seconds = job.of_stages(measured[:, 3:])
-    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1])
+    return taken
 
 
 def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted_step: PredictedStep | None) -> Row:
@@ -150,15 +185,6 @@ def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted_step: P
         bubble_frac=float(idle.mean()),
         bubble_worst=float(idle.max()),
     )
-
-
-def learning_rate(step: int, config: Train) -> float:
-    """A function of the step alone, so that a resumed run continues it. Warm-up is linear."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]
 
 
 def _is_due(done: int, recipe: Recipe) -> bool:

@@ -28,11 +28,11 @@ from ..runtime.watchdog.watchdog import Watchdog
 from ..runtime.world.agreement import everyone, from_first
 from ..runtime.world.world import World
 from ._shared.job import Job, hand_over, logger, open_trainer, open_world
+from ._shared.measuring import learning_rate
 from ._shared.preflight import preflight
 from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
 from .saving.resuming import drawing_after, keep, resume
-from .train import learning_rate
 
 STEPS = 3
 """Updates before and after the resume, unless told otherwise."""

@@ -2,7 +2,8 @@
 
 Patching the defining module at that moment means that every ``from module import name`` copies the patched name.
 Libraries ask `importlib.util.find_spec` whether a host exists long before anybody imports it, so a find is not an
-import: the finder stays until the body has run, or until it is cancelled.
+import: the finder stays until the body has run, or until it is cancelled. wrapt has import hooks too; they cannot be
+cancelled, so a session that is switched off would leave them behind, and this is by hand.
 """
 
 from __future__ import annotations

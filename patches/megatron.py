@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
@@ -16,7 +17,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel"
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
     """The rows; ``recipe`` says what to plan, and without one they only describe themselves."""
-    orders = recipe is not None and any(plugin.name == "pipeline" for plugin in recipe.enabled())
+    orders = recipe is not None and any(plugin.orders for plugin in recipe.enabled())
     return (
         Patch(
             name="megatron.schedule",
@@ -55,16 +56,16 @@ def release() -> None:
 
 
 def _planned(recipe: Recipe | None) -> Wrapper:
-    made: list[Any] = []
-
-    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @cache
+    def planned_steps() -> Any:
         from ..integrations.megatron.unmodified import loop as unmodified
 
-        if not made:
-            assert recipe is not None, "rows(None) are for the support table"
-            made.append(unmodified.PlannedSteps(recipe))
-        stock = wrapped(*args, **kwargs)
-        return made[0].around(stock, foreign_owner(stock, "megatron.core"))
+        assert recipe is not None, "rows(None) are for the support table"
+        return unmodified.PlannedSteps(recipe)
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned, stock = planned_steps(), wrapped(*args, **kwargs)
+        return planned.around(stock, foreign_owner(stock, "megatron.core"))
 
     return call
 

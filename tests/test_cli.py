@@ -227,7 +227,7 @@ def test_third_parties_register_through_entry_points(place: Path) -> None:
     """An installed package with an entry point: its plugin is listed, and recipes know its section."""
     (place / "theirs.py").write_text(
         "from evenload import Plugin, register\nfrom evenload.core.registry import PluginConfig\n"
-        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, situation, config: plan))\n"
+        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, context, config: plan))\n"
     )
     metadata = place / "theirs-1.0.dist-info"
     metadata.mkdir()

@@ -63,12 +63,6 @@ class Job:
         """(pipeline stage, plane rank) of every rank, int64 [world, 2]. Collective where it is first asked for."""
         return self.gather(self.host.pipeline_stage, self.host.dp_cp_rank).astype(np.int64)
 
-    def of_plane(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums over the tensor- and pipeline-parallel peers of each plane rank. [world, ...] -> [plane, ...]."""
-        out = np.zeros((self.host.layout.dp_cp_size, *per_rank.shape[1:]))
-        np.add.at(out, self._places[:, 1], per_rank)
-        return out
-
     def of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Means over tensor-parallel peers. [world, ...] -> [stages, plane, ...]."""
         layout = self.host.layout
@@ -102,11 +96,17 @@ class Job:
         )
 
     def say_unused(self, verb: str) -> None:
-        """Warn, on the rank that reports, of settings that train alone heeds."""
+        """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
+        self.say_stock(verb)
         log = self.recipe.log
         for name in ("trace", "jsonl", "tensorboard"):
             if getattr(log, name) is not None:
                 logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
+
+    def say_stock(self, verb: str) -> None:
+        """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
+        if not self.chain.links:
+            logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
 
     def tokens_of(self, draw: Draw) -> TokensOf:
         """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""

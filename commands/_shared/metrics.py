@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
+from ...core.simulate.step import Span
 from ...integrations.host import StepResult
 
 Write = Callable[["Row", Planned], None]
@@ -66,6 +67,8 @@ class Taken:
     """For the plan."""
     busy_s: Floats
     forward_s: Floats
+    spans: Sequence[Span] = ()
+    """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
 
 
 class Idle:

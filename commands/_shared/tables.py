@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
@@ -24,8 +25,9 @@ _MOST_FAULTS = 8
 
 
 def train(result: Result) -> Group:
-    """A row a variant, then a row a rank of every recorded one."""
-    return Group(_variants(result), *(_bubbles(name, rows) for name, rows in result["bubbles"].items()))
+    """A row a variant, then a row a rank of every recorded one; with baselines, what the run showed."""
+    bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
+    return Group(_variants(result), *bubbles, *closing(result["comparison"], result["host"]))
 
 
 def _variants(result: Result) -> Table:
@@ -66,6 +68,8 @@ def _variants(result: Result) -> Table:
     if result["delay_steps"] or result["waiting"]:
         caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
         caption += f"; {result['waiting']} samples still wait"
+    if result["pictures"]:
+        caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
     shown = slice(None if result["ratio"] else -1)  # without baselines nothing is faster
     return grid(f"training on {_machine(result)}", head[shown], [row[shown] for row in rows], caption)
 
@@ -90,7 +94,40 @@ def _bubbles(name: str, rows: list[Result]) -> Table:
     return grid(f"bubbles of {name}", head, cells, caption)
 
 
-def bench(result: Result) -> Table:
+def closing(comparison: Result, host: Result) -> list[Text]:
+    """One line that says what the alternating steps showed and what they did not; none without baselines."""
+    if not comparison:
+        return []
+    steps = next(iter(comparison.values()))["steps"]
+    losses = [one["loss_rel_diff"] for one in comparison.values() if one.get("loss_rel_diff") is not None]
+    alike = f"; losses differ by at most {max(losses):.1e} of their size" if losses else ""
+    missing = "other layouts and data, gradients (evenload verify)"
+    if host.get("device") == "cpu":
+        missing = f"GPUs, {missing}"
+    if all(one["interval"] is None for one in comparison.values()):
+        shown = f"no difference, as {steps} alternating steps are too few to tell (6 at least)"
+    else:
+        verdicts = ", ".join(_verdict(name, one) for name, one in comparison.items())
+        shown = f"over {steps} alternating steps (median, 95 % interval) evenload is {verdicts}"
+    return [plain(f"Shown: {shown}{alike}. Not shown: {missing}.", "bold")]
+
+
+def _verdict(name: str, compared: Result) -> str:
+    """evenload beside one baseline; a difference within the noise is none."""
+    if compared["same_plans"]:
+        return f"{name} itself, whose plan it runs in every step"
+    low, high = compared["interval"]
+    if low <= 1 <= high:
+        return f"as fast as {name} within the noise ({low:.2f}x to {high:.2f}x)"
+    return f"{compared['median']:.2f}x as fast as {name} ({low:.2f}x to {high:.2f}x)"
+
+
+def bench(result: Result) -> Group:
+    """A row a variant, then what the run showed."""
+    return Group(_bench(result), *closing(result["ratio"], result["host"]))
+
+
+def _bench(result: Result) -> Table:
     rows = []
     for name, rate in result["tokens_per_s"].items():
         ratio = result["ratio"].get(name)

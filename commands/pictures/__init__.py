@@ -1,4 +1,4 @@
-"""Pictures of what `plan` found: a trace for Perfetto, a plot, a page to read. Everything in them is predicted."""
+"""Pictures of steps that `plan` predicted or `train` measured: a trace for Perfetto, a plot, a page to read."""
 
 from __future__ import annotations
 

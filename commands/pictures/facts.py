@@ -106,6 +106,8 @@ class Facts:
     lengths: npt.NDArray[np.int64]
     """Tokens of every sequence of the file, as training would cut them."""
     context: PlanningContext
+    times: str
+    """``predicted`` or ``measured``: what the seconds are."""
     remapped: bool
     """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
     fixed_bytes: float
@@ -117,18 +119,19 @@ class Facts:
         return sum(len(one.plan.lengths) for one in self.ours.steps)
 
     @property
-    def predicted(self) -> str:
+    def basis(self) -> str:
         """What the headline's numbers are."""
         steps = len(self.ours.steps)
-        return "(predicted)" if steps == 1 else f"(predicted, mean of {steps:,} steps)"
+        return f"({self.times})" if steps == 1 else f"({self.times}, mean of {steps:,} steps)"
 
     @property
-    def stock(self) -> Planner:
+    def reference(self) -> Planner:
+        """The baseline of the headline: stock, where it is among them."""
         return self.others[0]
 
     @property
     def rival(self) -> Planner | None:
-        """The fastest baseline other than stock; of equals the first."""
+        """The fastest baseline other than the reference; of equals the first."""
         best: Planner | None = None
         for one in self.others[1:]:
             if best is None or one.step_s < best.step_s * (1 - _TIE):
@@ -138,14 +141,14 @@ class Facts:
     @property
     def shown(self) -> tuple[Planner, ...]:
         """Those that the timelines show: stock, the strongest of the others, evenload."""
-        wanted = (self.stock, self.rival, self.ours) if self.remapped else (self.stock,)
+        wanted = (self.reference, self.rival, self.ours) if self.remapped else (self.reference,)
         return tuple(one for one in wanted if one is not None)
 
     @property
     def ranked(self) -> tuple[Planner, ...]:
         """All planners, slowest first; evenload is the last of equals."""
         if not self.remapped:
-            return (self.stock,)
+            return (self.reference,)
         ours_s = self.ours.step_s
 
         def key(one: Planner) -> tuple[float, bool]:
@@ -171,6 +174,7 @@ def facts_of(outlook: Outlook) -> Facts:
         bounds[0],
         outlook.lengths,
         context,
+        outlook.times,
         bool(outlook.chain.links),
         fixed_bytes(context.costs.memory, outlook.chain.limits),
     )

@@ -96,7 +96,7 @@ def write_plot(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        say = "seconds of the first step, predicted"
+        say = f"seconds of the first step, {facts.times}"
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
@@ -106,13 +106,14 @@ def write_plot(outlook: Outlook, path: Path) -> None:
 
 
 def _headline(facts: Facts) -> str:
-    ours, stock, rival = facts.ours, facts.stock, facts.rival
+    ours, other, rival = facts.ours, facts.reference, facts.rival
     if not facts.remapped:
-        return f"stock {seconds(stock.step_s)} a step; no plugin is switched on {facts.predicted}"
-    text = f"evenload {seconds(ours.step_s)} a step, stock {seconds(stock.step_s)}: {stock.step_s / ours.step_s:.2f}x"
+        return f"stock {seconds(other.step_s)} a step; no plugin is switched on {facts.basis}"
+    text = f"evenload {seconds(ours.step_s)} a step, {other.label} {seconds(other.step_s)}: "
+    text += f"{other.step_s / ours.step_s:.2f}x"
     if rival is not None:
         text += f"; {rival.label} {seconds(rival.step_s)}: {rival.step_s / ours.step_s:.2f}x"
-    return f"{text} {facts.predicted}"
+    return f"{text} {facts.basis}"
 
 
 def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part]:

@@ -1,4 +1,4 @@
-"""A page to read in a minute: one HTML file without scripts or requests, every number predicted."""
+"""A page to read in a minute: one HTML file without scripts or requests, its times predicted or measured."""
 
 from __future__ import annotations
 
@@ -54,25 +54,28 @@ def page_of(outlook: Outlook) -> str:
         _fine_print(facts, outlook),
     )
     template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.substitute(title="evenload: what it gains, predicted", body=body)
+    return template.substitute(title=f"evenload: what it gains, {facts.times}", body=body)
 
 
 def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
-    ours, stock, rival = facts.ours, facts.stock, facts.rival
-    ratio = stock.step_s / ours.step_s
+    ours, other, rival = facts.ours, facts.reference, facts.rival
+    ratio = other.step_s / ours.step_s
     layout, cluster = facts.context.layout, facts.context.cluster
-    eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {counted(len(outlook.steps), 'step')} planned"
+    done = "planned" if facts.times == "predicted" else "trained"
+    eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {counted(len(outlook.steps), 'step')} {done}"
     if not facts.remapped:
         head = join("Stock: ", duration(ours.step_s), " a step. No plugin is switched on")
     elif ratio > 1 + _SAME:
         head = join(
-            *("evenload: ", duration(ours.step_s), " a step instead of ", duration(stock.step_s), ": ", factor(ratio)),
+            *("evenload: ", duration(ours.step_s), " a step instead of ", duration(other.step_s), ": ", factor(ratio)),
         )
     elif ratio > 1 - _SAME:
-        head = join("evenload: ", duration(ours.step_s), " a step, as stock: nothing to gain here")
+        head = join("evenload: ", duration(ours.step_s), f" a step, as {other.label}: nothing to gain here")
     else:
-        head = join("evenload: ", duration(ours.step_s), " a step, slower than stock's ", duration(stock.step_s))
-    lead = [tag("h1", head, " ", tag("small", facts.predicted))]
+        head = join(
+            "evenload: ", duration(ours.step_s), f" a step, slower than {other.label}'s ", duration(other.step_s)
+        )
+    lead = [tag("h1", head, " ", tag("small", facts.basis))]
     if rival is not None:
         lead.append(tag("p", *_against(ours, rival), class_="lead"))
     if any(notes) and ratio < 1.05:
@@ -194,7 +197,12 @@ def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
     if late:
         lines["late"] = f"tokens are trained {late:.2g} steps late in the mean"
     rows = [cell for name, text in lines.items() for cell in (tag("dt", name), tag("dd", text))]
-    say = "Everything on this page is predicted, except the time that planning took."
+    say = (
+        "Everything on this page is predicted, except the time that planning took."
+        if facts.times == "predicted"
+        else "Times are measured where this page was made. Predicted are the lower bound, which share of a pass is "
+        "padding, and what ranks hold."
+    )
     return section("fine", "Fine print", tag("p", say, class_="say"), tag("dl", *rows, class_="fine"))
 
 

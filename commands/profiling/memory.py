@@ -26,13 +26,13 @@ from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.machine.layout import Layout
-from ...core.machine.shape import shape_of
 from ...core.plan.limits import Limits
 from ...core.plan.memory_cost import MemoryCost
 from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from ...core.planning.setting import limits_of, stage_costs
 from ...core.planning.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
 from ...integrations.host import Host, Mark
 from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from .._shared.job import Job

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.planning.planner import Planned
+from ...integrations.host import Host
 from .._shared.drawing import Drawing
 from .._shared.job import Job, logger
 from . import checkpoints
@@ -29,8 +30,11 @@ def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, A
         return checkpoints.save(root, step + 1, state, job.host.save, job.recipe.checkpoint.keep)
 
 
-def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
+def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> dict[str, Any] | None:
     """Load the last good checkpoint of a folder (the recipe's), if there is one; its state. Collective.
+
+    Args:
+        beside: further trainers that go on from the same checkpoint.
 
     Raises:
         EvenloadError: it was made with other data or another model, or every checkpoint there is damaged.
@@ -57,7 +61,8 @@ def resume(job: Job, root: Path | None = None) -> dict[str, Any] | None:
             "choose another checkpoint.dir, or set checkpoint.resume=false",
         )
     with job.watchdog.working("loading the checkpoint"):
-        job.host.load(folder / "trainer")
+        for host in (job.host, *beside):
+            host.load(folder / "trainer")
     logger.info("resumed from %s at step %d", folder, state["step"])
     return state
 

@@ -1,16 +1,8 @@
-"""The sizes of a transformer that decide what it costs: from a recipe's fields or a Hugging Face config.json."""
+"""The sizes of a transformer that decide what it costs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from ..errors import shorten
-from ..input import reading
-from ..input.bounds import SIZE, whole_number
-from ..recipe.sections import Model
-
-BYTE_VOCABULARY = 256
+from typing import NamedTuple
 
 
 class Shape(NamedTuple):
@@ -49,54 +41,3 @@ class Shape(NamedTuple):
     def parameters(self) -> int:
         """All weights, the embedding among them (norms and biases left out: below 0.1 %)."""
         return self.weights + self.hidden_size * self.vocab_size
-
-
-def shape_of(model: Model) -> Shape:
-    """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
-    if model.config is None:
-        head = model.hidden_size // model.num_attention_heads
-        return Shape(
-            model.num_layers,
-            model.hidden_size,
-            model.ffn_size,
-            model.hidden_size,
-            head * model.kv_heads,
-            model.vocab_size or BYTE_VOCABULARY,
-            model.gated,
-        )
-    fields = _fields_of(model.config)
-    heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
-    head = _size(fields, "head_dim", max(1, hidden // heads))
-    return Shape(
-        _size(fields, "num_hidden_layers"),
-        hidden,
-        _size(fields, "intermediate_size"),
-        head * heads,
-        head * _size(fields, "num_key_value_heads", heads),
-        _size(fields, "vocab_size"),
-        fields.get("hidden_act", "silu") in ("silu", "swish"),
-    )
-
-
-def heads_of(model: Model) -> int:
-    """Query heads. Raises EvenloadError for a config.json that does not say."""
-    if model.config is None:
-        return model.num_attention_heads
-    return _size(_fields_of(model.config), "num_attention_heads")
-
-
-_DO = (
-    "give a Hugging Face config.json with hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and "
-    "vocab_size"
-)
-
-
-def _fields_of(path: Path) -> dict[str, Any]:
-    name = f"model.config {shorten(str(path))}"
-    return reading.mapping(reading.read_json(path, name, _DO), name, _DO)
-
-
-def _size(fields: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size of a config.json; ``default`` where it is left out, null or 0. Raises EvenloadError."""
-    value = fields.get(key)
-    return default if default is not None and not value else whole_number(value, f"{key} of model.config", SIZE, do=_DO)

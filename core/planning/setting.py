@@ -9,9 +9,9 @@ from ..costs.context import PlanningContext
 from ..costs.traffic import Sharding, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
-from ..machine.shape import heads_of, shape_of
 from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
+from ..recipe.sizes import heads_of, shape_of
 from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
 from .stock import UNCAPPED
 

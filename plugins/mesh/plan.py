@@ -7,7 +7,7 @@ rounds   all ranks run one micro-batch at a time, in which long sequences are on
 groups   rounds in disjoint groups of ranks (`groups`; FlexSP, arXiv 2412.01523)
 chains   long sequences in slices, each slice on several ranks (`chains`): where even all ranks cannot hold one at once,
          and in pipelines, whose stages wait less for smaller micro-batches
-given    the plan that came in, of the packing plugin; where sequences are few, also the plans of others (`baselines`)
+incoming the plan that came in, of the packing plugin; where sequences are few, also the plans of others (`baselines`)
 
 Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The
 degree of a sequence is chosen by the seconds that further ranks save and cost, with memory as a cap only; any number of
@@ -17,108 +17,126 @@ ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from ...core.aliases import Ints
 from ...core.costs.context import PlanningContext
-from ...core.costs.memory import activation_budget_bytes, fixed_bytes
+from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError, PlanError
 from ...core.laws import check
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
+from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, judge, judged
 from ...core.planning.stock import UNCAPPED
-from ...core.simulate.step import simulate
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
 from .candidates.host_offload import offloaded
 from .candidates.slice_chains import chained
-from .candidates.uncut import candidates
+from .candidates.uncut import uncut
 from .config import MeshConfig
-from .cost_table import LEAST_TOKENS, SequenceCosts, cost_table_of
+from .cost_table import LEAST_TOKENS, CostTable, SequenceCosts, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
 from .emit.step import lengths_of, limits_for, step
 from .settings import breaks
 
 _FEW = 4
-"""Sequences to a rank up to which all plans of others are judged too: few do not level, and luck decides."""
+"""Sequences to a rank up to which all plans of others are judged here too: few do not level, and luck decides."""
+_PLAYED = 1 << 18
+"""Passes of all stages that are played for plans of slices, the most promising first; one is played in any case."""
 
 
-class _Judged(NamedTuple):
-    plan: StepPlan
-    step_s: float
-    held_bytes: float
-
-
-def plan(given: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
     """The plan of the same batch with ranks shared out anew. Raises EvenloadError for what no ranks here can hold."""
-    lengths, limits = lengths_of(given), limits_for(given, context, config)
-    comes = _under(given, limits)
+    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
+    kept = _under(incoming, limits)
     if limits.whole_sequences:
-        return comes or _on_single_ranks(given, limits, context, config)
-    if comes and limits.num_ranks == 1:
-        return comes
+        return kept or _on_single_ranks(incoming, limits, context, config)
+    if kept and limits.num_ranks == 1:
+        return kept
     if not len(lengths):
-        return step(given, limits, [], "mesh")
+        return step(incoming, limits, [], "mesh")
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
     anywhere = cost_table.of(lengths)
     shares = anywhere.under(limits.max_tokens)
-    found = [_judge(comes, context)] if comes else []
+    candidates = [judge(kept, context)] if kept else []
     too_long = not np.isfinite(shares.fastest).all()
-    for made in () if too_long else candidates(given, limits, cost_table, anywhere, config):
-        found += _judged(made, context)
+    if not too_long:
+        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context)
+    notes: list[str] = []
     if too_long or limits.num_stages > 1:
-        room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
-        price = context.costs.forward.plus(context.costs.backward)
-        ways = sorted(
-            chained(lengths, cost_table, limits),
-            key=lambda strategy: compute_seconds(strategy, price, limits.num_stages),
-        )
-        for blocks in ways[: 2 + 2 * config.effort]:
-            found += _judged(fitted(in_blocks(given, limits, blocks, "mesh (chains)"), room), context)
-    if not found:
+        candidates += judged(_sliced(incoming, limits, cost_table, config, notes), context)
+    if not candidates:
         _refuse_longer(lengths, shares, limits)
-    for other in _of_others(given, limits, context, config):
-        found += _judged(other, context)
-    memory = context.costs.memory
-    room = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
-    if config.offload == "auto" and found and all(one.held_bytes > room for one in found):
-        fastest = min(found, key=lambda one: one.step_s)
-        for other in offloaded(fastest.plan, context):
-            found += _judged(other, context)
-    found.sort(key=lambda one: (one.held_bytes > room, one.step_s))
-    bound_s = lower_bound_s(lengths, limits, context, config)
-    problem: PlanError | None = None
-    for one in found:
+    others = _baselines(incoming, limits, context, config)
+    candidates += judged(others.values(), context)
+    if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
+        quickest = min(candidates, key=fastest)
+        candidates += judged(offloaded(quickest.plan, context), context)
+    chosen = _lawful(candidates)
+    if chosen is None:
+        raise EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+    return beside(
+        chosen.revised(
+            made_by=_made_by(incoming, chosen),
+            bound_s=lower_bound_s(lengths, limits, context, config),
+            notes=(*chosen.notes, *_notes(chosen, candidates), *notes),
+        ),
+        (f"mesh.{name}" for name in others),
+    )
+
+
+def _lawful(candidates: list[Candidate]) -> StepPlan | None:
+    """The best candidate that breaks no law; None without any. Raises PlanError where each of them breaks one."""
+    left, problem = list(candidates), None
+    while (chosen := best(left, (FASTEST,), unfit=fastest)) is not None:
         try:
-            best = check(replace(one.plan, bound_s=bound_s, notes=(*one.plan.notes, *_notes(one, found))))
+            return check(chosen.plan)
         except PlanError as error:
             problem = error
-            continue
-        return replace(best, made_by=_made_by(given, best))
-    raise problem or EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+            left.remove(chosen)
+    if problem:
+        raise problem
+    return None
 
 
-def _under(given: StepPlan, limits: Limits) -> StepPlan | None:
+def _sliced(
+    incoming: StepPlan, limits: Limits, cost_table: CostTable, config: MeshConfig, notes: list[str]
+) -> Iterator[StepPlan]:
+    """Plans of sequences in slices, the most promising divisions first, as many as there is work for; rest is noted."""
+    context = cost_table.context
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    price = context.costs.forward.plus(context.costs.backward)
+    divisions = chained(lengths_of(incoming), cost_table, limits, notes)
+    ranked = sorted(divisions, key=lambda blocks: compute_seconds(blocks, price, limits.num_stages))
+    passes = 0
+    for blocks in ranked[: 2 + 2 * config.effort]:
+        if passes > _PLAYED:
+            notes.append("mesh: a large batch in slices: not every division of it was simulated")
+            return
+        draft = in_blocks(incoming, limits, blocks, "mesh (chains)")
+        passes += 2 * sum(len(m.ranks) for m in draft.micro_batches) * limits.num_stages
+        yield fitted(draft, budget_bytes)
+
+
+def _under(incoming: StepPlan, limits: Limits) -> StepPlan | None:
     """The plan that came in under these limits; None where there is none, or it is over their cap."""
-    if not given.micro_batches:
+    if not incoming.micro_batches:
         return None
-    most = max(max(tokens_of_ranks(m).values()) for m in (*given.micro_batches, *given.backward))
+    most = max(max(tokens_of_ranks(m).values()) for m in (*incoming.micro_batches, *incoming.backward))
     if most > limits.max_tokens:
         return None
-    return given if given.limits == limits else given.revised(limits=limits)
+    return incoming if incoming.limits == limits else incoming.revised(limits=limits)
 
 
-def _on_single_ranks(given: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan:
+def _on_single_ranks(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan:
     """For hosts that cut and share nothing. Raises EvenloadError for a sequence over a cap that the recipe sets."""
-    alone = cp_1(given, context, config)
+    alone = cp_1(incoming, context, config)
     if alone.limits.max_tokens == limits.max_tokens:
         return alone
-    longest = int(given.lengths.max())
-    if config.max_tokens is not None or given.limits.max_tokens < UNCAPPED:
+    longest = int(incoming.lengths.max())
+    if config.max_tokens is not None or incoming.limits.max_tokens < UNCAPPED:
         raise EvenloadError(
             "a sequence is longer than a micro-batch may be, in a loop that runs each on one rank",
             f"{longest} tokens, the cap is {limits.max_tokens}",
@@ -128,26 +146,19 @@ def _on_single_ranks(given: StepPlan, limits: Limits, context: PlanningContext, 
     return alone.revised(notes=(*alone.notes, note))
 
 
-def _of_others(given: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> Iterator[StepPlan]:
-    """Baselines that keep the settings. With many sequences degrees by memory alone may level best, others never do."""
-    few, free = len(given.lengths) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
-    for name in BASELINES if few else ("memory_degree",) if free else ():
-        other = BASELINES[name](given, context, config)
-        if other.limits.max_tokens == limits.max_tokens and not breaks(other, config):
-            yield replace(other, made_by=f"mesh ({name})")
-
-
-def _judged(made: StepPlan, context: PlanningContext) -> list[_Judged]:
-    """Nothing for a plan whose ranks would wait for each other."""
-    try:
-        return [_judge(made, context)]
-    except PlanError:
-        return []
-
-
-def _judge(made: StepPlan, context: PlanningContext) -> _Judged:
-    found = simulate(made, context, record=False)
-    return _Judged(made, found.step_s, float(found.peak_bytes.max()))
+def _baselines(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> dict[str, StepPlan]:
+    """Baselines that keep caps and settings. With many sequences degrees by memory alone may level best."""
+    few, free = len(incoming.lengths) <= _FEW * limits.num_ranks, not limits.equal_counts and limits.num_stages == 1
+    plans = {
+        name: BASELINES[name](incoming, context, config)
+        for name in BASELINES
+        if few or (name == "memory_degree" and free)
+    }
+    return {
+        name: plan.revised(made_by=f"mesh ({name})")
+        for name, plan in plans.items()
+        if plan.limits.max_tokens == limits.max_tokens and not breaks(plan, config)
+    }
 
 
 def _refuse_longer(lengths: Ints, shares: SequenceCosts, limits: Limits) -> None:
@@ -162,20 +173,20 @@ def _refuse_longer(lengths: Ints, shares: SequenceCosts, limits: Limits) -> None
         )
 
 
-def _made_by(given: StepPlan, best: StepPlan) -> str:
-    if best.made_by.startswith("mesh"):
+def _made_by(incoming: StepPlan, chosen: StepPlan) -> str:
+    if chosen.made_by.startswith("mesh"):
         return "mesh"
-    return f"{given.made_by}, mesh" if given.made_by else "mesh"
+    return f"{incoming.made_by}, mesh" if incoming.made_by else "mesh"
 
 
-def _notes(best: _Judged, found: list[_Judged]) -> list[str]:
-    degrees = sorted({len(m.ranks) for m in best.plan.micro_batches if m.slices})
-    cp_groups = sorted({len(cp_group) for m in best.plan.micro_batches for cp_group in m.cp_groups})
-    ways = sorted({one.plan.made_by for one in found})
+def _notes(chosen: StepPlan, candidates: list[Candidate]) -> list[str]:
+    degrees = sorted({len(m.ranks) for m in chosen.micro_batches if m.slices})
+    cp_groups = sorted({len(cp_group) for m in chosen.micro_batches for cp_group in m.cp_groups})
+    names = sorted({one.plan.made_by for one in candidates})
     return [
-        f"{best.plan.made_by}: micro-batches on {_range(degrees)} ranks"
+        f"{chosen.made_by}: micro-batches on {_range(degrees)} ranks"
         + (f", sequences on {_range(cp_groups)}" if cp_groups else ""),
-        f"{len(found)} plans were simulated: {', '.join(ways)}",
+        f"{len(candidates)} plans were simulated: {', '.join(names)}",
     ]
 
 

@@ -20,6 +20,9 @@ Time is counted in the threads' own wake-ups, not by the clock: a machine that s
 itself, blames nobody; a rank that was held up while the others ended says so and ends too. One process prints: the
 culprit if it can, with its traceback or the place where it hangs, otherwise the rank that noticed. Under torchrun the
 culprit's error also becomes the root cause in torchrun's own report.
+
+By hand, since nobody else names the culprit: torchrun sees processes that have ended, NCCL's watchdog its own
+collectives, and gloo waits for its timeout.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import torch
 from evenload.api import load_plugins
 from evenload.commands import bench
-from evenload.commands._shared import tables
+from evenload.commands._shared import measuring, tables
 from evenload.commands._shared.job import Job
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan
@@ -46,7 +46,12 @@ class Machine:
         mark(UPDATE)
         del activations
         torch.empty(2 * plan.num_tokens, dtype=torch.uint8)
-        return SimpleNamespace(busy_s=float(expected.busy_s.sum()), loss=1.0, spans=expected.spans)
+        return SimpleNamespace(
+            busy_s=float(expected.busy_s.sum()),
+            forward_s=0.0,
+            loss=1.0,
+            spans=expected.spans,
+        )
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -65,7 +70,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     )
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     machine = Machine(chain)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: machine.now))
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     source = SimpleNamespace(lengths=np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250]), tokens=None)
     watchdog = SimpleNamespace(at=lambda *where, **more: None)
     return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, source, watchdog)  # type: ignore[arg-type]
@@ -108,12 +113,13 @@ def test_each_variant_has_the_bubble_of_its_spans_and_the_peak_of_its_passes(job
     assert all(len(rows) == 1 for rows in result["predicted_peak_activation_bytes_of_stages"].values())
     assert len(job.host.weighed) == 2  # type: ignore[attr-defined]
 
-    result["host"] = {"trainer": "a machine"}
+    result["host"] = {"trainer": "a machine", "device": "cpu"}
     result["predicted_peak_activation_bytes_of_stages"] = {"in_order": [3 * 2**20, 2**20], "evenload": [2**31]}
     console = Console(width=160, record=True, file=StringIO())
     console.print(tables.bench(result))
     text = " ".join(console.export_text().split())
     assert "measured (predicted: 3 MiB (in_order), 2 GiB (evenload))" in text
+    assert "Shown: no difference, as 2 alternating steps are too few to tell (6 at least). Not shown: GPUs," in text
 
 
 def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,3 +127,16 @@ def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogC
     assert "no effect" not in caplog.text
     bench._bench(replace(job, recipe=job.recipe.changed({"log.trace": "t.json"})), (), 1)
     assert [r.message for r in caplog.records] == ["log.trace has no effect in bench: train alone writes it"]
+
+
+def test_a_run_without_plugins_says_that_it_is_stock(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Every plan is then the baseline's own, which the closing line says in place of a ratio."""
+    bare = replace(job, recipe=job.recipe.changed({"train.steps": 6}), chain=replace(job.chain, links=()))
+    result = bench._bench(bare, ("stock",), 1)
+    assert [r.message for r in caplog.records] == [
+        "no plugin is switched on: bench runs the trainer's own plan, stock, as evenload's too"
+    ]
+    assert result["ratio"]["stock"]["same_plans"]
+    assert "evenload is stock itself, whose plan it runs in every step" in str(
+        tables.closing(result["ratio"], {"device": "cpu"})[0]
+    )

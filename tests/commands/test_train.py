@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -84,8 +85,11 @@ def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, pla
     refuse_wrong_trace(json.loads((place / "t.json").read_text()), json.loads(traced.stdout))
     common = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
     first = losses(forged(place, "train", recipe, "train.steps=2", *common))
-    second = losses(forged(place, "train", recipe, *common))
-    assert first + second == whole, "neither a resume nor recording changes a loss"
+    resumed = forged(place, "train", recipe, "--against", "stock", *common)
+    assert first + losses(resumed) == whole, "neither a resume nor recording nor a baseline in turn changes a loss"
+    stock = json.loads(resumed.stdout)["comparison"]["stock"]
+    assert stock["loss_rel_diff"] < 1e-4, "the baseline goes on from the same checkpoint"
+    assert (stock["steps"], stock["interval"], stock["same_plans"]) == (1, None, False)
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
     assert (place / "kept" / "latest").read_text() == "step00000004"
 
@@ -229,11 +233,27 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path,
     assert [e.value for e in events.Scalars("evenload/waiting")] == [r["waiting"] for r in rows]
 
 
+def refuse_wrong_page(page: str, result: dict[str, Any]) -> None:
+    """The page has the measured steps after the first, and says that they are measured."""
+    table = page[page.index('<table id="planners">') :]
+    for name in ("evenload", "stock", "in order"):
+        row = table[table.index(f">{name}</th>") :]
+        value = float(re.search(r'<data value="([^"]+)"', row).group(1))  # type: ignore[union-attr]
+        variant = result["variants"][name.replace(" ", "_")]
+        assert value == pytest.approx(variant["step_s"] * (1 - variant["plan_share"]), rel=1e-6)
+    assert "(measured, mean of 2 steps)" in page
+    assert "Times are measured where this page was made." in page
+
+
 def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forged) -> None:
     asked = ("--against", "stock,in_order", "train.dtype=fp64", "train.steps=3", "--trace", "t.json.gz", "--json")
-    done = forged(place, "train", "megatron.yaml", *asked)
+    done = forged(place, "train", "megatron.yaml", *asked, "--plot", "p.png", "--report", "r.html")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
+    assert result["pictures"] == {"plot": "p.png", "report": "r.html"}
+    refuse_wrong_page((place / "r.html").read_text(), result)
+    assert (place / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert result["comparison"]["in_order"]["loss_rel_diff"] < 1e-6
     assert set(result["variants"]) == {"stock", "in_order", "evenload"}
     ours = result["variants"]["evenload"]["loss"]
     assert all(v["loss"] == pytest.approx(ours, rel=1e-6) for v in result["variants"].values())
@@ -276,7 +296,7 @@ import evenload.commands.train as train
 from evenload.core.costs.refit import coefficients, rows_of
 take, agreed = train._take, refitting.agreed
 def planted(job, planned, step, record):
-    truth = coefficients(job.chain.situation.costs)[:6] * [1, 1, 30, 1, 1, 30]
+    truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
     return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
 train._take = planted

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,14 +29,26 @@ from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import EvenloadError
+from ....core.machine.layout import Layout
+from ....core.recipe.recipe import Recipe
 from ....runtime.unpickling import refuse_code, tensors_only
 from ..model.gpt import torch_optimizers
 from .storage import InProcessWriter
 
-if TYPE_CHECKING:
-    from ..host import MegatronHost
-
 Result = TypeVar("Result")
+
+
+class Job(Protocol):
+    """What of a rank's job is saved and loaded: a `host.MegatronHost` has it all."""
+
+    recipe: Recipe
+    layout: Layout
+    model: Any
+    ddp: Any
+    optimizer: Any
+    tp_rank: int
+    dp_cp_rank: int
+
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -62,7 +74,7 @@ _INDEX_NAMES = {
 """What torch's index of a checkpoint is made of; it is a pickle that torch reads as it is."""
 
 
-def save(host: MegatronHost, directory: Path) -> None:
+def save(host: Job, directory: Path) -> None:
     """Write model, optimizer and random states into an existing directory. Collective.
 
     Raises:
@@ -75,7 +87,7 @@ def save(host: MegatronHost, directory: Path) -> None:
         dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
-def load(host: MegatronHost, directory: Path) -> None:
+def load(host: Job, directory: Path) -> None:
     """Read what `save` wrote. Collective.
 
     Raises:
@@ -152,7 +164,7 @@ def _expect_empty(directory: Path) -> bool:
     return True
 
 
-def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     model = host.model.sharded_state_dict(metadata=metadata)
     optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
@@ -168,7 +180,7 @@ def _sharded_state(host: MegatronHost, *, loading: bool, with_random: bool = Tru
     return state
 
 
-def _about(host: MegatronHost) -> dict[str, Any]:
+def _about(host: Job) -> dict[str, Any]:
     layout = host.layout
     return {
         "layout": [layout.tp, layout.pp, layout.dp],
@@ -178,7 +190,7 @@ def _about(host: MegatronHost) -> dict[str, Any]:
     }
 
 
-def _read_about(host: MegatronHost, directory: Path, what: str) -> dict[str, Any]:
+def _read_about(host: Job, directory: Path, what: str) -> dict[str, Any]:
     trust = host.recipe.checkpoint.trust
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise EvenloadError(

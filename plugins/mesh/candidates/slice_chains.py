@@ -24,7 +24,7 @@ import numpy as np
 
 from ....core.aliases import Ints
 from ....core.balance.slicing import evenly
-from ....core.costs.attention_comm import CpGroup, load_of
+from ....core.costs.attention_comm import SharedLoad, load_of
 from ....core.costs.context import Direction
 from ....core.costs.costs import PassCost
 from ....core.costs.exposed import attention_s
@@ -37,6 +37,8 @@ _SHORTER = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Times of a round over the longest that the token cap allows, where stages wait for each other."""
 _FULL = 1.02
 """Time of a cell over the round's from which it takes no further sequence."""
+_SLICES = 1 << 15
+"""Slices and whole sequences of all divisions together after which none into more is begun."""
 _TRIES = 16
 """Numbers of slices of equal cost that are tried, from the fewest that might keep the cap on."""
 
@@ -49,27 +51,46 @@ class Chain(NamedTuple):
     strategy: CpStrategy
 
 
-def chained(lengths: Ints, cost_table: CostTable, limits: Limits) -> Iterator[list[Block]]:
-    """Ways to divide the batch into blocks; lengths int64 [K]."""
+def chained(
+    lengths: Ints, cost_table: CostTable, limits: Limits, notes: list[str] | None = None
+) -> Iterator[list[Block]]:
+    """The batch divided into blocks, one division for each degree and length of a round; lengths int64 [K].
+
+    Divisions into few slices come first; once `_SLICES` were made, those into more are left out, and ``notes`` says so.
+    """
     costs, stages = cost_table.context.costs, limits.num_stages
     price = costs.forward.plus(costs.backward)
     seconds = costs.sequence_s(lengths)
     mean_s = float(seconds.sum()) / limits.num_ranks
     whole_s = min(mean_s, float(price.seconds(limits.max_tokens)))
-    for shorter in _SHORTER if stages > 1 else _SHORTER[:1]:
-        round_s = shorter * whole_s
-        for degree in _powers(cost_table.usable):
-            cuts = [
-                chain
-                for i in np.argsort(-lengths, kind="stable").tolist()
-                if int(lengths[i]) > limits.max_tokens or seconds[i] > _FULL * round_s
-                for chain in _chain(i, int(lengths[i]), degree, round_s, price, cost_table, limits)
-            ]
-            named = {chain.slices[0].sequence for chain in cuts}
-            if not named.issuperset(np.flatnonzero(lengths > limits.max_tokens).tolist()):
-                continue  # one of them has too few tokens for so many ranks
-            rest = [i for i in np.argsort(-lengths, kind="stable").tolist() if i not in named]
-            yield _blocks(cuts, rest, lengths, round_s, price, limits, cost_table)
+    longest_first = np.argsort(-lengths, kind="stable").tolist()
+    too_long = set(np.flatnonzero(lengths > limits.max_tokens).tolist())
+
+    def slices_of(round_s: float, degree: int) -> int:
+        cut = (lengths > limits.max_tokens) | (seconds > _FULL * round_s)
+        by_time = seconds[cut] / max(round_s, 1e-300) if round_s else lengths[cut]
+        by_cap = lengths[cut] / limits.max_tokens
+        return int(np.maximum(np.minimum(by_time, lengths[cut] / LEAST_TOKENS), by_cap).sum() / degree) + len(lengths)
+
+    forms = [(s * whole_s, d) for s in (_SHORTER if stages > 1 else _SHORTER[:1]) for d in _powers(cost_table.usable)]
+    spent = 0
+    for round_s, degree in sorted(forms, key=lambda form: slices_of(*form)):
+        if spent and spent + slices_of(round_s, degree) > _SLICES:
+            if notes is not None:
+                notes.append("mesh: a large batch in slices: divisions into more of them were not tried")
+            return
+        spent += slices_of(round_s, degree)
+        cuts = [
+            chain
+            for i in longest_first
+            if i in too_long or seconds[i] > _FULL * round_s
+            for chain in _chain(i, int(lengths[i]), degree, round_s, price, cost_table, limits)
+        ]
+        named = {chain.slices[0].sequence for chain in cuts}
+        if not named >= too_long:
+            continue  # one of them has too few tokens for so many ranks
+        rest = [i for i in longest_first if i not in named]
+        yield _blocks(cuts, rest, lengths, round_s, price, limits, cost_table)
 
 
 def _powers(degrees: list[int]) -> list[int]:
@@ -88,6 +109,9 @@ def _chain(
     wanted = min(round(each / round_s) if round_s else 1, length // least)
     count = max(1, wanted, -(-length // (ranks * limits.max_tokens)))
     for more in range(_TRIES):
+        first, last = _ends(length, count + more, price)
+        if first > most + 1 or last < least - 1:
+            continue
         slices = _equal(index, length, count + more, price)
         if all(least <= s.length <= most for s in slices):
             yield Chain(slices, ranks, _way(slices, ranks, cost_table))
@@ -97,6 +121,12 @@ def _chain(
         slices = tuple(evenly(index, length, count, price, most, least))
         if ranks == 1 or slices[-1].length >= least:
             yield Chain(slices, ranks, _way(slices, ranks, cost_table))
+
+
+def _ends(length: int, count: int, price: PassCost) -> tuple[float, float]:
+    """Tokens of the first of so many slices of equal cost, which is the longest, and of the last, the shortest."""
+    whole_s = float(price.seconds(length))
+    return price.tokens_within(0, whole_s / count), length - price.tokens_within(0, whole_s * (count - 1) / count)
 
 
 def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
@@ -112,8 +142,8 @@ def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStr
     directions = Direction(at.costs.forward, 1), Direction(at.costs.backward, 2)
 
     def seconds(strategy: CpStrategy) -> float:
-        cp_group = CpGroup(tuple(range(degree)), load, *strategy)
-        return float(sum(attention_s(at, direction, cp_group).sum() for direction in directions))
+        shared = SharedLoad(tuple(range(degree)), load, *strategy)
+        return float(sum(attention_s(at, direction, shared).sum() for direction in directions))
 
     ways = cost_table.ways_of(degree)
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)
@@ -122,21 +152,25 @@ def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStr
 class _Grid(NamedTuple):
     """A block while chains are put into it."""
 
-    used: list[int]
-    """Rounds of each rank that are taken, from the first on."""
+    used: Ints
+    """Rounds of each rank that are taken, from the first on [ranks]."""
+    lowest: list[int]
+    """The least of them."""
     placed: list[tuple[Chain, int, int]]
     """(chain, first rank, first round)."""
 
     def takes(self, chain: Chain, step: int, tall: int) -> bool:
         """Put a chain onto the ranks that are free first, starting at multiples of ``step``; False if it ends above
         ``tall``."""
-        starts = range(0, len(self.used) - chain.degree + 1, step)
-        first = min(starts, key=lambda r: max(self.used[r : r + chain.degree]))
-        at = max(self.used[first : first + chain.degree])
+        if self.lowest[0] + len(chain.slices) > tall:
+            return False
+        windows = np.lib.stride_tricks.sliding_window_view(self.used, chain.degree)[::step].max(axis=1)
+        first, at = int(windows.argmin()) * step, int(windows.min())
         if at + len(chain.slices) > tall:
             return False
         self.placed.append((chain, first, at))
-        self.used[first : first + chain.degree] = [at + len(chain.slices)] * chain.degree
+        self.used[first : first + chain.degree] = at + len(chain.slices)
+        self.lowest[0] = int(self.used.min())
         return True
 
 
@@ -156,22 +190,24 @@ def _blocks(
     for chain in sorted(chains, key=lambda c: (-len(c.slices), -c.degree, c.slices[0].sequence)):
         step = chain.degree if chain.degree <= node and node % chain.degree == 0 else 1
         if not any(grid.takes(chain, step, tall) for grid in grids):
-            grids.append(_Grid([0] * num_ranks, []))
+            grids.append(_Grid(np.zeros(num_ranks, dtype=np.int64), [0], []))
             grids[-1].takes(chain, step, tall)
-    blocks = [_laid_out(grid.placed, max(grid.used), num_ranks) for grid in grids]
-    cells = [[{rank for rank in range(num_ranks) if not _busy(one, rank)} for one in block.rounds] for block in blocks]
+    blocks = [_laid_out(grid.placed, int(grid.used.max())) for grid in grids]
+    cells = [[_idle(one, num_ranks) for one in block.rounds] for block in blocks]
     _fill(blocks, cells, rest, lengths, round_s, price, limits)
     for block in blocks:
         for one in block.rounds:
-            one += [MicroBatch((), (rank,)) for rank in range(num_ranks) if not _busy(one, rank)]
+            one += [MicroBatch((), (rank,)) for rank in _idle(one, num_ranks)]
     return blocks
 
 
-def _busy(micro_batches: list[MicroBatch], rank: int) -> bool:
-    return any(rank in m.ranks for m in micro_batches)
+def _idle(micro_batches: list[MicroBatch], num_ranks: int) -> list[int]:
+    """Ranks that are in none of them, ascending."""
+    busy = {rank for m in micro_batches for rank in m.ranks}
+    return [rank for rank in range(num_ranks) if rank not in busy]
 
 
-def _laid_out(placed: list[tuple[Chain, int, int]], count: int, num_ranks: int) -> Block:
+def _laid_out(placed: list[tuple[Chain, int, int]], count: int) -> Block:
     rounds: list[list[MicroBatch]] = [[] for _ in range(count)]
     for chain, first, at in placed:
         ranks = tuple(range(first, first + chain.degree))
@@ -188,7 +224,7 @@ def _laid_out(placed: list[tuple[Chain, int, int]], count: int, num_ranks: int) 
 
 def _fill(
     blocks: list[Block],
-    free: list[list[set[int]]],
+    free: list[list[list[int]]],
     rest: list[int],
     lengths: Ints,
     round_s: float,
@@ -196,7 +232,7 @@ def _fill(
     limits: Limits,
 ) -> None:
     """Whole sequences, longest first, onto the emptiest cell with room; new rounds where there is none."""
-    cells = [(b, k, rank) for b, rows in enumerate(free) for k, ranks in enumerate(rows) for rank in sorted(ranks)]
+    cells = [(b, k, rank) for b, rows in enumerate(free) for k, ranks in enumerate(rows) for rank in ranks]
     heap = [(0.0, c) for c in range(len(cells))]
     held, members = [0] * len(cells), [[] for _ in cells]  # type: list[int], list[list[int]]
 
@@ -209,20 +245,24 @@ def _fill(
             members.append([])
 
     seconds = price.seconds(lengths[rest].astype(np.float64)).tolist()
-    while len(cells) * round_s < sum(seconds) or len(cells) * limits.max_tokens < int(lengths[rest].sum()):
+    all_s, tokens = sum(seconds), int(lengths[rest].sum())
+    while len(cells) * round_s < all_s or len(cells) * limits.max_tokens < tokens:
         another_round()
+    full: list[tuple[int, float, int]] = []  # by tokens, until sequences are short enough
     for i, each in zip(rest, seconds, strict=True):
-        n, full = int(lengths[i]), []
+        n = int(lengths[i])
+        while full and full[0][0] + n <= limits.max_tokens:
+            _, spent, c = heapq.heappop(full)
+            heapq.heappush(heap, (spent, c))
         while heap and held[heap[0][1]] + n > limits.max_tokens:
-            full.append(heapq.heappop(heap))
+            spent, c = heapq.heappop(heap)
+            heapq.heappush(full, (held[c], spent, c))
         if not heap:
             another_round()
         spent, c = heap[0]
         heapq.heapreplace(heap, (spent + each, c))
         held[c] += n
         members[c].append(i)
-        for entry in full:
-            heapq.heappush(heap, entry)
     for (b, k, rank), mine in zip(cells, members, strict=True):
         if mine:
             blocks[b].rounds[k].append(MicroBatch(tuple(Slice(i, 0, int(lengths[i])) for i in sorted(mine)), (rank,)))

@@ -48,20 +48,20 @@ class _Round(NamedTuple):
     """The round with moved tokens, for want of room."""
 
 
-def candidates(
-    given: StepPlan, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
+def uncut(
+    incoming: StepPlan, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
-    lengths, shares = lengths_of(given), anywhere.under(limits.max_tokens)
+    lengths, shares = lengths_of(incoming), anywhere.under(limits.max_tokens)
     made = gangs(lengths, cost_table, shares, limits.max_tokens)
     if made is not None:
-        yield step(given, limits, made, "mesh (gangs)")
+        yield step(incoming, limits, made, "mesh (gangs)")
     rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
-        yield in_blocks(given, limits, [Block([one]) for one in rounds], "mesh (rounds)")
+        yield in_blocks(incoming, limits, [Block([one]) for one in rounds], "mesh (rounds)")
     if rounds:
-        yield step(given, limits, [m for one in rounds for m in one], "mesh (rounds)")
+        yield step(incoming, limits, [m for one in rounds for m in one], "mesh (rounds)")
 
 
 def _rounds(

@@ -22,6 +22,7 @@ def shown(table: RenderableType) -> str:
 def trained(**ratio: float) -> dict[str, Any]:
     one = dict.fromkeys(NUMBERS, 0.5)
     own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
+    own |= {"pictures": {}, "comparison": {}}
     return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
 
 

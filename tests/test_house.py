@@ -1,0 +1,44 @@
+"""The sizes that the product keeps: short functions, folders that can be taken in at a glance."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "runtime")
+MODULES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
+
+MOST_LINES = 60
+MOST_MEDIAN_LINES = 10
+MOST_MODULES = 16
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[tuple[str, str], int]:
+    """Lines of every function, by its file and name; of several with one name those of the longest."""
+    lines: dict[tuple[str, str], int] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                key = str(path.relative_to(ROOT)), node.name
+                lines[key] = max(lines.get(key, 0), node.end_lineno - node.lineno + 1)  # type: ignore[operator]
+    return lines
+
+
+def test_no_function_is_longer_than_a_screen(lines: dict[tuple[str, str], int]) -> None:
+    assert {key for key, count in lines.items() if count > MOST_LINES} == set()
+
+
+def test_most_functions_are_short(lines: dict[tuple[str, str], int]) -> None:
+    assert len(lines) > 1000
+    assert statistics.median(lines.values()) < MOST_MEDIAN_LINES
+
+
+def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
+    folders = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in folders.items() if count > MOST_MODULES} == {}
