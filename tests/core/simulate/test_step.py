@@ -394,7 +394,7 @@ def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
     made = check(replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)))
     at = replace(context(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
     result = simulate(made, at)
-    # Linear work: half of a mean stage's on the first, one and a half on the last, where no forward but the replay runs.
+    # Linear work: half of a mean stage's on the first, one and a half on the last, where the replay alone runs forward.
     linear, attention, tokens = [0.5, 1.5], [4, 6, 10.125], [4, 8, 9]
     expected = [
         [k * (s * n + a) for n, a in zip(tokens, attention, strict=True)] for s, k in zip(linear, (3, 2), strict=True)

@@ -371,7 +371,7 @@ def _refusal(the_recipe: Any) -> str | None:
 
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
     """Every sample a micro-batch of its own, without an order."""
-    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(map(int, lengths)))
     return check(StepPlan(as_lengths(lengths), micro_batches, chain.limits))
 
 
