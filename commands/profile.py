@@ -46,9 +46,8 @@ from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.plan.memory_cost import MemoryCost
-from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.sizes import shape_of
+from ..core.recipe.sizes import VALUE_BYTES, shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import LinkFit, measure_links
