@@ -113,8 +113,8 @@ def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
 def _profile(job: Job, out: Path) -> dict[str, Any]:
     job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
-    config = getattr(recipe.plugins, "packing", None)
-    cap = config.max_tokens if config and config.enabled else recipe.data.max_length
+    cap = job.chain.caps.max_tokens
+    cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
