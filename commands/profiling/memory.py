@@ -241,9 +241,9 @@ def _inner(num_layers: int) -> int:
 
 def _when_back(values: Any, call: Any) -> None:
     """Call when the gradient of the first of the values that has one is there."""
-    found = next((v for v in values if isinstance(v, Tensor) and v.requires_grad), None)
-    if found is not None:
-        found.register_hook(call)  # type: ignore[no-untyped-call]
+    tensor = next((v for v in values if isinstance(v, Tensor) and v.requires_grad), None)
+    if tensor is not None:
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
 
 
 def _layers(host: Any) -> nn.ModuleList:
