@@ -61,8 +61,8 @@ class HoldBack(Protocol):
 class Prunable(Protocol):
     """A baseline that plans several ways, and can leave out early what is too slow to run."""
 
-    def below(self, bare: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
-        """Its best plan under the limits of ``bare``, if that takes less than ``bar_s``; else perhaps None."""
+    def below(self, stock: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
+        """Its best plan under the limits of ``stock``, if that takes less than ``bar_s``; else perhaps None."""
         ...
 
 
