@@ -101,8 +101,8 @@ def look_ahead(
     layout = recipe.layout(num_ranks)
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
-    given = read_lengths(lengths) if isinstance(lengths, Path) else lengths
-    samples = cut(given, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
+    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
+    samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
     if len(samples) < size:
         raise EvenloadError(
@@ -194,11 +194,11 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
         check(replace(baseline.plan, limits=capped))
     except PlanError as error:
         return f"{error.what} ({error.found})"
-    held, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
+    most_bytes, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
     memory = context.costs.memory
     most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
-    if held > max(most, least):
-        return f"a rank holds {held / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
+    if most_bytes > max(most, least):
+        return f"a rank holds {most_bytes / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
     return None
 
 

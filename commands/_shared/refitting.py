@@ -121,9 +121,9 @@ class Refitting:
         self.first, self.chain = (_with(self.chain, np.array(state[name])) for name in ("ahead", "newest"))
 
 
-def agreed(job: Job, mine: Floats) -> Floats:
+def agreed(job: Job, own: Floats) -> Floats:
     """Rank 0's numbers, on every rank. Collective."""
-    return np.array(job.gather(*mine.tolist())[0])
+    return np.array(job.gather(*own.tolist())[0])
 
 
 def _with(chain: PlanChain, values: Floats) -> PlanChain:

@@ -144,7 +144,7 @@ def _bench(result: Result) -> Table:
                 percent(ratio["of_ceiling"]) if ratio else "",
             )
         )
-    held = result["predicted_peak_activation_bytes_of_stages"]
+    peaks_of = result["predicted_peak_activation_bytes_of_stages"]
     head = (
         "",
         "tokens/s",
@@ -165,7 +165,7 @@ def _bench(result: Result) -> Table:
         "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
         f"{_errors(result['predicted_bubble_frac'])})\n"
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
-        f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in held.items())})"
+        f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in peaks_of.items())})"
     )
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 

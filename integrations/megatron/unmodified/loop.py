@@ -139,7 +139,7 @@ class PlannedSteps:
         try:
             plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
         except EvenloadError:
-            if loop.only_stock is not None and any(plugin.name == "pipeline" for plugin, _ in loop.chain.links):
+            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
         step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)

@@ -56,7 +56,7 @@ def test_the_random_plans_hold_what_they_are_to_prove():
     def grows(plan):
         cp_groups = {}
         for m in plan.micro_batches:
-            for s, cp_group in zip(m.slices, m.cp_groups or [m.ranks] * len(m.slices), strict=True):
+            for s, cp_group in zip(m.slices, m.ranks_of_slices, strict=True):
                 cp_groups.setdefault(s.sequence, set()).add(frozenset(cp_group))
         return any(len(found) > 1 for found in cp_groups.values())
 
