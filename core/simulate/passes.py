@@ -235,10 +235,14 @@ def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -
     result: dict[Op, list[Floats]] = {}
     stages = plan.limits.num_stages
     again = [layers_again(plan, stage) for stage in range(stages)]
+    replayed = frozenset() if costs.recompute else frozenset(plan.replayed)
     for op, mean in rank_seconds(plan, costs).items():
         kind, number = op
         micro_batch = plan.passes(kind)[number]
-        linear_s = _linear_s(plan, costs, op) * _tokens(micro_batch)
+        cost = {"F": costs.forward, "B": costs.backward}[kind]
+        linear_s = cost.token_s * _tokens(micro_batch)
+        if kind == "B" and number in replayed:
+            linear_s = linear_s + costs.forward.token_s * _tokens(micro_batch)
         rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
         for stage in range(stages) if kind == "B" else ():
             if number in again[stage]:
@@ -247,14 +251,6 @@ def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -
             rows[-1] = kv[number]
         result[op] = rows
     return result
-
-
-def _linear_s(plan: StepPlan, costs: Costs, op: Op) -> float:
-    """Seconds of a token's linear work in a pass, where a backward may hold a forward that runs again."""
-    if op.kind == "F":
-        return costs.forward.token_s
-    replayed = not costs.recompute and plan.forward_of[op.micro_batch] is None
-    return costs.backward.token_s + (costs.forward.token_s if replayed else 0.0)
 
 
 def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Floats:
@@ -267,17 +263,16 @@ def _compute(
 ) -> list[_Seconds]:
     costs = own_costs(plan, context.costs)
     mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
+    linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
 
     def stage_of(more: float) -> _Seconds:
         if not more:
             return {kind: list(row) for kind, row in mean.items()}
-        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
-        return {
-            kind: [
-                s + more * _linear_s(plan, costs, Op(kind, i)) * (n / len(m.ranks)) for i, (s, n, m) in enumerate(row)
-            ]
-            for kind, row in rows.items()
-        }
+        zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
+        rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
+        for j in () if costs.recompute else plan.replayed:
+            rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
+        return rows
 
     shares = _head_of_stages(context, plan.limits.num_stages)
     by_share = {more: stage_of(more) for more in set(shares)}

@@ -29,11 +29,10 @@ class Batch(NamedTuple):
     pack: Pack
 
 
-class EngineStage(StageTrainer):
-    """The passes of an engine in one step.
+class PackStage(StageTrainer):
+    """What the engines of DeepSpeed have in common in one step: packs, and the sum of their losses.
 
     Args:
-        reduction: of the step; see `engine.one_reduction`.
         weight: of the loss of a token.
         recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
     """
@@ -41,23 +40,36 @@ class EngineStage(StageTrainer):
     def __init__(
         self,
         engine: Any,
-        reduction: Reduction,
+        blocks: Sequence[Any],
         *,
         plane: Plane | None,
         tokens_of: TokensOf,
         weight: float,
         recomputes: bool,
     ) -> None:
-        super().__init__(layers_of(engine.module), engine.device)
-        self._engine, self._reduction, self._plane, self._tokens_of = engine, reduction, plane, tokens_of
+        super().__init__(blocks, engine.device)
+        self._engine, self._plane, self._tokens_of = engine, plane, tokens_of
         self._weight, self._recomputes = weight, recomputes
-        parameters = inspect.signature(engine.module.forward).parameters
-        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         """Of the token losses that this rank has computed."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
         return Batch(build_pack(micro_batch, self._tokens_of, self.device, prefix, plane=self._plane))
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """The loss of a pack, booked, as its backward starts from it."""
+        self.loss_sum += loss.detach().double()
+        return loss * self._weight
+
+
+class EngineStage(PackStage):
+    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`)."""
+
+    def __init__(self, engine: Any, reduction: Reduction, **of_step: Any) -> None:
+        super().__init__(engine, layers_of(engine.module), **of_step)
+        self._reduction = reduction
+        parameters = inspect.signature(engine.module.forward).parameters
+        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         if action.kind == "forward_kv":
@@ -65,13 +77,12 @@ class EngineStage(StageTrainer):
             return output
         with self._recomputing(action.recomputed):
             loss = loss_sum(self._engine, loaded.pack)
-        self.loss_sum += loss.detach().double()
         self._reduction.after_forward()
-        return loss
+        return self._weighed(loss)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._reduction.before_backward()
-        self._engine.backward(graph.output * self._weight, scale_wrt_gas=False)
+        self._engine.backward(graph.output, scale_wrt_gas=False)
 
     def _recomputing(self, layers: int | None) -> AbstractContextManager[None]:
         """The layers that a forward's backward runs again: so many of them, or what the recipe says."""

@@ -325,8 +325,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replay's loss weighs half",
         _STAGE,
-        "        return loss * self._weight",
-        '        return loss * self._weight * (1.0 if action.kind == "forward" else 0.5)',
+        "        return self._weighed(summed(output[0], pack))",
+        '        return self._weighed(summed(output[0], pack)) * (1.0 if action.kind == "forward" else 0.5)',
         "quick deepspeed stages",
     ),
     Mutant(

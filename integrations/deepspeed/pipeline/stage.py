@@ -19,31 +19,17 @@ from torch import Tensor, nn
 
 from ....core.plan.action import Action
 from ....core.plan.in_step import Program
-from ....core.plan.step_plan import MicroBatch
-from ....runtime.attention.pack import Pack, TokensOf, build_pack
-from ....runtime.attention.prefix import PrefixStore
+from ....runtime.attention.pack import Pack
 from ....runtime.stage.deferred import WgradStore, deferring
-from ....runtime.stage.executor import Graph, StageTrainer
-from ....runtime.world.plane import Plane
-from ..stage import Batch, summed
+from ....runtime.stage.executor import Graph
+from ..stage import PackStage, summed
 
 
-class PipelineStage(StageTrainer):
-    """The passes of DeepSpeed's engine around a `model.StageModule`.
+class PipelineStage(PackStage):
+    """The passes of DeepSpeed's engine around a `model.StageModule`."""
 
-    Args:
-        weight: of the loss of a token.
-        recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
-    """
-
-    def __init__(
-        self, engine: Any, *, plane: Plane | None, tokens_of: TokensOf, weight: float, recomputes: bool
-    ) -> None:
-        super().__init__(engine.module.blocks, engine.device)
-        self._engine, self._plane, self._tokens_of, self._weight = engine, plane, tokens_of, weight
-        self._recomputed = len(self.blocks) if recomputes else 0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-        """Of the token losses that this rank has computed."""
+    def __init__(self, engine: Any, **of_step: Any) -> None:
+        super().__init__(engine, engine.module.blocks, **of_step)
 
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around the executor's `run`: linear layers can leave weight gradients, where the program wants that."""
@@ -53,21 +39,16 @@ class PipelineStage(StageTrainer):
         modules = (module for block in self.blocks for module in block.modules())
         return deferring([m for m in modules if isinstance(m, nn.Linear)], wgrads)
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-        return Batch(build_pack(micro_batch, self._tokens_of, self.device, prefix, plane=self._plane))
-
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         pack: Pack = loaded.pack
         if action.kind == "forward_kv":
             output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, head=False)
             return output
-        layers = self._recomputed if action.recomputed is None else action.recomputed
+        layers = len(self.blocks) * self._recomputes if action.recomputed is None else action.recomputed
         output = DeepSpeedEngine.forward(self._engine, received, pack, recomputed=layers)
         if not self._engine.is_last_stage():
             return output
-        loss = summed(output[0], pack)
-        self.loss_sum += loss.detach().double()
-        return loss * self._weight
+        return self._weighed(summed(output[0], pack))
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         engine = self._engine

@@ -150,14 +150,14 @@ def loss_and_tokens(found: dict[str, Any]) -> torch.Tensor:
 @contextmanager
 def planning(make: Callable[[Any], StepPlan]) -> Iterator[list[StepPlan]]:
     """Plans come from ``make(chain, lengths)`` instead of the plugins; gives those that were made."""
-    made: list[StepPlan] = []
+    plans: list[StepPlan] = []
 
     def plan(chain: PlanChain, batch: Any) -> StepPlan:
-        made.append(make(chain, batch))
-        return made[-1]
+        plans.append(make(chain, [int(length) for length in batch]))
+        return plans[-1]
 
     with patch.object(PlanChain, "plan", plan):
-        yield made
+        yield plans
 
 
 def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
