@@ -5,10 +5,10 @@
 
 A setting is a function of its number: plugins (each subset but none), trainer, one of five clusters, costs, model,
 layout, caps and other keys of the plugins, and lengths of ten kinds, from equal ones to a giant beside short ones. Each
-is planned as ``evenload plan`` does, and the plan is held to the laws once more. A row of its table is lawful that keeps
-caps, settings and memory (``over_caps`` null). ``--against`` names a folder from which another version of the package
-can be imported as ``evenload``: it plans the same settings, the two taking turns in processes of their own. Planning
-seconds are CPU seconds of `PlanChain.plan`, without the table.
+is planned as ``evenload plan`` does, and the plan is held to the laws once more. A row of its table is lawful that
+keeps caps, settings and memory (``over_caps`` null). ``--against`` names a folder from which another version of the
+package can be imported as ``evenload``: it plans the same settings, the two taking turns in processes of their own.
+Planning seconds are CPU seconds of `PlanChain.plan`, without the table.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class _Version:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def plan(self, number: int) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -211,6 +212,7 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         name, least_s = min(row["rows"].items(), key=lambda one: one[1], default=("", float("inf")))
         if row["step_s"] > least_s * (1 + SAME):
             slower.append({"number": row["number"], "row": name, "ratio": row["step_s"] / least_s})
+    plan_s = [row["plan_cpu_s"] for row in rows]
     result: dict[str, Any] = {
         "settings": len(pairs),
         "planned": len(rows),
@@ -218,7 +220,10 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "stopped": [row["number"] for row in ours if "stopped" in row],
         "lawful_rows": sum(len(row["rows"]) for row in rows),
         "slower": sorted(slower, key=lambda one: -one["ratio"]),
-        "plan_cpu_s": {"sum": sum(r["plan_cpu_s"] for r in rows), "most": max((r["plan_cpu_s"] for r in rows), default=0)},
+        "plan_cpu_s": {
+            "sum": sum(r["plan_cpu_s"] for r in rows),
+            "most": max((r["plan_cpu_s"] for r in rows), default=0),
+        },
     }
     both = [pair for pair in pairs if len(pair) == 2 and all("step_s" in row for row in pair)]
     if both:
@@ -227,7 +232,10 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
             "planned_by_both": len(both),
             "step_ratio": {"mean": float(np.mean(ratios)), "most": max(ratios), "least": min(ratios)},
             "slower_by_0.1_percent": [m["number"] for (m, _), r in zip(both, ratios, strict=True) if r > 1.001],
-            "plan_cpu_s": {"ours": sum(m["plan_cpu_s"] for m, _ in both), "other": sum(o["plan_cpu_s"] for _, o in both)},
+            "plan_cpu_s": {
+                "ours": sum(m["plan_cpu_s"] for m, _ in both),
+                "other": sum(o["plan_cpu_s"] for _, o in both),
+            },
             "refused_by_us_alone": [m["number"] for m, o in (p for p in pairs) if "refused" in m and "step_s" in o],
             "stopped_in_other": [m["number"] for m, o in (p for p in pairs) if "stopped" in o],
         }

@@ -18,6 +18,7 @@ from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
 from ..core.input.json_text import to_json
 from ..core.laws import check
+from ..core.plan.limits import GIB
 from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
@@ -32,7 +33,6 @@ from ..data.order import SampleOrder
 from ._shared.drawing import Drawing
 from ._shared.pipelines import describe
 
-_GIB = 2.0**30
 _CAPS = ("max_tokens", "activation_gib")
 """Settings of plugins that cap what a rank holds."""
 
@@ -198,7 +198,7 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
     memory = context.costs.memory
     most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
     if held > max(most, least):
-        return f"a rank holds {held / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
+        return f"a rank holds {held / GIB:.3g} GiB, of the device {max(0.0, most) / GIB:.3g} GiB are to be used"
     return None
 
 

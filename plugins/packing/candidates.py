@@ -44,7 +44,7 @@ def portfolio(
         yield whole(bare, lengths, limits, costs, bound_s)
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
-        yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
+        yield assemble(bare, limits, _filled(items, None, lengths, costs.forward.plus(costs.backward), limits, config))
         yield chunked(bare, lengths, limits, costs, config.block_tokens)
 
 
@@ -105,7 +105,7 @@ def _even(
     Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
     its micro-batch at once, so under a memory cap both forms are offered.
     """
-    forms: list[tuple[PassCost, ...]] = [(_both(costs),)]
+    forms: list[tuple[PassCost, ...]] = [(costs.forward.plus(costs.backward),)]
     if config.asymmetric and costs.recompute:
         forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
     for prices in forms:
@@ -126,7 +126,7 @@ def _in_slots(
     order = np.argsort(-lengths, kind="stable")
     weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
     ways = slots(weights, limits.num_ranks, per_rank)
-    items = [order[mine].tolist() for mine in dispatch(weights, ways, config.polish_nodes)]
+    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
     fits, grouped = True, []
     for way, price in zip(ways, prices, strict=True):
         wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
@@ -159,9 +159,3 @@ def _filled(
         packs = next((packs for packs in tried if packs is not None), None) if mine else []
         out.append(_chunks_of(mine, lengths, cap, block) if packs is None else packs)
     return out
-
-
-def _both(costs: Costs) -> PassCost:
-    """Forward and backward together, as one price."""
-    f, b = costs.forward, costs.backward
-    return PassCost(launch_s=f.launch_s + b.launch_s, token_s=f.token_s + b.token_s, pair_s=f.pair_s + b.pair_s)

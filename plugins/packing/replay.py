@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from ...core.costs.memory import peaks_of_stage
 from ...core.errors import EvenloadError
+from ...core.plan.limits import GIB
 from ...core.plan.step_plan import StepPlan
 from .assemble import chains_of_rank
-from .config import GIB
 
 
 class DoesNotFitError(EvenloadError):
