@@ -220,10 +220,7 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "stopped": [row["number"] for row in ours if "stopped" in row],
         "lawful_rows": sum(len(row["rows"]) for row in rows),
         "slower": sorted(slower, key=lambda one: -one["ratio"]),
-        "plan_cpu_s": {
-            "sum": sum(r["plan_cpu_s"] for r in rows),
-            "most": max((r["plan_cpu_s"] for r in rows), default=0),
-        },
+        "plan_cpu_s": {"sum": sum(plan_s), "most": max(plan_s, default=0.0)},
     }
     both = [pair for pair in pairs if len(pair) == 2 and all("step_s" in row for row in pair)]
     if both:

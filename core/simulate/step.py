@@ -158,7 +158,7 @@ def after_passes_s(context: PlanningContext) -> float:
     """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps."""
     if context.traffic.overlap_gradients:
         return _update_s(context)
-    return _update_s(context) + max(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
+    return _update_s(context) + min(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
 
 
 def _update_s(context: PlanningContext) -> float:
