@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FLOORS := core data runtime plugins integrations patches commands
-# Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs.
-WORKERS ?= 2
+# Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs. Some tests
+# wait for ranks that hang, so two cores have work for three processes.
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo

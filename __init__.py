@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .core.errors import EvenloadError
     from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
     from .core.recipe.recipe import Recipe
-    from .core.registry import Plugin, register, unregister
+    from .core.registry import PlanningContext, Plugin, PluginConfig, register, unregister
     from .patches.session import Session, disable, enable, enabled
 
 __version__ = "0.1.0"
@@ -26,7 +26,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "EvenloadError": ".core.errors",
     "MicroBatch": ".core.plan.step_plan",
+    "PlanningContext": ".core.registry",
     "Plugin": ".core.registry",
+    "PluginConfig": ".core.registry",
     "Recipe": ".core.recipe.recipe",
     "Sequence": ".core.plan.step_plan",
     "Session": ".patches.session",
@@ -44,7 +46,9 @@ _HOMES = {
 __all__ = [
     "EvenloadError",
     "MicroBatch",
+    "PlanningContext",
     "Plugin",
+    "PluginConfig",
     "Recipe",
     "Sequence",
     "Session",

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import integrations  # noqa: F401  # importing it tells what every trainer is like
 from .core import registry
 from .core.input.bounds import lengths_of_batch, refuse_endless
 from .core.plan.step_plan import StepPlan, as_lengths

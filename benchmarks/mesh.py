@@ -41,7 +41,7 @@ from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import CpStrategy, cost_table_of
 from evenload.plugins.mesh.emit.micro_batches import common_way
 
-sys.path.append(str(Path(__file__).with_name("published")))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).with_name("published"))]
 import flexsp
 from common import Batch, batches_of
 from disjoint_bound import micro_batch_bound_s
@@ -207,7 +207,7 @@ def plan_of(group: list[list[int]], batch: Batch, chain: PlanChain) -> StepPlan:
         made.append(
             MicroBatch((piece,), tuple(ranks), 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
         )
-    return StepPlan(batch[order], tuple(made), chain.limits)
+    return StepPlan(batch[list(order)], tuple(made), chain.limits)
 
 
 def _imbalance(plans: Iterable[StepPlan], chain: PlanChain) -> float:

@@ -28,9 +28,9 @@ def _hosts() -> list[dict[str, Any]]:
     return [
         {
             "name": need.distribution,
-            "found": need.found(),
+            "found": need.installed(),
             "supports": str(need.supports),
-            "status": "supported" if need.satisfied() else ("not supported" if need.found() else "missing"),
+            "status": "supported" if need.satisfied() else ("not supported" if need.installed() else "missing"),
         }
         for need in needs.values()
     ]

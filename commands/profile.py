@@ -46,9 +46,8 @@ from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.plan.memory_cost import MemoryCost
-from ..core.planning.states import VALUE_BYTES
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.sizes import shape_of
+from ..core.recipe.sizes import VALUE_BYTES, shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import LinkFit, measure_links
@@ -113,8 +112,8 @@ def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
 def _profile(job: Job, out: Path) -> dict[str, Any]:
     job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
-    config = getattr(recipe.plugins, "packing", None)
-    cap = config.max_tokens if config and config.enabled else recipe.data.max_length
+    cap = job.chain.caps.max_tokens
+    cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
@@ -123,7 +122,7 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap))
-    measured = {name: found.link for name, found in links.items()}
+    measured = {name: fit.link for name, fit in links.items()}
     cluster = job.chain.context.cluster.model_copy(update=measured)
     fitted = fit_samples(samples, replace(job.chain.context, cluster=cluster), waiting_counts=_waiting_counts(device))
     costs = Costs(
@@ -144,7 +143,7 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
         "ranks": job.world.size,
         "passes": {"forward": fitted.forward.model_dump(), "backward": fitted.backward.model_dump()},
         "update_s": fitted.update_s,
-        "links": {name: {**found.link.model_dump(), "fit_error": found.errors} for name, found in links.items()},
+        "links": {name: {**fit.link.model_dump(), "fit_error": fit.errors} for name, fit in links.items()},
         "fit_error": fitted.errors,
         "memory": memory.model_dump(),
         "samples": [asdict(sample) for sample in samples],
@@ -245,8 +244,8 @@ def _step(job: Job, case: Case) -> list[float]:
     result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
-    mine = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
-    rows = job.gather(*mine)
+    own = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
+    rows = job.gather(*own)
     return [*rows[:, :3].mean(axis=0).tolist(), float(rows[:, 3].max())]
 
 

@@ -56,14 +56,16 @@ def sweep(
                 f"leave {option} out (--json has all rows), or plan the setting you choose without --sweep",
             )
     axes = axes_of(recipe, words)
-    given = read_lengths(lengths)
+    all_lengths = read_lengths(lengths)
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     rows: list[Result] = []
     with progress(True) as bars, bars.task("sweep", len(combinations)) as tick:
         for settings in combinations:
             changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
             try:
-                rows.append({"settings": settings, **_row(look_ahead(recipe.changed(changes), given, steps, nproc))})
+                rows.append(
+                    {"settings": settings, **_row(look_ahead(recipe.changed(changes), all_lengths, steps, nproc))}
+                )
             except EvenloadError as error:
                 rows.append({"settings": settings, "error": vars(error).copy()})
             tick(said(settings))
@@ -96,8 +98,8 @@ def axes_of(recipe: Recipe, words: Iterable[str]) -> dict[str, list[Any]]:
         axes[key] = values
     count = prod(map(len, axes.values()))
     if count > MOST:
-        found = " x ".join(str(len(values)) for values in axes.values())
-        raise EvenloadError(f"a sweep plans at most {MOST} combinations", f"{found} = {count}", "sweep fewer values")
+        product = " x ".join(str(len(values)) for values in axes.values())
+        raise EvenloadError(f"a sweep plans at most {MOST} combinations", f"{product} = {count}", "sweep fewer values")
     return axes
 
 

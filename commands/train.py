@@ -103,7 +103,9 @@ class _Variant:
     def beside(self, own: _Variant) -> dict[str, Any]:
         """This baseline against evenload's run: times of the steps after the first, losses of all."""
         seconds = [[row.step_s for row in variant.rows[1:]] for variant in (self, own)]
-        losses = [abs(row.loss / mine.loss - 1) for row, mine in zip(self.rows, own.rows, strict=True) if mine.loss]
+        losses = [
+            abs(row.loss / own_row.loss - 1) for row, own_row in zip(self.rows, own.rows, strict=True) if own_row.loss
+        ]
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
 

@@ -119,6 +119,8 @@ def _sharing(plan: StepPlan) -> None:
             raise PlanError("a micro-batch has a cp_comm that does not exist", f"{name}: {m.cp_comm!r}")
         if len(m.ranks) == 1 and not m.cp_groups:
             continue
+        if m.cp_comm and plan.limits.whole_sequences:
+            raise PlanError("this host runs every micro-batch on one rank", f"{name}: ranks {m.ranks}", "disable mesh")
         if m.cp_groups and len(m.cp_groups) != len(m.slices):
             raise PlanError("a micro-batch has not one CP group for each slice", f"{name}: {len(m.cp_groups)}")
         if m.cp_comm and m.pad_to:
@@ -134,8 +136,8 @@ def _sharing(plan: StepPlan) -> None:
             raise PlanError("a micro-batch has ranks that are in no slice's CP group", name)
         counts = tokens_of_ranks(m)
         if min(counts.values()) < 1:
-            found = f"{name}: {m.num_padded_tokens} tokens on {len(m.ranks)} ranks"
-            raise PlanError("a rank of a micro-batch would have no token", found)
+            detail = f"{name}: {m.num_padded_tokens} tokens on {len(m.ranks)} ranks"
+            raise PlanError("a rank of a micro-batch would have no token", detail)
 
 
 def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> None:
@@ -152,8 +154,8 @@ def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> 
     if m.cp_comm == "hybrid" and not 1 < m.ulysses_degree < len(m.ranks):
         raise PlanError("ulysses_degree does not divide the ranks", f"{name}: {m.ulysses_degree} of {len(m.ranks)}")
     if heads and cp_group.ulysses_degree > heads:
-        found = f"{name}: {cp_group.ulysses_degree} ranks, {heads} heads"
-        raise PlanError("more ranks share heads than there are", found, "use a ring, or a hybrid with smaller groups")
+        detail = f"{name}: {cp_group.ulysses_degree} ranks, {heads} heads"
+        raise PlanError("more ranks share heads than there are", detail, "use a ring, or a hybrid with smaller groups")
 
 
 def _caps(plan: StepPlan) -> None:
@@ -164,9 +166,9 @@ def _caps(plan: StepPlan) -> None:
             raise PlanError("a slice is longer than its padding", f"{name}: pad_to {pad}")
         per_rank = max(tokens_of_ranks(micro_batch).values())
         if per_rank > cap:
-            found = f"{name}: {per_rank} tokens on a rank, cap {cap}"
+            detail = f"{name}: {per_rank} tokens on a rank, cap {cap}"
             raise PlanError(
-                "a micro-batch is over the token cap", found, "raise max_tokens, cut its sequences or share it"
+                "a micro-batch is over the token cap", detail, "raise max_tokens, cut its sequences or share it"
             )
 
 
@@ -177,25 +179,25 @@ def _slices_ascend(plan: StepPlan) -> None:
     if plan.limits.whole_sequences:
         raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
-    home_before: dict[int, CpGroup] = {}
+    group_before: dict[int, CpGroup] = {}
     cut = plan.cut
     for index, micro_batch in enumerate(plan.micro_batches):
-        mine = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in cut]
-        _refuse_two_slices(f"micro-batch {index}", [s for _, s in mine])
-        for number, s in mine:
+        own = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in cut]
+        _refuse_two_slices(f"micro-batch {index}", [s for _, s in own])
+        for number, s in own:
             if s.start != stop_of.get(s.sequence, 0):
-                found = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
-                raise PlanError(f"slices of sequence {s.sequence} are launched out of order", found)
+                detail = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"
+                raise PlanError(f"slices of sequence {s.sequence} are launched out of order", detail)
             cp_group = cp_group_of(micro_batch, number)
-            if s.start and not _keeps_prefix(home_before[s.sequence], cp_group):
-                found = f"prefix on ranks {home_before[s.sequence].ranks}, micro-batch {index} on {cp_group.ranks}"
-                raise PlanError(f"a slice of sequence {s.sequence} runs away from its prefix KV", found)
+            if s.start and not _keeps_prefix(group_before[s.sequence], cp_group):
+                detail = f"prefix on ranks {group_before[s.sequence].ranks}, micro-batch {index} on {cp_group.ranks}"
+                raise PlanError(f"a slice of sequence {s.sequence} runs away from its prefix KV", detail)
             for place in range(len(cp_group.ranks)) if len(cp_group.ranks) > 1 and micro_batch.cp_comm else ():
                 if not attended(s, cp_group, place):
-                    found = f"{s.length} tokens on {len(cp_group.ranks)} ranks in micro-batch {index}"
-                    raise PlanError(f"a slice of sequence {s.sequence} has ranks without a token of it", found)
+                    detail = f"{s.length} tokens on {len(cp_group.ranks)} ranks in micro-batch {index}"
+                    raise PlanError(f"a slice of sequence {s.sequence} has ranks without a token of it", detail)
             stop_of[s.sequence] = s.stop
-            home_before[s.sequence] = cp_group
+            group_before[s.sequence] = cp_group
 
 
 def _keeps_prefix(before: CpGroup, now: CpGroup) -> bool:
@@ -224,24 +226,24 @@ def _backward_groups(plan: StepPlan) -> None:
     again = set(replayed)
     alone = [j for j, i in enumerate(plan.forward_of) if i is None and j not in again]
     if alone:
-        found = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
-        raise PlanError("a backward micro-batch has neither activations nor a replay", found, "list it in replayed")
+        detail = f"backward micro-batch {alone[0]} equals no micro-batch of the forward"
+        raise PlanError("a backward micro-batch has neither activations nor a replay", detail, "list it in replayed")
     ranks_of = {s.sequence: cp_group_of(m, k).ranks for m in plan.micro_batches for k, s in enumerate(m.slices)}
     forward = {m for m in plan.micro_batches if len(m.ranks) > 1}
     start_of = dict(enumerate(plan.lengths.tolist()))
     for index, micro_batch in enumerate(plan.backward):
         _refuse_two_slices(f"backward micro-batch {index}", micro_batch.slices)
         if len(micro_batch.ranks) > 1 and micro_batch not in forward:
-            found = f"backward micro-batch {index} on ranks {micro_batch.ranks}"
-            raise PlanError("a shared micro-batch runs backward otherwise than forward", found)
+            detail = f"backward micro-batch {index} on ranks {micro_batch.ranks}"
+            raise PlanError("a shared micro-batch runs backward otherwise than forward", detail)
         for number, s in enumerate(micro_batch.slices):
             cp_group = cp_group_of(micro_batch, number).ranks
             if set(cp_group) != set(ranks_of[s.sequence]):
-                found = f"forward on ranks {ranks_of[s.sequence]}, backward on {cp_group}"
-                raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", found)
+                detail = f"forward on ranks {ranks_of[s.sequence]}, backward on {cp_group}"
+                raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", detail)
             if s.stop != start_of[s.sequence]:
-                found = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
-                raise PlanError(f"backward slices of sequence {s.sequence} are launched out of order", found)
+                detail = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
+                raise PlanError(f"backward slices of sequence {s.sequence} are launched out of order", detail)
             start_of[s.sequence] = s.start
 
 
@@ -253,28 +255,28 @@ def _equal_counts(plan: StepPlan) -> None:
     for kind in ("F", "B"):
         counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]
         if len(set(counts)) > 1:
-            found = f"between {min(counts)} and {max(counts)}"
-            raise PlanError("this trainer needs equal micro-batch counts on every rank", found, "add dummies")
+            detail = f"between {min(counts)} and {max(counts)}"
+            raise PlanError("this trainer needs equal micro-batch counts on every rank", detail, "add dummies")
     rows = orders_of_stage(plan, 0)
     patterns = {"".join(op.kind for op in row) for row in rows}
     if len(patterns) > 1:
-        found = " and ".join(sorted(patterns)[:2])
-        raise PlanError("ranks that run in step differ in the order of their passes", found)
+        detail = " and ".join(sorted(patterns)[:2])
+        raise PlanError("ranks that run in step differ in the order of their passes", detail)
     if not plan.shared:
         return
     places = [{op: place for place, op in enumerate(row)} for row in rows]
     for op in [Op(kind, i) for kind in ("F", "B") for i, m in enumerate(plan.passes(kind)) if len(m.ranks) > 1]:
         met = {rank: places[rank].get(op) for rank in plan.passes(op.kind)[op.micro_batch].ranks}
         if len(set(met.values())) > 1:
-            found = f"{op.kind}{op.micro_batch}: number of its pass by rank {met}"
-            raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", found)
+            detail = f"{op.kind}{op.micro_batch}: number of its pass by rank {met}"
+            raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", detail)
 
 
 def _order_is_complete(plan: StepPlan) -> None:
     if not plan.order:
         if plan.cut:
-            found = "sequences are cut and the plan leaves the order to the host's schedule"
-            raise PlanError("prefix KV would be freed before later slices need it", found, "give an order per stage")
+            detail = "sequences are cut and the plan leaves the order to the host's schedule"
+            raise PlanError("prefix KV would be freed before later slices need it", detail, "give an order per stage")
         if plan.backward or plan.replayed:
             raise PlanError("the host's own schedule replays nothing", "no order", "give an order per stage")
         return
@@ -283,8 +285,8 @@ def _order_is_complete(plan: StepPlan) -> None:
     wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))
     for stage, ops in enumerate(plan.order):
         if sorted(op for op in ops if op.kind != "W") != wanted:
-            found = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"
-            raise PlanError("a stage does not run every pass exactly once", found)
+            detail = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"
+            raise PlanError("a stage does not run every pass exactly once", detail)
         place = {op: at for at, op in enumerate(ops)}
         _weight_gradients(plan, stage, place)
         for index, stored_forward in enumerate(plan.forward_of):
@@ -322,16 +324,16 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
         for sequence, chain in forward.items():
             for earlier, later in itertools.pairwise(chain):
                 if place[Op("F", earlier)] > place[Op("F", later)]:
-                    found = f"stage {stage}, sequence {sequence}: micro-batch {later} before {earlier}"
-                    raise PlanError("a slice runs forward before its prefix", found)
+                    detail = f"stage {stage}, sequence {sequence}: micro-batch {later} before {earlier}"
+                    raise PlanError("a slice runs forward before its prefix", detail)
             back = backward[sequence]
             for earlier, later in itertools.pairwise(back):
                 if place[Op("B", later)] > place[Op("B", earlier)]:
-                    found = f"stage {stage}, sequence {sequence}: micro-batch {earlier} before {later}"
-                    raise PlanError("prefix KV is freed while a later slice still needs it", found)
+                    detail = f"stage {stage}, sequence {sequence}: micro-batch {earlier} before {later}"
+                    raise PlanError("prefix KV is freed while a later slice still needs it", detail)
             if place[Op("B", back[-1])] < place[Op("F", chain[-1])]:
-                found = f"stage {stage}, sequence {sequence}: B{back[-1]} before F{chain[-1]}"
-                raise PlanError("backward of a sequence starts before its forward has ended", found)
+                detail = f"stage {stage}, sequence {sequence}: B{back[-1]} before F{chain[-1]}"
+                raise PlanError("backward of a sequence starts before its forward has ended", detail)
         for index, other in pairs:
             if place[Op("B", other)] < place[Op("F", index)]:
                 raise PlanError(
@@ -341,13 +343,13 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
 
 def _chains(plan: StepPlan, micro_batches: tuple[MicroBatch, ...]) -> dict[int, list[int]]:
     """The micro-batches of each cut sequence by ascending slice."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    chains: dict[int, list[tuple[int, int]]] = {}
     cut = plan.cut
     for index, micro_batch in enumerate(micro_batches):
         for s in micro_batch.slices:
             if s.sequence in cut:
-                found.setdefault(s.sequence, []).append((s.start, index))
-    return {sequence: [index for _, index in sorted(chain)] for sequence, chain in found.items()}
+                chains.setdefault(s.sequence, []).append((s.start, index))
+    return {sequence: [index for _, index in sorted(chain)] for sequence, chain in chains.items()}
 
 
 def _regrouped(plan: StepPlan) -> set[tuple[int, int]]:
@@ -389,13 +391,13 @@ def _recompute_fits(plan: StepPlan) -> None:
     limits = plan.limits
     shape = [len(row) for row in plan.recompute]
     if shape != [len(plan.micro_batches)] * limits.num_stages:
-        found = f"{len(shape)} stages of {sorted(set(shape))}"
-        raise PlanError("recompute does not name every (stage, micro-batch)", found)
+        detail = f"{len(shape)} stages of {sorted(set(shape))}"
+        raise PlanError("recompute does not name every (stage, micro-batch)", detail)
     for stage, row in enumerate(plan.recompute):
         for index, layers in enumerate(row):
             if not 0 <= layers <= limits.layers_per_stage:
-                found = f"{layers} of {limits.layers_per_stage} layers at stage {stage}, micro-batch {index}"
-                raise PlanError("recompute names layers that do not exist", found)
+                detail = f"{layers} of {limits.layers_per_stage} layers at stage {stage}, micro-batch {index}"
+                raise PlanError("recompute names layers that do not exist", detail)
 
 
 def _memory(plan: StepPlan) -> None:
@@ -405,7 +407,7 @@ def _memory(plan: StepPlan) -> None:
     for stage in range(limits.num_stages):
         for rank, (peak, at) in enumerate(peaks_of_stage(plan, stage)):
             if peak > limits.max_activation_bytes:
-                found = f"{peak:.3g} bytes on rank {rank} of stage {stage} at {at.kind}{at.micro_batch}"
+                detail = f"{peak:.3g} bytes on rank {rank} of stage {stage} at {at.kind}{at.micro_batch}"
                 cap = f"the cap is {limits.max_activation_bytes:.3g} bytes"
                 do = f"{cap} (activation_gib): raise it, recompute more layers or run fewer in flight"
-                raise PlanError("activations are over the memory cap", found, do)
+                raise PlanError("activations are over the memory cap", detail, do)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,8 @@ class HoldBack(Protocol):
 class Prunable(Protocol):
     """A baseline that plans several ways, and can leave out early what is too slow to run."""
 
-    def below(self, bare: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
-        """Its best plan under the limits of ``bare``, if that takes less than ``bar_s``; else perhaps None."""
+    def below(self, stock: StepPlan, context: PlanningContext, config: Any, bar_s: float, /) -> StepPlan | None:
+        """Its best plan under the limits of ``stock``, if that takes less than ``bar_s``; else perhaps None."""
         ...
 
 
@@ -77,9 +77,15 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plugin: its schema and its planner.
+    """One plugin: its schema and its planner. It answers one question as a pure function, at one of three places:
 
-    ``plan(plan, context, config)`` maps a plan to a lawful plan; plugins run in ascending ``stage``.
+    steps      ``plan(plan, context, config)`` maps a plan to a lawful plan, one step ahead and in the background.
+               Plugins run in ascending ``stage``; a disabled one is the identity
+    layers     what is known only inside the step, from counts that every rank has there. What of it is slow is data in
+               the plan
+    batches    what is drawn, before there is a plan
+
+    The chain of planners asks planners of steps alone.
     """
 
     name: str
@@ -107,6 +113,8 @@ class Plugin:
     """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
     needs_order: tuple[str, ...] = ()
     """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
+    orders: bool = False
+    """``plan`` says in which order each stage runs, so a host that is not ours must let go of its own schedule."""
     shares: bool = False
     """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
     branches: Callable[[Any, PlanningContext], Mapping[str, Any]] | None = None
@@ -114,6 +122,8 @@ class Plugin:
     settings under the same caps by which a plan most likely takes it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
+    place: Literal["steps", "layers", "batches"] = "steps"
+    """Where it plans."""
 
     @property
     def origin(self) -> str:

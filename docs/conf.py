@@ -1,7 +1,8 @@
-"""Sphinx: ``pip install sphinx myst-parser furo && sphinx-build docs docs/_build``. The pages also read well raw."""
+"""Sphinx with MyST: ``make site`` builds the pages into build/site. They read well raw, too."""
 
 project = "evenload"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme = "furo"
+extensions = ["myst_parser"]
+html_theme = "alabaster"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
+myst_heading_anchors = 3

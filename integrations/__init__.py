@@ -4,3 +4,10 @@ if __name__ != "evenload.integrations":
     raise ImportError(
         f"{__name__}: import this package as evenload.integrations; a second copy would mean a second registry"
     )
+
+from ..core.recipe.traits import register_trainer
+from .deepspeed.traits import DEEPSPEED
+from .megatron.traits import MEGATRON
+
+register_trainer("deepspeed", DEEPSPEED)
+register_trainer("megatron", MEGATRON)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -32,11 +34,30 @@ hypothesis.settings.register_profile("again", _UNTIMED, derandomize=True)
 hypothesis.settings.load_profile("again")
 
 
+LONGEST = (
+    "integrations/megatron/test_slices.py",
+    "commands/test_train.py",
+    "benchmarks/test_faults.py",
+    "integrations/megatron/test_pipeline.py",
+    "runtime/watchdog/test_watchdog.py",
+    "integrations/deepspeed/pipeline/test_pipeline.py",
+    "integrations/deepspeed/test_slices.py",
+    "integrations/megatron/saving/test_checkpoint.py",
+    "integrations/deepspeed/test_shared.py",
+    "integrations/megatron/test_shared.py",
+    "commands/profiling/test_memory.py",
+    "commands/test_verify.py",
+)
+"""Files of half a minute and more, the longest first."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the files, those that take long come first: short ones fill the end."""
     if hasattr(config, "workerinput"):
-        long = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in long)
+        places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+        slow = {item.path: len(places) for item in items if item.get_closest_marker("slow")}
+        order = slow | places
+        items.sort(key=lambda item: order.get(item.path, len(LONGEST) + 1))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -66,6 +87,7 @@ class Forge:
 
     def __init__(self, trainer: str, folder: Path) -> None:
         self._folder, self._number = folder, 0
+        self._started: list[Started] = []
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         script = Path(__file__).with_name("rank_forge.py")
         self._log = (folder / "log").open("wb")
@@ -99,10 +121,8 @@ class Forge:
         limit_s: float = 250,
     ) -> Done:
         """Run ``evenload ARGUMENTS`` or a script as so many ranks; stdout is rank 0's, stderr what all of them said."""
-        outputs = self._folder / str(self._number)
-        outputs.mkdir()
+        outputs = self._outputs()
         (outputs / "planted.py").write_text(planted)
-        self._number += 1
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -113,7 +133,23 @@ class Forge:
         said = "".join((outputs / f"err.{rank}").read_text() for rank in range(ranks))
         return Done(list(arguments), code, (outputs / "out.0").read_text(), said)
 
+    def start(self, script: Path, *arguments: object, environment: dict[str, str]) -> Started:
+        """Start a script as one rank with this environment alone."""
+        outputs = self._outputs()
+        content = {"script": str(script), "arguments": list(map(str, arguments)), "environment": environment}
+        (pid,) = self.ask("start", {**content, "outputs": str(outputs)})
+        self._started.append(Started(self, pid, outputs))
+        return self._started[-1]
+
+    def _outputs(self) -> Path:
+        folder = self._folder / str(self._number)
+        folder.mkdir()
+        self._number += 1
+        return folder
+
     def close(self) -> None:
+        for started in self._started:
+            started.end()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -122,6 +158,39 @@ class Forge:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+
+class Started:
+    """A script that a forge has started; as subprocess.Popen, with both outputs in one text."""
+
+    def __init__(self, forge: Forge, pid: int, outputs: Path) -> None:
+        self._forge, self.pid, self._outputs = forge, pid, outputs
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            (self.returncode,) = self._forge.ask("poll", self.pid) or (None,)
+        return self.returncode
+
+    def wait(self, timeout_s: float = 250) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"{self.pid} did not end in {timeout_s} s: {self.output}"
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    @property
+    def output(self) -> str:
+        return "".join((self._outputs / f"{name}.0").read_text() for name in ("out", "err"))
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
 
 class TestWorld:
@@ -164,7 +233,7 @@ class TestWorld:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    ok, value = connection.recv()
+                    ok, value = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     ok, value = False, f"the process ended\n{self._tail(rank)}"
                 (results if ok else failures)[rank] = value
@@ -190,7 +259,7 @@ class TestWorld:
 
 @pytest.fixture(scope="session")
 def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
-    """``forge(trainer)``: the process that has imported it."""
+    """``forge(trainer)``: the process that has imported it. What it started and still runs ends with it."""
     forges: dict[str, Forge] = {}
 
     def get(trainer: str) -> Forge:

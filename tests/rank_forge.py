@@ -6,6 +6,8 @@ rank_forge.py TRAINER. A request is a line of JSON on stdin, the answer a list o
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
                     outputs, and whether planted.py in there runs first in every rank. A rank of the forge is as one of
                     torchrun: the launcher alone is left out.
+    {"start": ...}  starts a script as one rank with an environment, and does not wait for it: its process id.
+    {"poll": PID}   the exit code of such a rank, or nothing while it runs.
     {"world": ...}  starts ranks that serve cases (see world_child.py): their process ids.
     {"end": [...]}  ends these processes: their exit codes.
 """
@@ -16,6 +18,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -86,7 +89,7 @@ def fork(outputs: str, rank: int, act: Callable[[], None]) -> int:
     try:
         ANSWERS.close()
         for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{outputs}/{name}.{rank}", os.O_CREAT | os.O_WRONLY), stream)
+            os.dup2(os.open(f"{outputs}/{name}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         act()
         code = 0
@@ -145,6 +148,24 @@ def run(job: dict[str, Any]) -> list[int]:
     return codes
 
 
+def act_of_script(start: dict[str, Any]) -> None:
+    """What a started rank does: the script, with the given environment alone."""
+    os.environ.clear()
+    os.environ |= start["environment"]
+    tempfile.tempdir = None  # it is asked for anew, of this environment
+    sys.argv = [start["script"], *start["arguments"]]
+    runpy.run_path(start["script"], run_name="__main__")
+
+
+def start(start: dict[str, Any]) -> list[int]:
+    return [fork(start["outputs"], 0, partial(act_of_script, start))]
+
+
+def poll(pid: int) -> list[int]:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return [os.waitstatus_to_exitcode(status)] if ended else []
+
+
 def start_world(world: dict[str, Any]) -> list[int]:
     """Process ids of the ranks of a new world, which serve until their connection ends."""
     folder, door, size = world["folder"], world["door"], world["size"]
@@ -159,7 +180,13 @@ def end_world(pids: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-REQUESTS: dict[str, Callable[[Any], list[int]]] = {"job": run, "world": start_world, "end": end_world}
+REQUESTS: dict[str, Callable[[Any], list[int]]] = {
+    "job": run,
+    "start": start,
+    "poll": poll,
+    "world": start_world,
+    "end": end_world,
+}
 
 
 if __name__ == "__main__":

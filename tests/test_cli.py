@@ -90,15 +90,29 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
 
 
+def test_plan_explains_what_every_rank_runs(place: Path) -> None:
+    command = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--explain")
+    done = evenload(*command, "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads(done.stdout)["steps"]
+    cells = " ".join(step["program"]).split()
+    assert {f"{kind}{i}" for kind in "FB" for i in range(step["micro_batches"])} <= set(cells)
+    told = evenload(*command, cwd=place)
+    assert told.returncode == 0, told.stderr
+    assert step["program"][1] in told.stdout
+
+
 def test_cut_plans_are_written_with_their_order_and_both_groupings(place: Path) -> None:
-    settings = ("plugins.packing.max_tokens=512", "train.recompute=true")
-    done = evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", *settings, "--out", "cut.json", cwd=place)
+    settings = ("plugins.packing.max_tokens=2048", "data.max_length=8192", "train.recompute=true")
+    lengths = np.random.default_rng(0).lognormal(6.8, 0.6, 4000).astype(int) + 1
+    (place / "long.txt").write_text("\n".join(map(str, lengths)) + "\n")
+    done = evenload("plan", "recipe.yaml", "--lengths", "long.txt", *settings, "--out", "cut.json", cwd=place)
     assert done.returncode == 0, done.stderr
     (step,) = json.loads((place / "cut.json").read_text())["steps"]
     for groups in (step["micro_batches"], step["backward"]):
         tokens = sorted(tuple(piece) for micro_batch in groups for piece in micro_batch["slices"])
         assert sum(stop - start for _, start, stop in tokens) == sum(step["lengths"])
-        assert all(sum(b - a for _, a, b in m["slices"]) <= 512 for m in groups)
+        assert all(sum(b - a for _, a, b in m["slices"]) <= 2048 for m in groups)
     kinds = [kind for kind, _ in step["order"][0]]
     assert kinds.count("F") == len(step["micro_batches"])
     assert kinds.count("B") == len(step["backward"]) > len(step["replayed"]) - 1 > 0
@@ -227,7 +241,7 @@ def test_third_parties_register_through_entry_points(place: Path) -> None:
     """An installed package with an entry point: its plugin is listed, and recipes know its section."""
     (place / "theirs.py").write_text(
         "from evenload import Plugin, register\nfrom evenload.core.registry import PluginConfig\n"
-        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, situation, config: plan))\n"
+        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, context, config: plan))\n"
     )
     metadata = place / "theirs-1.0.dist-info"
     metadata.mkdir()

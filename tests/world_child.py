@@ -9,6 +9,7 @@ import faulthandler
 import importlib.util
 import json
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -57,4 +58,4 @@ def serve(folder: str, door: str, rank: int, size: int) -> None:
             case = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        connection.send(run(*json.loads(case)))
+        connection.send_bytes(pickle.dumps(run(*json.loads(case))))  # `send` would share tensors, not copy them

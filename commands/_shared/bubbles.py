@@ -41,7 +41,7 @@ class Waits(NamedTuple):
         return sum(self)
 
     def plus(self, other: Waits) -> Waits:
-        return Waits(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Waits(*(own + theirs for own, theirs in zip(self, other, strict=True)))
 
 
 class Bubbles(NamedTuple):

@@ -19,7 +19,7 @@ class Requirement:
     distribution: str
     supports: SpecifierSet
 
-    def found(self) -> str | None:
+    def installed(self) -> str | None:
         """The installed version; None if there is none."""
         try:
             return version(self.distribution)
@@ -27,8 +27,8 @@ class Requirement:
             return None
 
     def satisfied(self) -> bool:
-        found = self.found()
-        return found is not None and self.supports.contains(found, prereleases=True)
+        version = self.installed()
+        return version is not None and self.supports.contains(version, prereleases=True)
 
 
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
@@ -47,8 +47,8 @@ TRAINERS: dict[str, tuple[Requirement, ...]] = {
 def require(trainer: str) -> None:
     """Raise EvenloadError unless everything the trainer needs is installed in a supported version."""
     for need in TRAINERS[trainer]:
-        found = need.found()
-        if found is None:
+        version = need.installed()
+        if version is None:
             raise EvenloadError(
                 f"trainer '{trainer}' needs {need.distribution}",
                 "it is not installed",
@@ -57,7 +57,7 @@ def require(trainer: str) -> None:
         if not need.satisfied():
             raise EvenloadError(
                 f"this version of {need.distribution} is not supported",
-                f"{need.distribution} {found}; supported: {need.supports}",
+                f"{need.distribution} {version}; supported: {need.supports}",
                 f"pip install '{need.distribution}{need.supports}'",
             )
 

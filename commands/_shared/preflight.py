@@ -80,20 +80,20 @@ def source_of(recipe: Recipe) -> Source:
 
 def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
     """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
-    given = recipe.model.vocab_size
-    if given is None:
+    vocab_size = recipe.model.vocab_size
+    if vocab_size is None:
         multiple = math.lcm(_VOCABULARY_MULTIPLE, recipe.parallel.tp)
         return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
-    if given < source.vocab_size:
+    if vocab_size < source.vocab_size:
         raise EvenloadError(
             "the model's vocabulary is smaller than the data's",
-            f"model.vocab_size {given}, token ids up to {source.vocab_size - 1}",
+            f"model.vocab_size {vocab_size}, token ids up to {source.vocab_size - 1}",
             "raise model.vocab_size or leave it null",
         )
-    if given % recipe.parallel.tp:
+    if vocab_size % recipe.parallel.tp:
         raise EvenloadError(
             "parallel.tp does not divide model.vocab_size",
-            f"tp {recipe.parallel.tp}, vocabulary {given}",
+            f"tp {recipe.parallel.tp}, vocabulary {vocab_size}",
             "leave model.vocab_size null: it is then rounded up",
         )
     return recipe

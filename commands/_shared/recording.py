@@ -178,12 +178,12 @@ def tracks_of(steps: Sequence[_Recorded]) -> Iterator[Track]:
         begin_s += (1 + _GAP) * max((span.end_s for track in tracks for span in track.spans), default=0.0)
 
 
-def gather_spans(mine: tuple[Span, ...]) -> list[Span]:
+def gather_spans(own: tuple[Span, ...]) -> list[Span]:
     """What all ranks recorded of a step, of tensor-parallel peers the first, without what is waiting. Collective."""
-    everyone: list[Any] = [mine]
+    everyone: list[Any] = [own]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, own)
     return list(_shown(everyone))
 
 

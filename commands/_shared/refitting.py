@@ -41,7 +41,7 @@ def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
     step_s = simulate(plan, context, record=False).step_s
     if not refits:
         return PredictedStep(step_s, 0.0, 0.0, None)
-    compute = predict(plan, context.costs)
+    compute = predict(plan, context.costs, head_frac=context.head_frac)
     work = refit.rows_of(plan, context.costs.recompute)
     return PredictedStep(step_s, compute.step_s, max(compute.busy_s), work)
 
@@ -121,9 +121,9 @@ class Refitting:
         self.first, self.chain = (_with(self.chain, np.array(state[name])) for name in ("ahead", "newest"))
 
 
-def agreed(job: Job, mine: Floats) -> Floats:
+def agreed(job: Job, own: Floats) -> Floats:
     """Rank 0's numbers, on every rank. Collective."""
-    return np.array(job.gather(*mine.tolist())[0])
+    return np.array(job.gather(*own.tolist())[0])
 
 
 def _with(chain: PlanChain, values: Floats) -> PlanChain:

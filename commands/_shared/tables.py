@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ..pictures.words import gib
 from ..sweep import said, written
@@ -144,7 +145,7 @@ def _bench(result: Result) -> Table:
                 percent(ratio["of_ceiling"]) if ratio else "",
             )
         )
-    held = result["predicted_peak_activation_bytes_of_stages"]
+    peaks_of = result["predicted_peak_activation_bytes_of_stages"]
     head = (
         "",
         "tokens/s",
@@ -165,7 +166,7 @@ def _bench(result: Result) -> Table:
         "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
         f"{_errors(result['predicted_bubble_frac'])})\n"
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
-        f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in held.items())})"
+        f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in peaks_of.items())})"
     )
     return grid(f"bench on {_machine(result)}", head, rows, caption)
 
@@ -240,7 +241,10 @@ def plan(result: Result) -> Group:
     )
     table = grid("plan", head, rows, "\n".join([*about, *shown[:3]]))
     pipelines = [s["pipeline"] for s in result["steps"] if s["pipeline"]]
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]))
+    programs = [
+        plain(f"\nstep {s['step']}: {LEGEND}\n" + "\n".join(s["program"])) for s in result["steps"] if "program" in s
+    ]
+    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]), *programs)
 
 
 def _pipeline(steps: list[Result]) -> Table:

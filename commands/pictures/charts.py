@@ -102,20 +102,20 @@ def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, 
 
 def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
     wide = len(row.pieces) <= 40
-    found = []
+    shapes = []
     for piece in row.pieces:
         title = tag("title", f"{row.name}: {piece.title}")
         box = {"x": piece.start_s / most_s * WIDTH, "width": (piece.end_s - piece.start_s) / most_s * WIDTH}
         part = f"{piece.part} edged" if wide else piece.part
-        found.append(tag("rect", title, class_=part, y=top, height=size, **box))
+        shapes.append(tag("rect", title, class_=part, y=top, height=size, **box))
         if piece.again > 0:
             low = size * FOOT * piece.again
-            found.append(tag("rect", title, class_="again", y=top + size - low, height=low, **box))
-    return found
+            shapes.append(tag("rect", title, class_="again", y=top + size - low, height=low, **box))
+    return shapes
 
 
 def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
-    found = []
+    shapes = []
     for part in PARTS:
         of_part = [piece for piece in row.pieces if piece.part == part]
         if not of_part:
@@ -127,8 +127,8 @@ def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
         )
         taken = sum(piece.end_s - piece.start_s for piece in of_part)
         title = f"{row.name}: {PARTS[part]}, {taken:.3g} s in {len(of_part)} stretches"
-        found.append(tag("path", tag("title", title), class_=part, d=shape))
-    return found
+        shapes.append(tag("path", tag("title", title), class_=part, d=shape))
+    return shapes
 
 
 def columns(shares: Sequence[float], class_: str, titles: Sequence[str]) -> Markup:

@@ -220,9 +220,9 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
 def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[tuple[int, int], list[Piece]]:
     """What the asked-for (stage, rank) do in one step; the padding of a pass is drawn at its end."""
     useful, layers = _Useful(one.plan, costs), one.plan.limits.layers_per_stage
-    found: dict[tuple[int, int], list[Piece]] = {row: [] for row in sorted(rows)}
+    pieces: dict[tuple[int, int], list[Piece]] = {row: [] for row in sorted(rows)}
     for span in one.outcome.spans:
-        row = found.get((span.stage, span.rank))
+        row = pieces.get((span.stage, span.rank))
         if row is None:
             continue
         share = useful.share(span)
@@ -235,7 +235,7 @@ def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[
         if share < 1:
             number = -1 if share > 0 else number
             row.append(Piece("padding", middle, span.end_s, f"padding of {title}", number))
-    return found
+    return pieces
 
 
 class _Useful:
@@ -284,11 +284,11 @@ class _Useful:
 def shown_ranks(one: Simulated, most_rows: int) -> tuple[list[int], bool]:
     """Ranks whose rows are drawn, and whether they are all: else from the busiest to the idlest, evenly spaced."""
     limits, busy = one.plan.limits, one.outcome.busy_s.sum(axis=0)
-    room = max(3, most_rows // limits.num_stages)
-    if limits.num_ranks <= room:
+    most_ranks = max(3, most_rows // limits.num_stages)
+    if limits.num_ranks <= most_ranks:
         return list(range(limits.num_ranks)), True
     by_load = np.argsort(-busy, kind="stable")
-    places = np.linspace(0, limits.num_ranks - 1, room).round().astype(int)
+    places = np.linspace(0, limits.num_ranks - 1, most_ranks).round().astype(int)
     return by_load[places].tolist(), False
 
 

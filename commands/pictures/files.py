@@ -23,8 +23,8 @@ def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
         raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
     odd = os.path.exists(path) and not os.path.isfile(path)
     if odd or not os.access(folder, os.W_OK):
-        found = f"{path} is no regular file" if odd else f"{folder} is not writable"
-        raise EvenloadError(f"{option} cannot be written", found, f"choose another {option}")
+        fault = f"{path} is no regular file" if odd else f"{folder} is not writable"
+        raise EvenloadError(f"{option} cannot be written", fault, f"choose another {option}")
 
 
 @contextmanager

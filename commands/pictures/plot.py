@@ -84,8 +84,8 @@ def write_plot(outlook: Outlook, path: Path) -> None:
     facts = facts_of(outlook)
     shown = facts.shown
     with mpl.rc_context(_STYLE):
-        room = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.04)
-        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout=room)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.04)
+        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout=layout)
         grid = figure.add_gridspec(len(shown), 2, width_ratios=(3.1, 1))
         figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
         first, parts = None, set[Part]()
@@ -125,12 +125,12 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     pieces = pieces_of(first, facts.context.costs, set(rows))
     axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
     numbered = _is_numbered(one)
-    found: set[Part] = set()
+    drawn: set[Part] = set()
     for y, row in enumerate(rows):
         for part in PARTS:
             spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
             if spans:
-                found.add(part)
+                drawn.add(part)
                 widths = [0.5 if numbered and length_s > _EDGED * most_s else 0.0 for _, length_s in spans]
                 axes.broken_barh(
                     spans, (y - 0.43, 0.86), facecolor=_COLOURS[part], edgecolor="#fcfcfa", linewidths=widths
@@ -139,7 +139,7 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
             # Downwards is up: the axis is turned round.
             low = 0.86 * FOOT * piece.again
             axes.barh(y + 0.43 - low / 2, piece.length_s, low, left=piece.start_s, color=_COLOURS["again"], linewidth=0)
-            found.add("again")
+            drawn.add("again")
         if numbered:
             _draw_numbers(axes, pieces[row], y, most_s)
     axes.axvline(facts.first_bound_s, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -155,7 +155,7 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     sample = "" if complete else f", {len(ranks)} of {limits.num_ranks:,} ranks"
     does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
     axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
-    return found
+    return drawn
 
 
 def _is_numbered(one: Planner) -> bool:

@@ -85,12 +85,12 @@ def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
 
 def _against(ours: Planner, rival: Planner) -> list[str]:
     ratio = rival.step_s / ours.step_s
-    told = "The strongest simple baseline, "
+    opening = "The strongest simple baseline, "
     name = tag("b", rival.label)
     if abs(ratio - 1) <= _SAME:
-        return [told, name, ", takes the same time: ", duration(rival.step_s), "."]
+        return [opening, name, ", takes the same time: ", duration(rival.step_s), "."]
     verdict = f", takes {'more' if ratio > 1 else 'less'}: "
-    return [told, name, verdict, duration(rival.step_s), "; evenload is ", factor(ratio), " against it."]
+    return [opening, name, verdict, duration(rival.step_s), "; evenload is ", factor(ratio), " against it."]
 
 
 def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
@@ -213,7 +213,7 @@ def _bounding(step: dict[str, Any]) -> str:
 
 def _sequence_bound(notes: Sequence[str]) -> str:
     """What to say of steps that one sequence bounds."""
-    found = [note for note in notes if note]
+    bounding = [note for note in notes if note]
     if len(notes) == 1:
-        return found[0]
-    return f"one sequence alone bounds {len(found)} of {len(notes)} steps (in the first of them, {found[0]})"
+        return bounding[0]
+    return f"one sequence alone bounds {len(bounding)} of {len(notes)} steps (in the first of them, {bounding[0]})"

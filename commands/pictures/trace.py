@@ -116,8 +116,8 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
                 yield from _name(thread, name, 1 + stage * track.plan.limits.num_ranks + rank)
             yield from _of_rank(track, thread, spans, tell)
         if arrows:
-            found = {(s, r): t for (p, s, r), t in threads.items() if p == pid and s >= 0}
-            yield from _hand_overs(track, found, numbers)
+            threads_of_ranks = {(s, r): t for (p, s, r), t in threads.items() if p == pid and s >= 0}
+            yield from _hand_overs(track, threads_of_ranks, numbers)
 
 
 def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPass) -> Iterator[str]:

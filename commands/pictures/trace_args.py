@@ -30,11 +30,11 @@ class TellPass:
         if span.micro_batch < 0:
             return ""
         key = kind, span.micro_batch, span.stage if self._plan.recompute else 0
-        found = self._known.get(key)
-        if found is None:
+        text = self._known.get(key)
+        if text is None:
             args = self._args(kind, span.micro_batch, span.stage)
-            found = self._known[key] = f',"args":{to_json(args, compact=True)}'
-        return found
+            text = self._known[key] = f',"args":{to_json(args, compact=True)}'
+        return text
 
     def _args(self, kind: str, number: int, stage: int) -> dict[str, Any]:
         micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
@@ -50,8 +50,8 @@ class TellPass:
             args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_padded_tokens, 4)
         chunks = [s for s in micro_batch.slices if s.length < self._lengths[s.sequence]]
         if chunks:
-            told = [f"{s.start} to {s.stop} of sequence {s.sequence}" for s in chunks[:_MOST_CHUNKS]]
-            args["chunks"] = "; ".join(told + ["..."] * (len(chunks) > _MOST_CHUNKS))
+            shown = [f"{s.start} to {s.stop} of sequence {s.sequence}" for s in chunks[:_MOST_CHUNKS]]
+            args["chunks"] = "; ".join(shown + ["..."] * (len(chunks) > _MOST_CHUNKS))
         if self._plan.recompute:
             args["layers recomputed"] = recomputed(self._plan, stage, number)
         return args
@@ -59,11 +59,11 @@ class TellPass:
 
 def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:
     """Of the step, then of its ranks, where they are not too many to read."""
-    found = bubbles_of([spans])
-    told = {"bubble": round(found.frac, 4)}
-    if len(found.waits) <= _MOST_TOLD:
+    bubbles = bubbles_of([spans])
+    args = {"bubble": round(bubbles.frac, 4)}
+    if len(bubbles.waits) <= _MOST_TOLD:
         staged = plan.limits.num_stages > 1
-        for stage, rank in sorted(found.waits):
+        for stage, rank in sorted(bubbles.waits):
             name = f"stage {stage}, rank {rank}" if staged else f"rank {rank}"
-            told[f"bubble of {name}"] = round(found.of(stage, rank), 4)
-    return told
+            args[f"bubble of {name}"] = round(bubbles.of(stage, rank), 4)
+    return args

@@ -6,7 +6,7 @@ layers, forward and backward (`runtime.memory.Levels`): on CUDA from the allocat
 that operators make. Bytes a token are slopes by least squares; what does not grow with the tokens is a pass's own. The
 learning rate is zero and tokens are random.
 
-Counted rather than measured: K and V of a token, and what sharding divides (`core.planning.states`).
+Counted rather than measured: K and V of a token, and what sharding divides (`core.recipe.traits`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from ...core.machine.layout import Layout
 from ...core.plan.limits import Limits
 from ...core.plan.memory_cost import MemoryCost
 from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from ...core.planning.setting import limits_of, stage_costs
-from ...core.planning.states import LIVE_WEIGHTS, VALUE_BYTES, states_of
+from ...core.planning.setting import limits_of, stage_costs, traits_of
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import shape_of
+from ...core.recipe.sizes import VALUE_BYTES, shape_of
 from ...integrations.host import Host, Mark
 from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from .._shared.job import Job
@@ -94,7 +93,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
         host.train_step(tiny, tokens_of, lr=0.0, mark=mark)
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
     readings = [_read(host, device, plan, tokens_of, mark) for plan in plans]
-    shape, states = shape_of(recipe.model), states_of(recipe)
+    shape, states = shape_of(recipe.model), traits_of(recipe).states
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
     sharded = states.sharded * shape.parameters / tp
@@ -103,7 +102,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
             # Of what is shared with other ranks this one has its part.
             "fixed_bytes": float(fixed + sharded * (1 - 1 / num_ranks)),
             "sharded_bytes": float(sharded),
-            "gathered_bytes": float(states.gathered * min(shape.parameters / tp, LIVE_WEIGHTS)),
+            "gathered_bytes": states.gathered_bytes(shape.parameters / tp),
             "gradient_bytes": float(states.late * shape.parameters / tp),
             "update_bytes": float(update.num_bytes),
         }
@@ -242,9 +241,9 @@ def _inner(num_layers: int) -> int:
 
 def _when_back(values: Any, call: Any) -> None:
     """Call when the gradient of the first of the values that has one is there."""
-    found = next((v for v in values if isinstance(v, Tensor) and v.requires_grad), None)
-    if found is not None:
-        found.register_hook(call)  # type: ignore[no-untyped-call]
+    tensor = next((v for v in values if isinstance(v, Tensor) and v.requires_grad), None)
+    if tensor is not None:
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
 
 
 def _layers(host: Any) -> nn.ModuleList:

@@ -66,9 +66,9 @@ class _Starter(MetaPathFinder):
                 f"evenload run: evenload is not installed for {sys.executable}, which imports {self._trainer}"
             ) from error
         evenload.enable(self._recipe)
-        told = os.environ.get("EVENLOAD_STARTED")
-        if told and os.path.isdir(told):
-            open(os.path.join(told, str(os.getpid())), "w").close()
+        folder = os.environ.get("EVENLOAD_STARTED")
+        if folder and os.path.isdir(folder):
+            open(os.path.join(folder, str(os.getpid())), "w").close()
 
 
 _run_hidden()

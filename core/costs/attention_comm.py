@@ -54,8 +54,8 @@ class Load(NamedTuple):
     pairs: Any
 
 
-class CpGroup(NamedTuple):
-    """Ranks that share the attention of some slices, and how."""
+class SharedLoad(NamedTuple):
+    """What ranks attend for together, and how they share it: a CP group of one or more slices."""
 
     ranks: tuple[int, ...]
     """Of the plane, in the order of their places."""
@@ -84,10 +84,9 @@ class Times(NamedTuple):
 
 def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
     """What every CP group of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
-    ranks, pad = micro_batch.ranks, micro_batch.pad_to
+    pad = micro_batch.pad_to
     sums_of: dict[tuple[int, ...], list[float]] = {}
-    cp_groups = micro_batch.cp_groups or (ranks,) * len(micro_batch.slices)
-    for (_, start, stop), cp_group in zip(micro_batch.slices, cp_groups, strict=True):
+    for (_, start, stop), cp_group in zip(micro_batch.slices, micro_batch.ranks_of_slices, strict=True):
         n = pad or stop - start
         sums = sums_of.get(cp_group)
         if sums is None:
@@ -105,9 +104,9 @@ def load_of(pieces: npt.ArrayLike) -> Load:
     return Load(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
 
 
-def cp_group_of(micro_batch: MicroBatch, ranks: tuple[int, ...], load: Load) -> CpGroup:
-    """One of the CP groups of a micro-batch."""
-    return CpGroup(ranks, load, micro_batch.cp_comm, micro_batch.ulysses_degree, micro_batch.routed)
+def shared_load_of(micro_batch: MicroBatch, ranks: tuple[int, ...], load: Load) -> SharedLoad:
+    """What one of the CP groups of a micro-batch shares."""
+    return SharedLoad(ranks, load, micro_batch.cp_comm, micro_batch.ulysses_degree, micro_batch.routed)
 
 
 def alone_s(times: Times) -> Any:
@@ -152,11 +151,11 @@ def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats
     return total
 
 
-def times_of(context: PlanningContext, direction: Direction, cp_group: CpGroup) -> Times:
+def times_of(context: PlanningContext, direction: Direction, shared: SharedLoad) -> Times:
     """Communication of a CP group in a pass. Infinite where more ranks share heads than there are."""
     traffic, cluster = context.traffic, context.cluster
     cost, passes, stage = direction
-    ranks, load, cp_comm, ulysses_degree, routed = cp_group
+    ranks, load, cp_comm, ulysses_degree, routed = shared
     peers, degree = context.layout.world_ranks(stage, ranks), len(ranks)
     if not cp_comm:
         return Times(_static_s(context, direction, peers, load))

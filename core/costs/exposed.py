@@ -33,7 +33,7 @@ from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
-from .attention_comm import CpGroup, Load, alone_s, cp_group_of, loads_of, times_of, together_s
+from .attention_comm import Load, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
 from .context import Direction, PlanningContext
 from .costs import is_even
 
@@ -48,7 +48,7 @@ def exposed_s(context: PlanningContext, direction: Direction, micro_batch: Micro
         total += _modules_s(context, direction, micro_batch.ranks[0], micro_batch.num_padded_tokens / degree)
     if degree > 1:
         load = loads_of(micro_batch).get(micro_batch.ranks) or Load(1, 1, 0.0)
-        times = times_of(context, direction, cp_group_of(micro_batch, micro_batch.ranks, load))
+        times = times_of(context, direction, shared_load_of(micro_batch, micro_batch.ranks, load))
         total += float(alone_s(times))
     return total
 
@@ -68,7 +68,7 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
         if len(cp_group) == 1:
             local_s[number[cp_group[0]]] += direction.cost.pair_s * load.pairs
         else:
-            times = times_of(context, direction, cp_group_of(micro_batch, cp_group, load))
+            times = times_of(context, direction, shared_load_of(micro_batch, cp_group, load))
             cp_groups.append(([number[rank] for rank in cp_group], times))
     total += together_s(cp_groups, local_s)
     if micro_batch.remap:
@@ -134,18 +134,18 @@ def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats,
     return inside, np.abs(spare) - inside
 
 
-def attention_s(context: PlanningContext, direction: Direction, cp_group: CpGroup) -> Floats:
+def attention_s(context: PlanningContext, direction: Direction, shared: SharedLoad) -> Floats:
     """Communication that nothing hides in one pass of a sequence by itself: what sharing its attention costs.
 
     Args:
-        cp_group: of S sequences, each by itself on these ranks (`attention_comm.load_of`).
+        shared: S sequences, each by itself on these ranks (`attention_comm.load_of`).
 
     Returns:
         Seconds, float64 [S]; infinite where more ranks share heads than there are.
     """
-    if len(cp_group.ranks) == 1:
-        return np.zeros(len(cp_group.load.tokens))
-    return np.asarray(alone_s(times_of(context, direction, cp_group)), dtype=np.float64)
+    if len(shared.ranks) == 1:
+        return np.zeros(len(shared.load.tokens))
+    return np.asarray(alone_s(times_of(context, direction, shared)), dtype=np.float64)
 
 
 def offload_s(cluster: Cluster, num_bytes: Any, hiding_s: Any) -> Any:

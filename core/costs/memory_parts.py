@@ -58,8 +58,7 @@ def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, Part]:
     tokens = tokens_of_ranks(micro_batch)
     cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
     whole: set[int] = set()
-    cp_groups = micro_batch.cp_groups or (micro_batch.ranks,) * len(micro_batch.slices)
-    for s, cp_group in zip(micro_batch.slices, cp_groups, strict=True) if plan.cut else ():
+    for s, cp_group in zip(micro_batch.slices, micro_batch.ranks_of_slices, strict=True) if plan.cut else ():
         if s.sequence not in plan.cut:
             whole.update(cp_group)
             continue

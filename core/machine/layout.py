@@ -29,7 +29,7 @@ class Layout:
     def world_ranks(self, stage: int, plane_ranks: Iterable[int]) -> list[int]:
         """Ranks of the world at a stage for ranks of the plane, the first tensor-parallel one of each.
 
-        Megatron's numbering: tensor parallel fastest, then the plane, pipeline stages slowest.
+        Trainers number tensor-parallel ranks fastest, then the plane, pipeline stages slowest.
         """
         first = stage * self.dp_cp_size
         return [(first + rank) * self.tp for rank in plane_ranks]

@@ -10,7 +10,7 @@ of a plane rank in tensor or pipeline parallelism run the same micro-batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -85,6 +85,11 @@ class MicroBatch(NamedTuple):
     """All modules but attention run on equally many tokens on every rank."""
     routed: bool = False
     """What travels between nodes is spread over all ranks of both nodes."""
+
+    @property
+    def ranks_of_slices(self) -> tuple[tuple[int, ...], ...]:
+        """For each slice the ranks that share its attention."""
+        return self.cp_groups or (self.ranks,) * len(self.slices)
 
     @property
     def num_tokens(self) -> int:
@@ -239,6 +244,24 @@ class StepPlan:
             if _FACTS[name].isdisjoint(changed):
                 vars(other)[name] = vars(self)[name]
         return other
+
+    def with_micro_batches(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        limits: Limits,
+        made_by: str,
+        order: tuple[tuple[Op, ...], ...] = (),
+    ) -> StepPlan:
+        """A plan of the same sequences in these micro-batches; nothing else of this plan stays."""
+        return StepPlan(
+            self.lengths,
+            tuple(micro_batches),
+            limits,
+            order,
+            made_by=made_by,
+            bound_s=self.bound_s,
+            tenants=self.tenants,
+        )
 
     @fact("micro_batches", "backward", "replayed")
     def forward_of(self) -> tuple[int | None, ...]:

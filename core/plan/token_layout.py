@@ -92,9 +92,7 @@ def tokens_of_ranks(micro_batch: MicroBatch) -> dict[int, int]:
         return {rank: slots // len(ranks) + (i < slots % len(ranks)) for i, rank in enumerate(ranks)}
     counts = dict.fromkeys(ranks, 0)
     shared: dict[int, tuple[list[int], list[Ranks]]] = {}
-    for s, ranks_of in zip(
-        micro_batch.slices, micro_batch.cp_groups or (ranks,) * len(micro_batch.slices), strict=True
-    ):
+    for s, ranks_of in zip(micro_batch.slices, micro_batch.ranks_of_slices, strict=True):
         if len(ranks_of) == 1:
             counts[ranks_of[0]] += s.stop - s.start
         else:

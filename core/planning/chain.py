@@ -71,7 +71,7 @@ class PlanChain:
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
         """The chain a recipe asks for. Raises EvenloadError."""
         context = context_of(recipe, layout)
-        links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled())
+        links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled() if plugin.place == "steps")
         return cls(links, context, limits_of(recipe, context), recipe.train.micro_batch_size)
 
     @classmethod

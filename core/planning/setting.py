@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ..costs import costs as cost_models
 from ..costs.context import PlanningContext
-from ..costs.traffic import Sharding, Traffic
+from ..costs.traffic import Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
-from ..recipe.sizes import heads_of, shape_of
-from .states import LIVE_WEIGHTS, VALUE_BYTES, states_of
+from ..recipe.sizes import VALUE_BYTES, heads_of, shape_of
+from ..recipe.traits import TrainerTraits, trainer_called
 from .stock import UNCAPPED
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -29,15 +29,20 @@ def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     return PlanningContext(of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac)
 
 
+def traits_of(recipe: Recipe) -> TrainerTraits:
+    """The recipe's trainer as the recipe sets it up. Raises EvenloadError."""
+    return trainer_called(recipe.trainer).traits(recipe)
+
+
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     """The recipe's cost model for the whole model on one device."""
     if recipe.costs != "auto":
         return cost_models.load(recipe.costs, RECIPES / "costs")
-    shape, states = shape_of(recipe.model), states_of(recipe)
+    shape, states = shape_of(recipe.model), traits_of(recipe).states
     costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
-    held = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
-    memory = {name: float(each * shape.parameters) for name, each in held.items()}
-    memory["gathered_bytes"] = float(states.gathered * min(shape.parameters, LIVE_WEIGHTS))
+    of_weight = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
+    memory = {name: float(each * shape.parameters) for name, each in of_weight.items()}
+    memory["gathered_bytes"] = states.gathered_bytes(shape.parameters)
     return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
 
 
@@ -66,10 +71,7 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
     layers = _layers_per_stage(recipe, layout)
     weights = shape.parameters / (layout.tp * layout.pp)
     attention = layers * value_bytes / layout.tp
-    megatron = recipe.trainer == "megatron"
-    zero = recipe.deepspeed.zero_stage
-    sharded: Sharding = "optimizer" if (recipe.megatron.distributed_optimizer if megatron else zero > 0) else "none"
-    # Megatron sums gradients in float32 where weights are half precision; DeepSpeed in the precision of the weights.
+    traits = traits_of(recipe)
     return Traffic(
         layers=layers,
         state_bytes_per_token=shape.hidden_size * value_bytes,
@@ -77,27 +79,27 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
         kv_bytes_per_token=2 * shape.kv_size * attention,
         kv_grad_frac=_kv_grad_frac(recipe),
         heads=heads_of(recipe.model) // layout.tp,
-        gradient_bytes=weights * (max(4, value_bytes) if megatron else value_bytes),
+        gradient_bytes=weights * traits.summed_bytes,
         weight_bytes=weights * value_bytes,
-        sharding="parameters" if not megatron and zero == 3 else sharded,
-        overlap_gradients=megatron and recipe.megatron.overlap_grad_reduce,
-        waits_for_sends=megatron,
+        sharding=traits.sharding,
+        overlap_gradients=traits.overlaps_gradients,
+        waits_for_sends=traits.waits_for_sends,
     )
 
 
 def limits_of(recipe: Recipe, context: PlanningContext) -> Limits:
     """What the trainer and the machine allow. The token cap is a plugin's to set."""
-    layout = context.layout
+    layout, traits = context.layout, traits_of(recipe)
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
         num_stages=layout.pp,
         layers_per_stage=_layers_per_stage(recipe, layout),
-        equal_counts=recipe.trainer == "deepspeed" and recipe.deepspeed.zero_stage == 3,
+        equal_counts=traits.equal_counts,
         memory=context.costs.memory,
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
-        splits_backward=recipe.trainer == "megatron" or layout.pp > 1,
+        splits_backward=layout.pp >= traits.fewest_stages_that_split,
     )
 
 

@@ -14,8 +14,8 @@ UNCAPPED = 1 << 40
 def stock_plan(lengths: Lengths, limits: Limits, micro_batch_size: int = 1) -> StepPlan:
     """Rank r of R computes samples r*m .. r*m+m-1, then those R*m further on, and so on (m = ``micro_batch_size``).
 
-    This is Megatron's MegatronPretrainingSampler and, up to the order of ranks, PyTorch's DistributedSampler. Ranks
-    that the last round leaves without samples run dummies where the trainer needs equal counts.
+    The samplers of trainers and, up to the order of ranks, PyTorch's DistributedSampler do that. Ranks that the last
+    round leaves without samples run dummies where the trainer needs equal counts.
     """
     rounds: list[MicroBatch] = []
     for first in range(0, len(lengths), limits.num_ranks * micro_batch_size):

@@ -6,10 +6,8 @@ from typing import Protocol
 
 from .. import registry
 from ..errors import EvenloadError
-from .sections import Data, DeepSpeed, Model, Parallel, Train
-
-Rule = tuple[bool, str, str, str]
-"""Whether a recipe breaks it, what is wrong, what was found, what to do."""
+from .sections import Data, Model, Parallel, Train
+from .traits import Rule, trainer_called
 
 
 class Wanted(Protocol):
@@ -19,7 +17,6 @@ class Wanted(Protocol):
     data: Data
     parallel: Parallel
     train: Train
-    deepspeed: DeepSpeed
 
     @property
     def trainer(self) -> str: ...
@@ -69,7 +66,7 @@ def refuse_impossible(recipe: Wanted) -> None:
             f"pp {p.pp}, {model.num_layers} layers",
             "choose a pp that divides the number of layers",
         ),
-        *_deepspeed_rules(recipe),
+        *trainer_called(recipe.trainer).rules(recipe),
         (
             recipe.data.min_length > recipe.data.max_length,
             "data.min_length is larger than data.max_length",
@@ -81,37 +78,6 @@ def refuse_impossible(recipe: Wanted) -> None:
         if broken:
             raise EvenloadError(what, found, do)
     refuse_idle_ranks(train.global_batch_size, p.dp or 1)
-
-
-def _deepspeed_rules(recipe: Wanted) -> list[Rule]:
-    p, stage, dtype = recipe.parallel, recipe.deepspeed.zero_stage, recipe.train.dtype
-    piped = recipe.trainer == "deepspeed" and p.pp > 1
-    return [
-        (
-            recipe.trainer == "deepspeed" and p.tp > 1,
-            "trainer deepspeed runs without tensor parallelism here",
-            f"parallel.tp {p.tp}",
-            "set parallel.tp=1, or use trainer: megatron",
-        ),
-        (
-            piped and stage > 1,
-            "DeepSpeed's pipelines run under ZeRO 0 and 1",
-            f"deepspeed.zero_stage {stage}, parallel.pp {p.pp}",
-            "set deepspeed.zero_stage=1 (gradients and weights of a stage then stay whole), or parallel.pp=1",
-        ),
-        (
-            piped and stage == 0 and dtype == "bf16",
-            "DeepSpeed's pipelines cannot load what they save in bfloat16 under ZeRO 0",
-            f"train.dtype bf16, deepspeed.zero_stage 0, parallel.pp {p.pp}",
-            "set deepspeed.zero_stage=1, or train.dtype=fp32",
-        ),
-        (
-            recipe.trainer == "deepspeed" and dtype == "fp64",
-            "DeepSpeed's engine cannot train in float64",
-            "train.dtype fp64",
-            "use fp32, or trainer: megatron for float64 proofs",
-        ),
-    ]
 
 
 def refuse_idle_ranks(samples: int, dp: int) -> None:

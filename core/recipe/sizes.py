@@ -12,6 +12,8 @@ from ..machine.shape import Shape
 from .sections import Model
 
 BYTE_VOCABULARY = 256
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""Of a value in each precision (``train.dtype``)."""
 
 
 def shape_of(model: Model) -> Shape:

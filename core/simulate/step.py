@@ -137,7 +137,7 @@ def _end_of_step(
     """
     traffic = context.traffic
     ends: list[tuple[float, float]] = []
-    # Megatron's host overlaps in Megatron's schedule alone, and where every rank has a backward.
+    # A host overlaps in the trainer's own schedule alone, and where every rank has a backward.
     busy = all(plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
     overlaps = traffic.overlap_gradients and plan.in_host_schedule and busy
     for stage, ready in enumerate(free.max(axis=1).tolist()):

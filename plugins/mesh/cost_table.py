@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
-from ...core.costs.attention_comm import CpGroup, load_of
+from ...core.costs.attention_comm import SharedLoad, load_of
 from ...core.costs.context import Direction, PlanningContext
 from ...core.costs.exposed import attention_s, exposed_s, gathering_s
 from ...core.plan.limits import Limits
@@ -200,10 +200,10 @@ class CostTable:
     def _attention(self, degree: int, strategy: CpStrategy, passes: int) -> Floats:
         """Of every length of the grid; infinite where there are fewer heads."""
         pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
-        cp_group = CpGroup(tuple(range(degree)), load_of(pieces), *strategy)
+        shared = SharedLoad(tuple(range(degree)), load_of(pieces), *strategy)
         total = np.zeros_like(self.grid)
         for direction in self.directions(passes):
-            total += attention_s(self.context, direction, cp_group)
+            total += attention_s(self.context, direction, shared)
         return total
 
     def _modules(self, degree: int, passes: int) -> Floats:

@@ -9,7 +9,7 @@ from .config import MeshConfig
 def breaks(plan: StepPlan, config: MeshConfig) -> str:
     """The first setting that a plan does not keep, with what it does instead; empty where it keeps all."""
     shared = [m for m in plan.micro_batches if len(m.ranks) > 1]
-    degrees = {len(cp_group) for m in shared for cp_group in (m.cp_groups or (m.ranks,))}
+    degrees = {len(cp_group) for m in shared for cp_group in m.ranks_of_slices}
     engines = {m.cp_comm for m in shared} - set(config.engines)
     odd = sorted(d for d in degrees if d & (d - 1))
     most = max(degrees, default=1)

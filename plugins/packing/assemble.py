@@ -42,16 +42,7 @@ def assemble(
         backward = None
     forward = [packs or [[]] for packs in forward]
     micro_batches, numbers = _launch_order(forward)
-    plan = replace(
-        bare,
-        micro_batches=micro_batches,
-        limits=limits,
-        order=(),
-        recompute=(),
-        made_by=made_by,
-        backward=(),
-        replayed=(),
-    )
+    plan = bare.with_micro_batches(micro_batches, limits, made_by)
     if backward is None:
         if not plan.cut:
             return plan

@@ -16,6 +16,7 @@ register(
         stage=40,
         config=config.PipelineConfig,
         places=True,
+        orders=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
         branches=branches.branches,

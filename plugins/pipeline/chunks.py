@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -194,15 +193,4 @@ def assembled(bare: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPl
         for rank, mine in enumerate(rows)
         if k < len(mine)
     )
-    return replace(
-        bare,
-        micro_batches=micro_batches,
-        limits=limits,
-        order=(),
-        recompute=(),
-        made_by="pipeline",
-        backward=(),
-        replayed=(),
-        offload=(),
-        notes=(),
-    )
+    return bare.with_micro_batches(micro_batches, limits, "pipeline")

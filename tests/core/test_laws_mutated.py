@@ -146,7 +146,9 @@ def _turn(plan: StepPlan, stages: list[Stage], queues: dict[Any, deque[Op]]) -> 
                 if not all(arrived):
                     continue
                 for queue in arrived:
-                    require(queue is not None and queue.popleft() == op, "another one's tensor")
+                    require(
+                        queue is not None and queue.popleft() == op, "a pass takes the tensor of another micro-batch"
+                    )
             {"F": stage.forward, "B": stage.backward, "W": stage.weights}[op.kind](op)
             for rank in members:
                 stage.rows[rank].popleft()

@@ -11,6 +11,7 @@ from evenload.api import load_plugins
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
+from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
 
@@ -34,6 +35,16 @@ def test_registered_plugins_are_part_of_the_schema(other: Plugin) -> None:
     recipe = recipes.parse({"plugins": {"other": {"enabled": True}}})
     assert [p.name for p in recipe.enabled()] == ["other"]
     assert "other" in str(recipes.json_schema()["$defs"]["Plugins"])
+
+
+def test_planners_of_layers_are_no_planners_of_steps() -> None:
+    evenload.register(replace(OTHER, place="layers", clashes=()))
+    try:
+        recipe = recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
+        assert [p.name for p in recipe.enabled()] == ["packing", "other"]
+        assert [p.name for p, _ in PlanChain.of_recipe(recipe, recipe.layout()).links] == ["packing"]
+    finally:
+        evenload.unregister("other")
 
 
 def test_unregistered_plugins_are_unknown() -> None:

@@ -390,7 +390,7 @@ def _ready(plan: Plan, facts: Facts, stage: int, lists: Any, rank: int, queues: 
         links = [queues[kind, stage, other] for other in members]
         if not all(links):
             return []
-        require(all(link[0] == i for link in links), f"{kind}{i} at stage {stage} takes what is another one's")
+        require(all(link[0] == i for link in links), f"{kind}{i} at stage {stage} takes what another micro-batch sent")
     return members
 
 

@@ -257,7 +257,7 @@ MUTATIONS: dict[str, tuple[str, str, tuple[Change, ...]]] = {
     ),
     "stages in unlike orders": (
         "stages",
-        "takes what is another one's",
+        "takes what another micro-batch sent",
         (_set(lengths=[18, 12, 8]), _slices(0, [0, 0, 18]), _slices(1, [2, 0, 8]), _order(1, "F1 F0 F2 B1 B2 B0")),
     ),
     "weight gradients before their backward": ("stages", "W1 at stage 0 comes", (_order(0, "F0 F1 F2 W1 B1 B2 B0"),)),

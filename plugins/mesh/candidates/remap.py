@@ -41,5 +41,4 @@ def remapped(lengths: Ints, numbers: Ints, shares: SequenceCosts, cost_table: Co
     made = found and joined(list(zip(whole(lengths, numbers), found.cp_groups, strict=True)), cost_table)
     if made is None or len(made.ranks) == 1:
         return None
-    cp_groups = made.cp_groups or (made.ranks,) * len(made.slices)
-    return made._replace(ranks=tuple(range(limits.num_ranks)), cp_groups=cp_groups, remap=True)
+    return made._replace(ranks=tuple(range(limits.num_ranks)), cp_groups=made.ranks_of_slices, remap=True)

@@ -24,7 +24,7 @@ import numpy as np
 
 from ....core.aliases import Ints
 from ....core.balance.slicing import evenly
-from ....core.costs.attention_comm import CpGroup, load_of
+from ....core.costs.attention_comm import SharedLoad, load_of
 from ....core.costs.context import Direction
 from ....core.costs.costs import PassCost
 from ....core.costs.exposed import attention_s
@@ -142,8 +142,8 @@ def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStr
     directions = Direction(at.costs.forward, 1), Direction(at.costs.backward, 2)
 
     def seconds(strategy: CpStrategy) -> float:
-        cp_group = CpGroup(tuple(range(degree)), load, *strategy)
-        return float(sum(attention_s(at, direction, cp_group).sum() for direction in directions))
+        shared = SharedLoad(tuple(range(degree)), load, *strategy)
+        return float(sum(attention_s(at, direction, shared).sum() for direction in directions))
 
     ways = cost_table.ways_of(degree)
     return ways[0] if len(ways) == 1 else min(ways, key=seconds)

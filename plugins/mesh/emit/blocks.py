@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from ....core.costs.costs import PassCost
@@ -51,18 +50,7 @@ def in_blocks(given: StepPlan, limits: Limits, blocks: list[Block], name: str) -
         )
         for stage in range(limits.num_stages)
     )
-    return replace(
-        given,
-        micro_batches=tuple(micro_batches),
-        limits=limits,
-        order=order,
-        recompute=(),
-        backward=(),
-        replayed=(),
-        offload=(),
-        made_by=name,
-        notes=(),
-    )
+    return given.with_micro_batches(micro_batches, limits, name, order)
 
 
 def fitted(plan: StepPlan, room: float) -> StepPlan:

@@ -62,8 +62,7 @@ def _components(cp_groups: list[Ranks], num_ranks: int) -> list[int]:
 
 def _span(m: MicroBatch, node: int) -> int:
     """Nodes of the micro-batch's widest CP group."""
-    cp_groups = m.cp_groups or (m.ranks,)
-    return max(len({rank // node for rank in cp_group}) for cp_group in cp_groups)
+    return max(len({rank // node for rank in cp_group}) for cp_group in m.ranks_of_slices)
 
 
 def joined(mine: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:

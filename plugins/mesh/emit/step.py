@@ -59,23 +59,12 @@ def step(given: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], n
 
     Pipelines that share micro-batches run in step too: else stages that run ahead might wait in a circle.
     """
-    found = list(micro_batches)
-    if limits.equal_counts or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in found)):
-        found = in_step(found, limits.num_ranks)
-    busy = {rank for m in found for rank in m.ranks}
-    found += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
-    return replace(
-        given,
-        micro_batches=tuple(found),
-        limits=limits,
-        order=(),
-        recompute=(),
-        backward=(),
-        replayed=(),
-        offload=(),
-        made_by=name,
-        notes=(),
-    )
+    launched = list(micro_batches)
+    if limits.equal_counts or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in launched)):
+        launched = in_step(launched, limits.num_ranks)
+    busy = {rank for m in launched for rank in m.ranks}
+    launched += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
+    return given.with_micro_batches(launched, limits, name)
 
 
 def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]:

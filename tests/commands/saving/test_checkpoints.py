@@ -168,7 +168,7 @@ def test_a_bad_pointer_is_no_reason_to_stop(tmp_path: Path, text: str) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from evenload.commands import checkpoints
+from evenload.commands.saving import checkpoints
 root = Path(sys.argv[1])
 good = checkpoints.newest_whole(root)
 step = good[1].state["step"] if good else 0

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from evenload.core.costs.attention_comm import (
-    CpGroup,
     Load,
+    SharedLoad,
     Times,
     alone_s,
     head_shares,
@@ -66,8 +66,8 @@ def exposed(
     cluster: Cluster = NODES_OF_4,
     **changes: Any,
 ) -> float:
-    cp_group = CpGroup(ranks, load_of([(tokens, prefix)]), cp_comm, ulysses_degree, routed)
-    return float(attention_s(at(replace(TRAFFIC, **changes), cluster), Direction(COST, passes), cp_group)[0])
+    shared = SharedLoad(ranks, load_of([(tokens, prefix)]), cp_comm, ulysses_degree, routed)
+    return float(attention_s(at(replace(TRAFFIC, **changes), cluster), Direction(COST, passes), shared)[0])
 
 
 def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
@@ -162,7 +162,7 @@ def test_copied_keys_travel_and_the_busiest_rank_is_waited_for() -> None:
 def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
     """Four ranks of a group share 8 query and 2 key heads: 2 tokens a rank of 1.5 bytes, twice."""
     traffic = replace(TRAFFIC, heads=8, kv_bytes_per_token=1.5)
-    times = times_of(at(traffic), FORWARD, CpGroup(tuple(range(8)), Load(16.0, 16.0, 0.0), "hybrid", 4))
+    times = times_of(at(traffic), FORWARD, SharedLoad(tuple(range(8)), Load(16.0, 16.0, 0.0), "hybrid", 4))
     assert times.hop_s == 2 * 2 * 1.5 / 0.5
 
 
@@ -192,7 +192,7 @@ def test_routed_hops_use_all_links_of_a_node(
     ranks: tuple[int, ...], cp_comm: CpComm, ulysses_degree: int, hop: float
 ) -> None:
     load = Load(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
-    times = times_of(at(cluster=FAST_INSIDE), FORWARD, CpGroup(ranks, load, cp_comm, ulysses_degree, routed=True))
+    times = times_of(at(cluster=FAST_INSIDE), FORWARD, SharedLoad(ranks, load, cp_comm, ulysses_degree, routed=True))
     assert times.hop_s == hop
 
 
@@ -202,7 +202,7 @@ def test_routed_hops_take_three_latencies() -> None:
     )
     load = Load(8.0, 8.0, 0.0)
     hops = [
-        times_of(at(cluster=slow), FORWARD, CpGroup((2, 3, 4, 5), load, "ring", routed=routed)).hop_s
+        times_of(at(cluster=slow), FORWARD, SharedLoad((2, 3, 4, 5), load, "ring", routed=routed)).hop_s
         for routed in (False, True)
     ]
     assert hops == [10 + 4 / 0.5, 12 + 4 / 2 / 0.5 + 2 * 4 / 2 / 8]
@@ -308,12 +308,12 @@ def test_a_table_is_its_entries() -> None:
     pieces = [(n, p) for n in (8, 100, 999) for p in (0, 64)]
     for cp_comm, passes in product(("", *ENGINES), (1, 2)):
         ulysses_degree = 2 * (cp_comm == "hybrid")
-        cp_group = CpGroup((0, 1, 4, 5), load_of(pieces), cp_comm, ulysses_degree)
-        table = attention_s(at(), Direction(COST, passes), cp_group)
+        shared = SharedLoad((0, 1, 4, 5), load_of(pieces), cp_comm, ulysses_degree)
+        table = attention_s(at(), Direction(COST, passes), shared)
         for (n, p), seconds in zip(pieces, table.tolist(), strict=True):
             m = MicroBatch((Slice(0, p, p + n),), (0, 1, 4, 5), cp_comm=cp_comm, ulysses_degree=ulysses_degree)
             assert seconds == pytest.approx(exposed_s(at(), Direction(COST, passes), m))
-    assert attention_s(at(), FORWARD, CpGroup((3,), load_of(pieces), "ring")).tolist() == [0] * 6
+    assert attention_s(at(), FORWARD, SharedLoad((3,), load_of(pieces), "ring")).tolist() == [0] * 6
     assert set(get_args(CpComm)) == {"", *ENGINES}
 
 

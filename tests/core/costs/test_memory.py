@@ -11,8 +11,7 @@ from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.planning.setting import context_of, limits_of
-from evenload.core.planning.states import states_of
+from evenload.core.planning.setting import context_of, limits_of, traits_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 
@@ -252,7 +251,7 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
 )
 def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
-    assert states_of(recipe)[: len(expected)] == expected
+    assert traits_of(recipe).states[: len(expected)] == expected
     memory = context_of(recipe, Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
 

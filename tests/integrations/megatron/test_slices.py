@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -23,10 +20,12 @@ _spec.loader.exec_module(_plans)
 LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
 SEEDS = list(range(8))
 CHAINS = {"pieces": [1, 16]}
+TP2 = {"parallel__tp": 2, "model__num_layers": 2}
+"""Two layers a stage, as in two stages of the model of four layers."""
 LAYOUTS = [
-    pytest.param(1, {}, id="one"),
-    pytest.param(2, {}, id="dp2"),
-    pytest.param(2, {"parallel__tp": 2}, id="tp2"),
+    pytest.param(1, {"model__num_layers": 2}, id="one"),
+    pytest.param(2, {"model__num_layers": 2}, id="dp2"),
+    pytest.param(2, TP2, id="tp2"),
     pytest.param(2, {"parallel__pp": 2}, id="pp2"),
     pytest.param(4, {"parallel__pp": 4}, id="pp4"),
     pytest.param(4, {"parallel__pp": 2}, id="dp2pp2"),
@@ -106,8 +105,7 @@ def test_every_family(on_ranks, family):
 
 
 def test_every_head_with_keys_of_its_own(on_ranks):
-    layout = {"parallel__tp": 2}
-    _exact(on_ranks(2, "sliced", seeds=[1, 2], model__num_query_groups=4, **layout), layout)
+    _exact(on_ranks(2, "sliced", seeds=[1, 2], model__num_query_groups=4, **TP2), TP2)
 
 
 def test_padded_slices(on_ranks):
@@ -128,7 +126,7 @@ def test_overlapped_reduction_between_steps_of_either_schedule(on_ranks, size, l
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 2e-6), ("bf16", 0.03)])
-@pytest.mark.parametrize("layout", [{"parallel__tp": 2}, {"parallel__pp": 2}], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("layout", [TP2, {"parallel__pp": 2}], ids=["tp2", "pp2"])
 def test_training_dtypes_are_right_to_their_rounding(on_ranks, dtype, bound, layout):
     for plans in on_ranks(2, "sliced", seeds=SEEDS[:4], train__dtype=dtype, **layout):
         assert max(found["grad"] for found in plans) < bound
@@ -215,26 +213,15 @@ def test_what_was_sent_is_freed_as_soon_as_the_plan_tells_that_it_arrived(on_ran
     assert second == {"sent": 12, "most": 2}
 
 
-def test_a_rank_that_fails_between_two_passes_ends_the_job_with_one_message(tmp_path):
+def test_a_rank_that_fails_between_two_passes_ends_the_job_with_one_message(forge, tmp_path):
     job = Path(__file__).with_name("failing_job.py")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, job, tmp_path / "store", str(rank)],
-            env={**env, "RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        forge("megatron").start(job, tmp_path / "store", rank, environment={**env, "RANK": str(rank)})
         for rank in range(2)
     ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [1, 1], json.dumps(outputs)
+    assert [rank.wait() for rank in ranks] == [1, 1]
+    outputs = [rank.output for rank in ranks]
     assert [text.count("evenload: ") for text in outputs] == [0, 1]
     assert "failed in 'forward of micro-batch" in outputs[1]
     assert "ValueError: bad sample" in outputs[1]

@@ -140,7 +140,7 @@ def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-def told(found: dict[str, Any]) -> torch.Tensor:
+def loss_and_tokens(found: dict[str, Any]) -> torch.Tensor:
     """(loss sum, tokens) over the reports of this data-parallel rank's last stage and those of its peers."""
     total = sum(found["reports"], torch.zeros(2, dtype=torch.float64))
     torch.distributed.all_reduce(total)
@@ -150,14 +150,14 @@ def told(found: dict[str, Any]) -> torch.Tensor:
 @contextmanager
 def planning(make: Callable[[Any], StepPlan]) -> Iterator[list[StepPlan]]:
     """Plans come from ``make(chain, lengths)`` instead of the plugins; gives those that were made."""
-    made: list[StepPlan] = []
+    plans: list[StepPlan] = []
 
     def plan(chain: PlanChain, batch: Any) -> StepPlan:
-        made.append(make(chain, batch))
-        return made[-1]
+        plans.append(make(chain, [int(length) for length in batch]))
+        return plans[-1]
 
     with patch.object(PlanChain, "plan", plan):
-        yield made
+        yield plans
 
 
 def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
@@ -170,7 +170,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "num_stages": limits.num_stages,
             "layers_per_stage": limits.layers_per_stage,
         }
-        plan = random_plan(seed, lengths, **sizes, **how)
+        plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
         plan = check(replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)))
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
@@ -195,7 +195,7 @@ def user_plans(
     results = []
     with user_loop(**loop) as user:
         stock = user.step()
-        wanted = told(stock)
+        wanted = loss_and_tokens(stock)
         for seed in seeds:
             try:
                 with evenload.enabled(recipe()), planning(drawn(seed, **(how or {}))) as made, fault(mutant):
@@ -208,7 +208,7 @@ def user_plans(
                 {
                     "seed": seed,
                     "grad": worst(found, stock),
-                    "loss": float(((told(found) - wanted).abs() / wanted).max()),
+                    "loss": float(((loss_and_tokens(found) - wanted).abs() / wanted).max()),
                     "reports": len(found["reports"]),
                     "steps": len(found["shapes"]),
                     "cut": len(plan.cut),
@@ -310,16 +310,16 @@ def listening() -> Iterator[list[str]]:
 
 def refusals(world: Any) -> dict[str, Any]:
     """What loops are told that cannot run an order, and whether a plan without one still runs there."""
-    told: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     plans = {"ordered": drawn(1, pieces=(1,), asymmetric=False, replay="none"), "stock": _as_read}
 
     def attempt(name: str, user: Loop, make: Callable[..., StepPlan], **call: Any) -> None:
         try:
             with evenload.enabled(recipe()), planning(make):
                 user.step(**call)
-            told[name] = None
+            messages[name] = None
         except EvenloadError as error:
-            told[name] = str(error)
+            messages[name] = str(error)
 
     with user_loop() as user:
         stock = schedules.forward_backward_no_pipelining
@@ -333,7 +333,7 @@ def refusals(world: Any) -> dict[str, Any]:
                 attempt(f"stranger inside, {name}", user, make)
         ask = schedules.get_forward_backward_func
         with patch.object(schedules, "get_forward_backward_func", functools.partial(ask)):
-            told["stranger outside"] = _refusal(recipe(pipeline={"enabled": True}))
+            messages["stranger outside"] = _refusal(recipe(pipeline={"enabled": True}))
         replayed = drawn(1, pieces=(1,), asymmetric=False, replay="all")
         for name, value, make in (
             ("overlap_p2p_comm", True, plans["ordered"]),
@@ -357,7 +357,7 @@ def refusals(world: Any) -> dict[str, Any]:
         attempt("loss", user, plans["ordered"], forward_step=unconnected)
         attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
         attempt("fine", user, plans["ordered"])
-    return told
+    return messages
 
 
 def _refusal(the_recipe: Any) -> str | None:
@@ -371,7 +371,7 @@ def _refusal(the_recipe: Any) -> str | None:
 
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
     """Every sample a micro-batch of its own, without an order."""
-    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(map(int, lengths)))
     return check(StepPlan(as_lengths(lengths), micro_batches, chain.limits))
 
 

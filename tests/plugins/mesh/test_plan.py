@@ -231,9 +231,7 @@ def test_settings_bound_the_degrees() -> None:
     lengths = [200_000, *heavy_tail(1, 200, 8000)]
     made = chain(16)
     few = planned(made, lengths, max_tokens=1 << 20, max_degree=3)
-    assert (
-        1 < max(len(cp_group) for m in few.micro_batches for cp_group in (m.cp_groups or (m.ranks,)) if m.slices) <= 3
-    )
+    assert 1 < max(len(cp_group) for m in few.micro_batches for cp_group in m.ranks_of_slices if m.slices) <= 3
     powers = planned(made, lengths, max_tokens=1 << 20, powers_of_two=True)
     assert {degree_of(powers, i) for i in range(len(lengths))} <= {1, 2, 4, 8, 16}
 

@@ -2,11 +2,7 @@
 
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -62,36 +58,41 @@ def test_a_port_that_another_program_has_is_named_by_both_sides(port):
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("evenload"))
 
 
-def join(ranks, size, port, how, timeout_s):
-    env = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", textwrap.dedent(JOIN), how, str(timeout_s)]
-    return [
-        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
-        for rank in ranks
-    ]
+@pytest.fixture
+def join(forge, port, tmp_path):
+    """``join([0, 1], 3, "SIGKILL", 4.0)`` starts ranks 0 and 1 of 3; rank 1 gets this signal while it connects."""
+    script, started = tmp_path / "join.py", []
+    script.write_text(JOIN)
+
+    def run(ranks, size, how, timeout_s):
+        job = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started.extend(
+            forge("torch").start(script, how, timeout_s, environment=job | {"RANK": str(rank)}) for rank in ranks
+        )
+        return started
+
+    yield run
+    for rank in started:
+        rank.end()
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_named(port):
-    (rank,) = join([0], 2, port, "nothing", 4)
-    text = rank.communicate(timeout=100)[0]
-    assert rank.returncode == 1
-    assert text.count("evenload: ") == 1, text
-    assert re.search(r"evenload: rank 1 of 2 did not come\n  found: no heartbeat of it in \d s", text)
-    assert "Traceback" not in text
+def test_a_rank_that_never_comes_is_named(join):
+    (rank,) = join([0], 2, "nothing", 4)
+    assert rank.wait(100) == 1
+    assert rank.output.count("evenload: ") == 1, rank.output
+    assert re.search(r"evenload: rank 1 of 2 did not come\n  found: no heartbeat of it in \d s", rank.output)
+    assert "Traceback" not in rank.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_dies_or_freezes_while_the_others_connect_is_named_once(how, port):
-    ranks = join([0, 1, 2], 3, port, how, 100)
-    try:
-        outputs = [ranks[rank].communicate(timeout=100)[0] for rank in (0, 2)]
-    finally:
-        ranks[1].send_signal(signal.SIGKILL)
-        ranks[1].communicate()
-    assert [ranks[rank].returncode for rank in (0, 2)] == [1, 1]
-    said = "".join(outputs)
-    assert said.count("evenload: ") == 1, said
-    assert re.search(r"rank 1 of 3 \(.*\) is gone; it was last seen in '(the start|connecting to the other rank)", said)
-    assert "Traceback" not in said
+def test_a_rank_that_dies_or_freezes_while_the_others_connect_is_named_once(how, join):
+    ranks = join([0, 1, 2], 3, how, 100)
+    assert [ranks[rank].wait(100) for rank in (0, 2)] == [1, 1]
+    messages = ranks[0].output + ranks[2].output
+    assert messages.count("evenload: ") == 1, messages
+    assert re.search(
+        r"rank 1 of 3 \(.*\) is gone; it was last seen in '(the start|connecting to the other rank)", messages
+    )
+    assert "Traceback" not in messages

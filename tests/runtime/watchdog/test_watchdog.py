@@ -28,46 +28,49 @@ def environment(limits, pg_timeout_s):
     return env
 
 
-def started(commands, environments):
-    return [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command, env in zip(commands, environments, strict=True)
-    ]
+@pytest.fixture
+def start(forge):
+    """``start(environments, *arguments)``: the job's ranks, forked from a process that has imported torch."""
+    started = []
 
+    def run(environments, *arguments):
+        ranks = [forge("torch").start(JOB, *arguments, environment=environment) for environment in environments]
+        started.extend(ranks)
+        return ranks
 
-def end(ranks):
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
+    yield run
+    for rank in started:
+        rank.end()
 
 
 def finish(ranks):
     """Exit codes and outputs of the ranks."""
-    try:
-        outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks]
-    finally:
-        end(ranks)
-    return [rank.returncode for rank in ranks], outputs
+    return [rank.wait(ENDS_WITHIN_S) for rank in ranks], [rank.output for rank in ranks]
 
 
-def over_a_file(folder, how, culprit, size, pg_timeout_s=1000, **limits):
-    commands = [[sys.executable, JOB, how, str(culprit), folder / "store", str(r), str(size)] for r in range(size)]
-    return finish(started(commands, [environment(limits, pg_timeout_s)] * size))
+@pytest.fixture
+def over_a_file(start, tmp_path):
+    """The ranks meet in a file, and have ended."""
+
+    def run(how, culprit, size, pg_timeout_s=1000, **limits):
+        common = environment(limits, pg_timeout_s) | {"STORE": str(tmp_path / "store"), "WORLD_SIZE": str(size)}
+        return finish(start([common | {"RANK": str(rank)} for rank in range(size)], how, culprit))
+
+    return run
 
 
-def started_over_tcp(how, culprit, size, more=None, **limits):
+@pytest.fixture
+def start_over_tcp(start):
     """Rank 0 holds the store itself, as when ranks are started by hand."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    commands = [[sys.executable, JOB, how, str(culprit)]] * size
-    job |= more or {}
-    return started(commands, [environment(limits, 1000) | job | {"RANK": str(r)} for r in range(size)])
 
+    def run(how, culprit, size, more=None, **limits):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(more or {})}
+        return start([environment(limits, 1000) | job | {"RANK": str(rank)} for rank in range(size)], how, culprit)
 
-def over_tcp(how, culprit, size):
-    return finish(started_over_tcp(how, culprit, size))
+    return run
 
 
 def wait_for(condition):
@@ -88,8 +91,8 @@ def the_message(outputs):
 
 
 @pytest.mark.parametrize(("culprit", "size"), [(0, 2), (2, 3)])
-def test_a_rank_that_raises_tells_it_with_its_traceback(tmp_path, culprit, size):
-    codes, outputs = over_a_file(tmp_path, "raise", culprit, size)
+def test_a_rank_that_raises_tells_it_with_its_traceback(over_a_file, culprit, size):
+    codes, outputs = over_a_file("raise", culprit, size)
     printer, text = the_message(outputs)
     assert printer == culprit
     assert re.search(rf"rank {culprit} of {size} \(.*\) failed in 'step 3: forward': ValueError: bad sample 1234", text)
@@ -98,8 +101,8 @@ def test_a_rank_that_raises_tells_it_with_its_traceback(tmp_path, culprit, size)
 
 
 @pytest.mark.parametrize(("culprit", "size"), [(0, 2), (2, 3)])
-def test_a_killed_rank_is_named_by_a_survivor(tmp_path, culprit, size):
-    codes, outputs = over_a_file(tmp_path, "kill", culprit, size)
+def test_a_killed_rank_is_named_by_a_survivor(over_a_file, culprit, size):
+    codes, outputs = over_a_file("kill", culprit, size)
     printer, text = the_message(outputs)
     assert printer != culprit
     assert re.search(rf"rank {culprit} of {size} \(.*\) is gone", text)
@@ -107,8 +110,8 @@ def test_a_killed_rank_is_named_by_a_survivor(tmp_path, culprit, size):
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_hanging_rank_shows_where_it_stands(tmp_path, culprit):
-    codes, outputs = over_a_file(tmp_path, "hang", culprit, 3)
+def test_a_hanging_rank_shows_where_it_stands(over_a_file, culprit):
+    codes, outputs = over_a_file("hang", culprit, 3)
     printer, text = the_message(outputs)
     assert printer == culprit
     assert re.search(rf"rank {culprit} of 3 \(.*\) is stuck in 'step 3: forward'", text)
@@ -116,52 +119,52 @@ def test_a_hanging_rank_shows_where_it_stands(tmp_path, culprit):
     assert codes == [1, 1, 1]
 
 
-def test_a_hang_is_also_found_by_the_timeout_of_the_collectives(tmp_path):
-    _, outputs = over_a_file(tmp_path, "hang", 1, 3, pg_timeout_s=2, stuck_s=1000)
+def test_a_hang_is_also_found_by_the_timeout_of_the_collectives(over_a_file):
+    _, outputs = over_a_file("hang", 1, 3, pg_timeout_s=2, stuck_s=1000)
     printer, text = the_message(outputs)
     assert printer == 1
     assert re.search(r"rank 1 of 3 \(.*\) is stuck in 'step 3: forward'", text)
 
 
-def test_a_rank_that_leaves_early_is_named(tmp_path):
-    codes, outputs = over_a_file(tmp_path, "leave", 1, 2)
+def test_a_rank_that_leaves_early_is_named(over_a_file):
+    codes, outputs = over_a_file("leave", 1, 2)
     _, text = the_message(outputs)
     assert re.search(r"rank 1 of 2 \(.*\) ended early", text)
     assert codes == [1, 0]
 
 
-def test_a_diverging_plan_is_told_once_and_no_rank_that_only_noticed_is_blamed(tmp_path):
-    codes, outputs = over_a_file(tmp_path, "diverge", 2, 3)
+def test_a_diverging_plan_is_told_once_and_no_rank_that_only_noticed_is_blamed(over_a_file):
+    codes, outputs = over_a_file("diverge", 2, 3)
     _, text = the_message(outputs)
     assert "step 3: the ranks hold different plans: rank 2 differs from the other 2" in text
     assert "failed in" not in text
     assert codes == [1, 1, 1]
 
 
-def test_a_refused_request_exits_with_2_and_without_a_traceback(tmp_path):
-    codes, outputs = over_a_file(tmp_path, "refuse", 0, 2)
+def test_a_refused_request_exits_with_2_and_without_a_traceback(over_a_file):
+    codes, outputs = over_a_file("refuse", 0, 2)
     _, text = the_message(outputs)
     assert "Traceback" not in text
     assert "failed in 'step 3: forward': the data ran out\n  found: 3 samples\n  do: shorten the run" in text
     assert codes == [2, 2]
 
 
-def test_a_rank_that_works_long_while_another_gets_ahead_is_left_alone(tmp_path):
-    codes, outputs = over_a_file(tmp_path, "long", 1, 2)
+def test_a_rank_that_works_long_while_another_gets_ahead_is_left_alone(over_a_file):
+    codes, outputs = over_a_file("long", 1, 2)
     assert codes == [0, 0]
     assert [text.count("survived") for text in outputs] == [1, 1]
 
 
-def test_the_rank_that_holds_the_store_stays_until_all_have_read_its_failure():
-    codes, outputs = over_tcp("raise", 0, 3)
+def test_the_rank_that_holds_the_store_stays_until_all_have_read_its_failure(start_over_tcp):
+    codes, outputs = finish(start_over_tcp("raise", 0, 3))
     printer, text = the_message(outputs)
     assert printer == 0
     assert re.search(r"rank 0 of 3 \(.*\) failed in 'step 3: forward': ValueError: bad sample 1234", text)
     assert codes == [1, 1, 1]
 
 
-def test_a_store_that_dies_with_its_rank_names_that_rank():
-    codes, outputs = over_tcp("kill", 0, 3)
+def test_a_store_that_dies_with_its_rank_names_that_rank(start_over_tcp):
+    codes, outputs = finish(start_over_tcp("kill", 0, 3))
     printer, text = the_message(outputs)
     assert printer in (1, 2), "whichever notices first"
     assert "rank 0 of 3 is gone, and with it the store of the job" in text
@@ -169,81 +172,85 @@ def test_a_store_that_dies_with_its_rank_names_that_rank():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_frozen_holder_of_the_store_is_named_by_one_rank_and_ends_when_it_goes_on(size, tmp_path):
-    ranks = started_over_tcp("freeze", 0, size, {"TMPDIR": str(tmp_path)}, gone_s=3)
-    try:
-        outputs = [rank.communicate(timeout=ENDS_WITHIN_S)[0] for rank in ranks[1:]]
-        assert [rank.returncode for rank in ranks] == [None, *[1] * (size - 1)]
-        printers = [text for text in outputs if "evenload: " in text]
-        assert len(printers) == 1, outputs
-        assert printers[0].count("evenload: ") == 1
-        assert list(tmp_path.iterdir()) == [], "what ranks told each other by"
-        assert f"rank 0 of {size} is gone, and with it the store of the job" in printers[0]
-        assert re.search(
-            r"found: no answer to the heartbeats of rank \d for 3 s; rank \d is in 'step 3: gradients'", printers[0]
-        )
-        ranks[0].send_signal(signal.SIGCONT)
-        late = ranks[0].communicate(timeout=ENDS_WITHIN_S)[0]
-    finally:
-        end(ranks)
-    assert ranks[0].returncode == 1
+def test_a_frozen_holder_of_the_store_is_named_by_one_rank_and_ends_when_it_goes_on(size, start_over_tcp, tmp_path):
+    ranks = start_over_tcp("freeze", 0, size, {"TMPDIR": str(tmp_path)}, gone_s=3)
+    codes, outputs = finish(ranks[1:])
+    assert codes == [1] * (size - 1)
+    assert ranks[0].poll() is None
+    printers = [text for text in outputs if "evenload: " in text]
+    assert len(printers) == 1, outputs
+    assert printers[0].count("evenload: ") == 1
+    assert list(tmp_path.iterdir()) == [], "what ranks told each other by"
+    assert f"rank 0 of {size} is gone, and with it the store of the job" in printers[0]
+    assert re.search(
+        r"found: no answer to the heartbeats of rank \d for 3 s; rank \d is in 'step 3: gradients'", printers[0]
+    )
+    ranks[0].send_signal(signal.SIGCONT)
+    (code,), (late,) = finish(ranks[:1])
+    assert code == 1
     assert late.count("evenload: ") == 1
     assert re.search(rf"rank 0 of {size} \(.*\) was held up for \d+ s, and the others ended meanwhile", late)
 
 
-def test_a_frozen_rank_is_named_by_the_one_behind_it_and_ends_when_it_goes_on():
-    ranks = started_over_tcp("freeze", 1, 3, gone_s=3)
-    try:
-        outputs = [ranks[rank].communicate(timeout=ENDS_WITHIN_S)[0] for rank in (0, 2)]
-        assert [rank.returncode for rank in ranks] == [1, None, 1]
-        assert "evenload: " not in outputs[0]
-        assert re.search(r"rank 1 of 3 \(.*\) is gone; it was last seen in '.*', as of its last heartbeat", outputs[1])
-        ranks[1].send_signal(signal.SIGCONT)
-        late = ranks[1].communicate(timeout=ENDS_WITHIN_S)[0]
-    finally:
-        end(ranks)
-    assert ranks[1].returncode == 1
+def test_a_frozen_rank_is_named_by_the_one_behind_it_and_ends_when_it_goes_on(start_over_tcp):
+    ranks = start_over_tcp("freeze", 1, 3, gone_s=3)
+    codes, outputs = finish([ranks[0], ranks[2]])
+    assert codes == [1, 1]
+    assert ranks[1].poll() is None
+    assert "evenload: " not in outputs[0]
+    assert re.search(r"rank 1 of 3 \(.*\) is gone; it was last seen in '.*', as of its last heartbeat", outputs[1])
+    ranks[1].send_signal(signal.SIGCONT)
+    (code,), (late,) = finish(ranks[1:2])
+    assert code == 1
     assert re.search(r"rank 1 of 3 \(.*\) was held up for \d+ s, and the others ended meanwhile", late)
 
 
-def test_a_machine_that_slept_blames_nobody(tmp_path):
+def test_a_machine_that_slept_blames_nobody(start_over_tcp, tmp_path):
     """All ranks stand still for longer than any may, and go on together."""
-    ready, held_s = tmp_path / "ready", 5
-    ranks = started_over_tcp("nothing", 0, 3, {"STEPS": "400", "READY": str(ready)}, gone_s=2)
-    try:
-        wait_for(ready.exists)
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in ranks:
-                rank.send_signal(number)
-            time.sleep(held_s if number == signal.SIGSTOP else 0)
-    finally:
-        codes, outputs = finish(ranks)
+    ready, asleep_s = tmp_path / "ready", 5
+    ranks = start_over_tcp("nothing", 0, 3, {"STEPS": "400", "READY": str(ready)}, gone_s=2)
+    wait_for(ready.exists)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in ranks:
+            rank.send_signal(number)
+        time.sleep(asleep_s if number == signal.SIGSTOP else 0)
+    codes, outputs = finish(ranks)
     assert codes == [0, 0, 0], outputs
     assert [text.count("survived") for text in outputs] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["child works", "reads"])
-def test_a_long_phase_that_works_by_itself_is_no_hang(tmp_path, how):
-    codes, outputs = over_a_file(tmp_path, how, 1, 2)
+def test_a_long_phase_that_works_by_itself_is_no_hang(over_a_file, how):
+    codes, outputs = over_a_file(how, 1, 2)
     assert codes == [0, 0], outputs
     assert [text.count("survived") for text in outputs] == [1, 1]
 
 
-def test_a_long_phase_that_stands_still_is_a_hang(tmp_path):
-    codes, outputs = over_a_file(tmp_path, "stands still", 0, 2)
+def test_a_long_phase_that_stands_still_is_a_hang(over_a_file):
+    codes, outputs = over_a_file("stands still", 0, 2)
     printer, text = the_message(outputs)
     assert printer == 0
     assert re.search(r"rank 0 of 2 \(.*\) is stuck in 'converting'", text)
     assert codes == [1, 1]
 
 
-def torchrun(how, culprit, size):
+def start_torchrun(env, size, how, culprit):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    codes, outputs = finish(started([[*command, JOB, how, str(culprit)]], [environment({}, 1000)]))
-    assert "survived" not in outputs[0]
-    assert codes != [0]
-    root = outputs[0].partition("Root Cause (first observed failure):")[2]
-    return outputs[0], root
+    return subprocess.Popen(
+        [*command, JOB, how, str(culprit)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def torchrun(how, culprit, size):
+    agent = start_torchrun(environment({}, 1000), size, how, culprit)
+    try:
+        text = agent.communicate(timeout=ENDS_WITHIN_S)[0]
+    finally:
+        agent.kill()
+        agent.wait()
+    assert "survived" not in text
+    assert agent.returncode != 0
+    return text, text.partition("Root Cause (first observed failure):")[2]
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])
@@ -270,9 +277,8 @@ def state(pid):
 
 
 def test_ranks_whose_torchrun_agent_is_frozen_end_and_one_tells(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = environment({"gone_s": 3}, 1000) | {"STEPS": "100000", "READY": str(tmp_path / "ready")}
-    (agent,) = started([[*command, JOB, "nothing", "0"]], [env])
+    agent = start_torchrun(env, 2, "nothing", 0)
     try:
         wait_for((tmp_path / "ready").exists)
         agent.send_signal(signal.SIGSTOP)
@@ -282,7 +288,8 @@ def test_ranks_whose_torchrun_agent_is_frozen_end_and_one_tells(tmp_path):
         agent.send_signal(signal.SIGCONT)
         text = agent.communicate(timeout=ENDS_WITHIN_S)[0]
     finally:
-        end([agent])
+        agent.kill()
+        agent.wait()
     assert text.count("evenload: the torchrun agent is gone, and with it the store of the job") == 1, text
     assert text.count("evenload: ") == 1
     assert agent.returncode == 1

@@ -1,10 +1,8 @@
 """A small job for test_watchdog.py: every rank steps through collectives until the culprit does something bad.
 
-watchdog_job.py HOW CULPRIT                     under torchrun, or anything else that sets its variables
-watchdog_job.py HOW CULPRIT FILE RANK SIZE      over a file store
-
-Limits come from LIMITS, a JSON object of the arguments of Watchdog, and PG_TIMEOUT_S. STEPS says how many steps there
-are, and READY names a file that is there from the third on.
+watchdog_job.py HOW CULPRIT, under torchrun, or anything else that sets its variables; where STORE names a file, the
+ranks meet there. Limits come from LIMITS, a JSON object of the arguments of Watchdog, and PG_TIMEOUT_S. STEPS says how
+many steps there are, and READY names a file that is there from the third on.
 """
 
 import datetime
@@ -84,12 +82,12 @@ def work(how: str, culprit: int, rank: int, dog: Watchdog) -> None:
 
 
 def main() -> None:
-    how, culprit, *place = sys.argv[1:]
+    how, culprit = sys.argv[1:]
     timeout_s = float(os.environ.get("PG_TIMEOUT_S", "100"))
-    if place:
-        file, rank, size = place[0], int(place[1]), int(place[2])
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout)
+    if "STORE" in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        place, timeout = f"file://{os.environ['STORE']}", datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timeout)
     world = init_world(timeout_s)
     with Watchdog(**json.loads(os.environ["LIMITS"])) as dog:
         work(how, int(culprit), world.rank, dog)

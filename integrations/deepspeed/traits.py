@@ -1,0 +1,79 @@
+"""What planners must know of DeepSpeed, and what it cannot run. Imports neither it nor torch.
+
+    precision / ZeRO stage  weight  gradient  master  Adam   divided over data-parallel ranks
+    fp32 / 0                4       4 late    -       8      nothing
+    fp32 / 1, 2             4       4 late    4       8      master and Adam
+    fp32 / 3                4       4         4       8      all
+    bf16 / 0                2       2 late    4       8      nothing
+    bf16 / 1, 2             2       2 late    4       8      master and Adam
+    bf16 / 3                2       2         4       8      all
+
+"Late" gradients are made in a step's first backward and freed with the update, the others are there throughout; they
+are summed in the precision of the weights. Read off DeepSpeed 0.19 as evenload sets it up, by the bytes alive after a
+step on one rank.
+"""
+
+from __future__ import annotations
+
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import VALUE_BYTES
+from ...core.recipe.traits import Rule, States, Trainer, TrainerTraits
+
+LIVE_WEIGHTS = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters."""
+
+
+def traits(recipe: Recipe) -> TrainerTraits:
+    stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
+    return TrainerTraits(
+        states=_states(recipe),
+        sharding="parameters" if stage == 3 else "optimizer" if stage else "none",
+        summed_bytes=value,
+        equal_counts=stage == 3,
+        fewest_stages_that_split=2,
+    )
+
+
+def _states(recipe: Recipe) -> States:
+    stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
+    adam = 2 * max(4, value)
+    if stage == 3:
+        everything = value + value + 4 + adam
+        return States(everything, everything, gathered=value, most_gathered=LIVE_WEIGHTS)
+    master = 4 if recipe.train.dtype == "bf16" or stage else 0
+    return States(value + master + adam, master + adam if stage else 0, late=value)
+
+
+def rules(recipe: Recipe) -> list[Rule]:
+    """What DeepSpeed cannot run."""
+    p, stage, dtype = recipe.parallel, recipe.deepspeed.zero_stage, recipe.train.dtype
+    piped = p.pp > 1
+    return [
+        (
+            p.tp > 1,
+            "trainer deepspeed runs without tensor parallelism here",
+            f"parallel.tp {p.tp}",
+            "set parallel.tp=1, or use trainer: megatron",
+        ),
+        (
+            piped and stage > 1,
+            "DeepSpeed's pipelines run under ZeRO 0 and 1",
+            f"deepspeed.zero_stage {stage}, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1 (gradients and weights of a stage then stay whole), or parallel.pp=1",
+        ),
+        (
+            piped and stage == 0 and dtype == "bf16",
+            "DeepSpeed's pipelines cannot load what they save in bfloat16 under ZeRO 0",
+            f"train.dtype bf16, deepspeed.zero_stage 0, parallel.pp {p.pp}",
+            "set deepspeed.zero_stage=1, or train.dtype=fp32",
+        ),
+        (
+            dtype == "fp64",
+            "DeepSpeed's engine cannot train in float64",
+            "train.dtype fp64",
+            "use fp32, or trainer: megatron for float64 proofs",
+        ),
+    ]
+
+
+DEEPSPEED = Trainer(traits, rules)

@@ -1,0 +1,72 @@
+"""What planners know of a trainer comes from its integration; core knows no trainer by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import evenload.core
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.core.machine.layout import Layout
+from evenload.core.planning.setting import context_of, limits_of, traits_of
+from evenload.core.recipe import recipe as recipes
+from evenload.core.recipe import traits
+
+CORE = Path(evenload.core.__file__).parent
+
+
+def recipe(**settings: Any) -> recipes.Recipe:
+    return recipes.parse({"model": {"num_layers": 4, "vocab_size": 256}, **settings})
+
+
+def test_core_names_no_trainer_but_where_a_recipe_has_its_section() -> None:
+    sections = {CORE / "recipe" / "sections.py", CORE / "recipe" / "recipe.py"}
+    naming = [
+        path
+        for path in CORE.rglob("*.py")
+        if path not in sections and any(name in path.read_text().lower() for name in ("megatron", "deepspeed"))
+    ]
+    assert not naming
+
+
+def test_a_trainer_that_nobody_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(traits._trainers, "deepspeed")
+    with pytest.raises(EvenloadError, match="trainer 'deepspeed' is like\n  found: known: megatron"):
+        recipe(trainer="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ("optimizer", 4, False, False, True, True)),
+        (
+            {"train": {"dtype": "bf16"}, "megatron": {"overlap_grad_reduce": True}},
+            (*("optimizer", 4, False), True, True, True),
+        ),
+        (
+            {"train": {"dtype": "fp64"}, "megatron": {"distributed_optimizer": False}},
+            ("none", 8, False, False, True, True),
+        ),
+        ({"trainer": "deepspeed", "deepspeed": {"zero_stage": 0}}, ("none", 4, False, False, False, False)),
+        ({"trainer": "deepspeed", "deepspeed": {"zero_stage": 1}}, ("optimizer", 4, False, False, False, False)),
+        (
+            {"trainer": "deepspeed", "deepspeed": {"zero_stage": 3}, "train": {"dtype": "bf16"}},
+            ("parameters", 2, True, False, False, False),
+        ),
+    ],
+)
+def test_the_row_of_a_trainer_reaches_the_planners(settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    asked = recipe(**settings)
+    row = traits_of(asked)
+    context = context_of(asked, Layout())
+    limits, traffic = limits_of(asked, context), context.traffic
+    summed = traffic.gradient_bytes / traffic.weight_bytes * {"bf16": 2, "fp32": 4, "fp64": 8}[asked.train.dtype]
+    found = (traffic.sharding, summed, limits.equal_counts, traffic.overlap_gradients, traffic.waits_for_sends)
+    assert (*found, limits.splits_backward) == expected
+    assert row.sharding == traffic.sharding
+
+
+def test_weight_gradients_of_their_own_need_a_pipeline_under_deepspeed() -> None:
+    asked = recipe(trainer="deepspeed", deepspeed={"zero_stage": 1}, parallel={"pp": 2})
+    assert limits_of(asked, context_of(asked, Layout(pp=2))).splits_backward

@@ -1,0 +1,77 @@
+"""The example of a plugin from another package, installed as a stranger would install it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import evenload
+import pytest
+
+EXAMPLE = Path(evenload.__file__).parent / "examples" / "third_party_plugin"
+RECIPE = """
+model: {num_layers: 4}
+parallel: {dp: 2}
+train: {global_batch_size: 12}
+plugins: {packing: {enabled: true, max_tokens: 1024}, largest_first: {enabled: true}}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the example from a copy of its sources."""
+    folder = tmp_path_factory.mktemp("third_party")
+    shutil.copytree(EXAMPLE, folder / "source")
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
+    pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "site")]
+    done = subprocess.run([*pip, str(folder / "source")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / "site"
+
+
+def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
+    return subprocess.run(
+        [sys.executable, "-m", "evenload", *words],
+        cwd=site,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_example_is_short() -> None:
+    assert len((EXAMPLE / "evenload_largest_first.py").read_text().splitlines()) < 60
+
+
+def test_the_example_is_listed(installed: Path) -> None:
+    rows = json.loads(command(installed, "plugins", "--json").stdout)["plugins"]
+    assert {"name": "largest_first", "origin": "evenload_largest_first"}.items() <= rows[-1].items()
+
+
+def test_the_example_plans(installed: Path) -> None:
+    (installed / "recipe.yaml").write_text(RECIPE)
+    (installed / "lengths.txt").write_text(
+        "\n".join(map(str, (100, 900, 300, 700, 200, 650, 80, 500, 40, 1000, 10, 60)))
+    )
+    ask = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--json", "--out", "plan.json")
+    orders = {}
+    for switch in ("false", "true"):
+        done = command(installed, *ask, f"plugins.largest_first.enabled={switch}", "plugins.packing.slices=off")
+        assert done.returncode == 0, done.stderr
+        assert ("largest_first" in json.loads(done.stdout)["plugins"]) == (switch == "true")
+        rows = json.loads((installed / "plan.json").read_text())["steps"][0]["micro_batches"]
+        orders[switch] = [sum(stop - start for _, start, stop in row["slices"]) for row in rows]
+    assert orders["true"] == sorted(orders["false"], reverse=True) != orders["false"]
+
+
+def test_a_section_of_the_example_is_checked(installed: Path) -> None:
+    (installed / "recipe.yaml").write_text(RECIPE)
+    (installed / "lengths.txt").write_text("10\n20\n")
+    done = command(installed, "plan", "recipe.yaml", "plugins.largest_first.min_tokens=-1", "--lengths", "lengths.txt")
+    assert done.returncode == 2
+    assert "plugins.largest_first.min_tokens" in done.stderr

@@ -1,0 +1,103 @@
+"""The words of the project: docs/words.md names what exists, and no name in the code says nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import evenload
+import pytest
+
+ROOT = Path(evenload.__file__).parent
+_LINES = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs" / "words.md").read_text(), re.MULTILINE)
+ROWS = [row for row in _LINES if row[0] != "word" and not row[0].startswith("--")]
+
+EMPTY = {"found", "made", "mine", "told", "bare", "given", "way", "ways", "room"}
+"""Names that say nothing of what they name."""
+ALLOWED = {("core/errors.py", "found")}
+"""``EvenloadError.found`` is the second part of every message and belongs to the public surface."""
+STILL_TO_DO: tuple[str, ...] = (
+    "benchmarks/",
+    "core/balance/",
+    "core/costs/",
+    "core/plan/",
+    "core/planning/",
+    "core/recipe/",
+    "core/simulate/",
+    "integrations/",
+    "plugins/",
+    "runtime/",
+)
+"""Folders whose names are not all replaced yet. It only ever shrinks."""
+
+
+def sources() -> list[Path]:
+    """Product code and benchmarks, as paths under the root."""
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    skipped = ("tests", "build", "docs")
+    return sorted(p for p in files if not p.parts[0].startswith(".") and p.parts[0] not in skipped)
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that the code itself gives, with its line: variables, parameters, functions, classes, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+
+
+def empty_names(path: Path) -> list[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    lines = {(line, name) for name, line in names_in(tree) if name.strip("_") in EMPTY}
+    return [f"{path}:{line} {name}" for line, name in sorted(lines) if (path.as_posix(), name) not in ALLOWED]
+
+
+def test_every_name_says_what_it_names() -> None:
+    rooms = [path for path in sources() if not path.as_posix().startswith(STILL_TO_DO)]
+    assert len(rooms) > 10
+    assert not [line for path in rooms for line in empty_names(path)]
+
+
+def test_folders_that_are_done_leave_the_list() -> None:
+    left = {path.as_posix() for path in sources() if empty_names(path)}
+    assert not [folder for folder in STILL_TO_DO if not any(path.startswith(folder) for path in left)]
+
+
+def test_an_empty_name_is_noticed() -> None:
+    code = "def way(mine, *, told):\n    self.room = [made for made in mine]\n    with x as (bare, b): found: int = 1"
+    assert {name for name, _ in names_in(ast.parse(code))} & EMPTY == EMPTY - {"given", "ways"}
+
+
+@pytest.mark.parametrize("name", [name for _, _, cell in ROWS for name in re.findall(r"`([\w.]+)`", cell)])
+def test_a_name_in_the_table_exists(name: str) -> None:
+    """``core.plan.step_plan.Slice`` is a module's name, ``plugins.packing`` a module or package."""
+    owner, _, last = name.rpartition(".")
+    try:
+        import_module(f"evenload.{name}")
+        return
+    except ModuleNotFoundError:
+        pass
+    try:
+        value = import_module(f"evenload.{owner}")
+    except ModuleNotFoundError:
+        outer, _, cls = owner.rpartition(".")
+        value = getattr(import_module(f"evenload.{outer}"), cls)
+    assert last in {*dir(value), *getattr(value, "__annotations__", ()), *getattr(value, "model_fields", ())}, name
+
+
+def test_the_table_explains_each_word_once() -> None:
+    words = [word.strip() for cell, _, _ in ROWS for word in cell.split(",")]
+    assert len(ROWS) > 60
+    assert len(set(words)) == len(words), sorted({word for word in words if words.count(word) > 1})
