@@ -112,6 +112,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Write a page to read (HTML).")] = None,
     sweep: Annotated[list[str] | None, typer.Option("--sweep", help="key=a,b,c: plan each; repeatable.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show what every rank runs, in order.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
@@ -139,7 +140,7 @@ def plan(
         from .commands.pictures import draw
 
         draw(outlook, trace=trace, plot=plot, report=report)
-    emit(outlook.to_json(), as_json, tables.plan)
+    emit(outlook.to_json(explain=explain), as_json, tables.plan)
 
 
 @app.command()

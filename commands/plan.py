@@ -24,6 +24,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
+from ..core.simulate.events import grid
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
 from ..data.cut import cut
@@ -33,6 +34,8 @@ from ._shared.drawing import Drawing
 from ._shared.pipelines import describe
 
 _GIB = 2.0**30
+_MOST_ROWS = 32
+"""Ranks of stages whose programs are shown."""
 _CAPS = ("max_tokens", "activation_gib")
 """Settings of plugins that cap what a rank holds."""
 
@@ -70,8 +73,8 @@ class Outlook:
     times: Literal["predicted", "measured"] = "predicted"
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented result of ``plan --json``."""
+    def to_json(self, *, explain: bool = False) -> dict[str, Any]:
+        """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
         return {
             "predicted": self.times == "predicted",
             "costs": self.chain.context.costs.source,
@@ -79,7 +82,10 @@ class Outlook:
             "layout": vars(self.chain.context.layout),
             "plugins": [p.name for p in self.recipe.enabled()],
             "samples": len(self.lengths),
-            "steps": [{"step": number, **_step_json(step, self.chain)} for number, step in enumerate(self.steps)],
+            "steps": [
+                {"step": number, **_step_json(step, self.chain), **({"program": _program(step)} if explain else {})}
+                for number, step in enumerate(self.steps)
+            ],
         }
 
 
@@ -200,6 +206,14 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
     if most_bytes > max(most, least):
         return f"a rank holds {most_bytes / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
     return None
+
+
+def _program(step: PlannedStep) -> list[str]:
+    """A line for each rank of each stage, below one with the columns; the first `_MOST_ROWS` of them."""
+    plan = step.ours.plan
+    places = [(stage, rank) for rank in range(plan.limits.num_ranks) for stage in range(plan.limits.num_stages)]
+    lines = grid(plan, places[:_MOST_ROWS]).splitlines()
+    return lines + [f"... and {len(places) - _MOST_ROWS:,} more"] * (len(places) > _MOST_ROWS)
 
 
 def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def _sharing(plan: StepPlan) -> None:
             raise PlanError("a micro-batch has a cp_comm that does not exist", f"{name}: {m.cp_comm!r}")
         if len(m.ranks) == 1 and not m.cp_groups:
             continue
+        if m.cp_comm and plan.limits.whole_sequences:
+            raise PlanError("this host runs every micro-batch on one rank", f"{name}: ranks {m.ranks}", "disable mesh")
         if m.cp_groups and len(m.cp_groups) != len(m.slices):
             raise PlanError("a micro-batch has not one CP group for each slice", f"{name}: {len(m.cp_groups)}")
         if m.cp_comm and m.pad_to:

@@ -90,6 +90,18 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
 
 
+def test_plan_explains_what_every_rank_runs(place: Path) -> None:
+    command = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--explain")
+    done = evenload(*command, "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads(done.stdout)["steps"]
+    cells = " ".join(step["program"]).split()
+    assert {f"{kind}{i}" for kind in "FB" for i in range(step["micro_batches"])} <= set(cells)
+    told = evenload(*command, cwd=place)
+    assert told.returncode == 0, told.stderr
+    assert step["program"][1] in told.stdout
+
+
 def test_cut_plans_are_written_with_their_order_and_both_groupings(place: Path) -> None:
     settings = ("plugins.packing.max_tokens=2048", "data.max_length=8192", "train.recompute=true")
     lengths = np.random.default_rng(0).lognormal(6.8, 0.6, 4000).astype(int) + 1

@@ -16,7 +16,6 @@ CALLED_FROM_OUTSIDE = {
     "slice_losses": "for users that weigh samples (docs/packing.md)",
     "sequence_ids_T": "for users that tell sequences apart (docs/packing.md)",
     "_partition_layers": "DeepSpeed calls it",
-    "num_pipe_buffers": "DeepSpeed calls it",
     "record_event": "Megatron calls it",
     "DirectCopier": "the GPU benchmark of offload runs with it where there is no GPU",
 }

@@ -41,7 +41,7 @@ def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
     step_s = simulate(plan, context, record=False).step_s
     if not refits:
         return PredictedStep(step_s, 0.0, 0.0, None)
-    compute = predict(plan, context.costs)
+    compute = predict(plan, context.costs, head_frac=context.head_frac)
     work = refit.rows_of(plan, context.costs.recompute)
     return PredictedStep(step_s, compute.step_s, max(compute.busy_s), work)
 

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ..pictures.words import gib
 from ..sweep import said, written
@@ -240,7 +241,10 @@ def plan(result: Result) -> Group:
     )
     table = grid("plan", head, rows, "\n".join([*about, *shown[:3]]))
     pipelines = [s["pipeline"] for s in result["steps"] if s["pipeline"]]
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]))
+    programs = [
+        plain(f"\nstep {s['step']}: {LEGEND}\n" + "\n".join(s["program"])) for s in result["steps"] if "program" in s
+    ]
+    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]), *programs)
 
 
 def _pipeline(steps: list[Result]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import Part
 from .offload import KEPT_LAYERS, layers_on_device
@@ -50,6 +51,7 @@ class Walk:
         self._stage_input = memory.input_bytes_per_token if stage else 0.0
         self._split = plan.split[stage] if plan.split else frozenset()
         self._kept, self._forward_of = plan.kept, plan.forward_of
+        self._runs, self._slots = forwards_that_run(plan, is_last), plan.slots["F"]
         self._late_bytes = memory.gradient_bytes
         self._live_bytes = 0.0
         self._sequences: dict[int, _Stored] = {}
@@ -66,19 +68,28 @@ class Walk:
 
     def _forward(self, number: int, part: Part) -> float:
         layer, _, kept, _ = self._bytes_of(part, number, number)
-        for sequence, _, _ in part.cut:
-            self._store(self._sequences[sequence])
         if number in self._kept:
+            for sequence, _, _ in part.cut:
+                self._store(self._sequences[sequence])
             self._live_bytes += kept
             return self._live_bytes
         self._live_bytes += part.tokens * self._stage_input
-        return self._live_bytes + layer
+        runs = self._runs[number]
+        if runs is None:
+            return self._live_bytes
+        computed = {s.sequence for s in runs.slices}
+        for sequence, _, _ in part.cut:
+            if sequence in computed:
+                self._store(self._sequences[sequence])
+        return self._live_bytes + layer * runs.num_padded_tokens / self._slots[number]
 
     def _backward(self, number: int, part: Part) -> float:
         layer, layer_input, kept, moving = self._bytes_of(part, number, self._forward_of[number])
         tokens, layers, memory = part.tokens, self._layers, self._memory
         again = layer - layer_input if self._recomputed and self._recomputed[number] else 0.0
         if self._forward_of[number] is None:
+            for sequence, _, _ in part.cut:  # a whole backward of a sequence that no forward had to store
+                self._store(self._sequences[sequence])
             begin = self._live_bytes + (layer * layers + tokens * self._head if self._recomputes_all else kept)
             after = self._live_bytes - tokens * self._stage_input
         else:

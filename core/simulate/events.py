@@ -9,11 +9,14 @@ the slowest. O(passes x stages).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ..errors import PlanError
+from ..plan.grid import GridRow, render
 from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
+from ..plan.program import lower
 from ..plan.step_plan import Op, PassKind, StepPlan
 
 _AHEAD = {"F": 1, "B": -1, "W": 0}
@@ -32,6 +35,8 @@ class Event(NamedTuple):
     """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
 
 
+Stuck = tuple[int, int, Op]
+"""A pass that can never run, at a stage on a rank."""
 SecondsOf = Callable[[int, Op], float]
 """Of a pass at a stage."""
 
@@ -51,6 +56,15 @@ def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, 
     if plan.limits.equal_counts:
         yield from _rounds(plan, seconds)
         return
+    stuck = yield from _walk(plan, seconds, hand_over, waits)
+    if stuck:
+        waiting = [f"rank {rank} of stage {stage} waits at {op.kind}{op.micro_batch}" for stage, rank, op in stuck[:8]]
+        drawn = grid(plan, [(stage, rank) for stage, rank, _ in stuck[:8]], columns=12)
+        raise PlanError("the order deadlocks", f"{'; '.join(waiting)}\n{drawn}", "let ranks and stages meet in order")
+
+
+def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool) -> Generator[Event, None, list[Stuck]]:
+    """Every pass that can run; returns stage, rank and pass of those that wait for ever."""
     num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
     ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
@@ -98,17 +112,56 @@ def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, 
             ready.append((stage, r))
         left -= len(members)
         yield Event(stage, op, members, start, end, goes_on)
-    if left:
-        raise PlanError("the order deadlocks", "; ".join(_stuck(orders, at)[:8]), "let ranks and stages meet in order")
-
-
-def _stuck(orders: list[list[list[Op]]], at: list[list[int]]) -> list[str]:
     return [
-        f"rank {rank} of stage {stage} waits at {row[at[stage][rank]].kind}{row[at[stage][rank]].micro_batch}"
-        for stage, rows in enumerate(orders)
+        (stage, rank, row[at[stage][rank]])
+        for stage, rows in enumerate(orders if left else ())
         for rank, row in enumerate(rows)
         if at[stage][rank] < len(row)
     ]
+
+
+def grid(plan: StepPlan, shown: Sequence[tuple[int, int]], columns: int = 0) -> str:
+    """The programs of these (stage, rank) against each other, every computing action one column long.
+
+    Args:
+        columns: so many, up to where the last of them waits for ever; 0: all.
+    """
+    cells = {
+        (stage, op): [action.cell for action in actions if action.computes]
+        for stage, rank in ((s, r) for s in range(plan.limits.num_stages) for r in range(plan.limits.num_ranks))
+        for op, actions in groupby(lower(plan, stage, rank), lambda action: action.op)
+    }
+    events, stuck = _carried_out(_walk(plan, lambda *pass_: float(len(cells.get(pass_, ()))), nothing, False))
+    drawn: dict[tuple[int, int], list[tuple[int, str]]] = {place: [] for place in shown}
+    for event in events:
+        for place in ((event.stage, rank) for rank in event.ranks):
+            if place in drawn:
+                drawn[place] += enumerate(cells.get((event.stage, event.op), ()), int(event.start_s))
+    waiting = {(stage, rank): op for stage, rank, op in stuck}
+    rows = [GridRow(_label(plan, *place), own, _waits_at(own, waiting.get(place))) for place, own in drawn.items()]
+    last = max((int(event.end_s) for event in events), default=0)
+    end = max([last, *(row.broken[0] + 1 for row in rows if row.broken)])
+    first = max(0, end - columns) if columns else 0
+    return render(rows, first, max(1, end - first))
+
+
+def _carried_out(walk: Generator[Event, None, list[Stuck]]) -> tuple[list[Event], list[Stuck]]:
+    """What a walk yields and returns."""
+    events: list[Event] = []
+    while True:
+        try:
+            events.append(next(walk))
+        except StopIteration as stop:
+            return events, stop.value
+
+
+def _label(plan: StepPlan, stage: int, rank: int) -> str:
+    words = [f"stage {stage}"] * (plan.limits.num_stages > 1) + [f"rank {rank}"] * (plan.limits.num_ranks > 1)
+    return ", ".join(words) or "rank 0"
+
+
+def _waits_at(cells: Sequence[tuple[int, str]], op: Op | None) -> tuple[int, str] | None:
+    return None if op is None else (cells[-1][0] + 1 if cells else 0, f"{op.kind}{op.micro_batch}")
 
 
 def _rounds(plan: StepPlan, seconds: SecondsOf) -> Iterator[Event]:

@@ -1,8 +1,9 @@
 """What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
 
-Costs are those of a mean stage; the last one has the output layer, which the others have not. Ranks of a micro-batch
-have equal work unless its slices have homes of their own or its tokens are moved: then each has its own seconds, and
-the pass takes as long as the slowest.
+Costs are those of a mean stage; the last one has the output layer, which the others have not. What runs is what the
+program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no slice. Ranks of a
+micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved: then each has its own
+seconds, and the pass takes as long as the slowest.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ..costs.exposed import exposed_of_ranks, exposed_s, gathering_s, links_up, 
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
 from ..plan.order import DIRECTIONS
+from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import tokens_of_ranks
-from .predict import busy_seconds, layers_again, own_costs, pass_seconds, rank_seconds
+from .predict import busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
 Part = Literal["R", "F", "B", "W", "C"]
 _Seconds = dict[PassKind, list[float]]
@@ -43,11 +45,14 @@ class PassTimes:
 
     def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
         self._plan, self._at = plan, context
-        self._of_ranks = _of_ranks(plan, context)
-        self.compute = _compute(plan, context, self._of_ranks)
-        """By stage, direction and micro-batch, on its busiest ranks."""
         self._costs = own_costs(plan, context.costs)
+        kv = kv_seconds(plan, self._costs, context.head_frac)
+        self._of_ranks = _of_ranks(plan, context, kv)
+        self.compute = _compute(plan, context, self._of_ranks, kv)
+        """By stage, direction and micro-batch, on its busiest ranks."""
+        self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
         self._whole_again = _forward_again(plan, self._costs)
+        self._heads = _head_of_stages(context, plan.limits.num_stages)
         self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
         self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
         layout, traffic = context.layout, context.traffic
@@ -85,8 +90,11 @@ class PassTimes:
         if op.kind != "B":
             return 0.0
         share = self._layers_again[stage].get(op.micro_batch, 0.0)
-        layers_s = self._layers_s(op.micro_batch) if share else 0.0
-        return self._whole_again.get(op.micro_batch, 0.0) + share * layers_s
+        layers_s = share * self._layers_s(op.micro_batch) if share else 0.0
+        if op.micro_batch in self._whole_again:
+            head_s = self._heads[stage] * self._costs.forward.token_s * _tokens_each(self._plan, op)
+            return self._whole_again[op.micro_batch] + head_s + layers_s
+        return layers_s
 
     def _layers_s(self, number: int) -> float:
         return self._costs.layers_s(self._plan.passes("B")[number], self._at.head_frac)
@@ -115,8 +123,8 @@ class PassTimes:
         micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
         state_bytes = self._at.traffic.state_bytes_per_token
         if is_even(micro_batch):
-            slots = self._plan.slots[op.kind][op.micro_batch] / len(micro_batch.ranks)
-            return max(links[rank].send_s(slots * state_bytes) for rank in micro_batch.ranks)
+            sent_bytes = _tokens_each(self._plan, op) * state_bytes
+            return max(links[rank].send_s(sent_bytes) for rank in micro_batch.ranks)
         return max(links[rank].send_s(n * state_bytes) for rank, n in tokens_of_ranks(micro_batch).items())
 
     def busy_s(self) -> Floats:
@@ -127,14 +135,22 @@ class PassTimes:
             rows.append(busy_seconds(self._plan, (seconds["F"], seconds["B"]), of_ranks))
         return np.array(rows)
 
+    def _runs(self, stage: int, op: Op) -> MicroBatch | None:
+        """What computes in a pass: at the last stage a forward that nobody keeps runs what a replay reads."""
+        if op.kind == "F" and stage == self._last:
+            return self._at_last[op.micro_batch]
+        return self._plan.passes(op.kind)[op.micro_batch]
+
     def _even_s(self, stage: int, op: Op) -> float:
+        micro_batch = self._runs(stage, op)
+        if micro_batch is None:
+            return 0.0
         if not self._moves:
             return self._gathers[op.kind]
         again = self._layers_again[stage].get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
         key = self._alike[stage], op, again
         if key not in self._known:
-            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
-            total = self._gathers[op.kind]
+            at, total = self._at, self._gathers[op.kind]
             for direction, share in self._directions(stage, op):
                 total += share * exposed_s(at, direction, micro_batch)
             if self._plan.offload:
@@ -146,14 +162,16 @@ class PassTimes:
         if (stage, op) not in self._unlike:
             at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
             compute_s = self._of_ranks[op][stage]
-            exposed = np.full_like(compute_s, self._gathers[op.kind])
-            for direction, share in self._directions(stage, op):
+            runs = self._runs(stage, op) is not None
+            exposed = np.full_like(compute_s, self._gathers[op.kind] if runs else 0.0)
+            for direction, share in self._directions(stage, op) if runs else ():
                 exposed += share * exposed_of_ranks(at, direction, micro_batch)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
             again = np.zeros_like(compute_s)
             if op.kind == "B" and op.micro_batch in self._whole_again:
                 again += self._costs.rank_s(micro_batch)[0]
+                again += self._heads[stage] * self._costs.forward.token_s * _tokens(micro_batch)
             if op.kind == "B" and op.micro_batch in self._layers_again[stage]:
                 again += self._layers_again[stage][op.micro_batch] * _layers_of_ranks(micro_batch, at, self._costs)
             places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
@@ -186,6 +204,11 @@ class PassTimes:
         return offload_s(self._at.cluster, offloaded_bytes(plan, stage, number, tokens), compute_s * hiding)
 
 
+def _tokens_each(plan: StepPlan, op: Op) -> float:
+    """Tokens of every rank of a micro-batch that gives its ranks equal work."""
+    return plan.slots[op.kind][op.micro_batch] / len(plan.passes(op.kind)[op.micro_batch].ranks)
+
+
 def _tokens(micro_batch: MicroBatch) -> Floats:
     return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
@@ -206,22 +229,28 @@ def _head_of_stages(context: PlanningContext, stages: int) -> list[float]:
     return [-head] * (stages - 1) + [head * (stages - 1)]
 
 
-def _of_ranks(plan: StepPlan, context: PlanningContext) -> dict[Op, list[Floats]]:
-    """`rank_seconds` at every stage."""
+def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -> dict[Op, list[Floats]]:
+    """`rank_seconds` at every stage; ``kv``: `kv_seconds`."""
     costs = own_costs(plan, context.costs)
-    found: dict[Op, list[Floats]] = {}
+    result: dict[Op, list[Floats]] = {}
     stages = plan.limits.num_stages
     again = [layers_again(plan, stage) for stage in range(stages)]
+    replayed = frozenset() if costs.recompute else frozenset(plan.replayed)
     for op, mean in rank_seconds(plan, costs).items():
         kind, number = op
         micro_batch = plan.passes(kind)[number]
-        linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * _tokens(micro_batch)
+        cost = {"F": costs.forward, "B": costs.backward}[kind]
+        linear_s = cost.token_s * _tokens(micro_batch)
+        if kind == "B" and number in replayed:
+            linear_s = linear_s + costs.forward.token_s * _tokens(micro_batch)
         rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
         for stage in range(stages) if kind == "B" else ():
             if number in again[stage]:
                 rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, context, costs)
-        found[op] = rows
-    return found
+        if kind == "F" and number in kv:
+            rows[-1] = kv[number]
+        result[op] = rows
+    return result
 
 
 def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Floats:
@@ -229,32 +258,39 @@ def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: C
     return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
 
 
-def _compute(plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]]) -> list[_Seconds]:
+def _compute(
+    plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]], kv: dict[int, Floats]
+) -> list[_Seconds]:
     costs = own_costs(plan, context.costs)
     mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
-    linear = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+    linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
 
     def stage_of(more: float) -> _Seconds:
         if not more:
             return {kind: list(row) for kind, row in mean.items()}
-        rows = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
-        return {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in rows.items()}
+        zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
+        rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
+        for j in () if costs.recompute else plan.replayed:
+            rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
+        return rows
 
     shares = _head_of_stages(context, plan.limits.num_stages)
-    made = {more: stage_of(more) for more in set(shares)}
-    if not of_ranks and not plan.recompute:
-        return [made[more] for more in shares]
-    found = [{kind: list(row) for kind, row in made[more].items()} for more in shares]
+    by_share = {more: stage_of(more) for more in set(shares)}
+    if not (of_ranks or plan.recompute or kv):
+        return [by_share[more] for more in shares]
+    result = [{kind: list(row) for kind, row in by_share[more].items()} for more in shares]
+    for i, seconds_of_ranks in kv.items():
+        result[-1]["F"][i] = float(seconds_of_ranks.max())
     layers_s: dict[int, float] = {}
-    for stage, seconds in enumerate(found):
+    for stage, seconds in enumerate(result):
         for j, share in layers_again(plan, stage).items():
             if j not in layers_s:
                 layers_s[j] = costs.layers_s(plan.passes("B")[j], context.head_frac)
             seconds["B"][j] += share * layers_s[j]
     for (kind, number), rows in of_ranks.items():
-        for seconds, row in zip(found, rows, strict=True):
+        for seconds, row in zip(result, rows, strict=True):
             seconds[kind][number] = float(row.max())
-    return found
+    return result
 
 
 def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:

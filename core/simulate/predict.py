@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
+
 from ..aliases import Floats
-from ..costs.costs import Costs, is_even
+from ..costs.costs import Costs, is_even, rank_works
 from ..plan.order import DIRECTIONS
+from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, StepPlan
 from .events import play
 
@@ -43,17 +46,26 @@ OfRanks = Mapping[Op, Floats]
 """Seconds of each rank of a micro-batch, in their order, by its pass."""
 
 
-def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Prediction:
+def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None, head_frac: float = 0.0) -> Prediction:
     """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`.
 
-    Stages are alike here: where they recompute different layers, each is taken to recompute the mean of them.
+    Stages are alike here: where they recompute different layers, or run less of a forward, each is taken to run the
+    mean of them.
+
+    Args:
+        head_frac: share of the linear work of the forward that is the output layer's.
     """
-    forward, backward = passes or pass_seconds(plan, costs)
+    forward, backward = map(list, passes or pass_seconds(plan, costs))
     stages = plan.limits.num_stages
     for stage in range(stages) if plan.recompute else ():
         for j, share in layers_again(plan, stage).items():
             backward[j] += share / stages * costs.layers_s(plan.micro_batches[j])
-    busy = busy_seconds(plan, (forward, backward), rank_seconds(plan, costs))
+    of_ranks = rank_seconds(plan, costs)
+    for i, row in kv_seconds(plan, own_costs(plan, costs), head_frac).items():
+        forward[i] += (float(row.max()) - forward[i]) / stages
+        if (op := Op("F", i)) in of_ranks:
+            of_ranks[op] = of_ranks[op] + (row - of_ranks[op]) / stages
+    busy = busy_seconds(plan, (forward, backward), of_ranks)
     limits = plan.limits
     if limits.num_stages == 1 and not limits.equal_counts and all(len(m.ranks) == 1 for m in plan.micro_batches):
         return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
@@ -67,7 +79,8 @@ def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> Predi
 def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     """Seconds of each micro-batch of the forward and of the backward on its busiest ranks, replays included.
 
-    What a plan recomputes by stage (`StepPlan.recompute`) is left out: `layers_again` says what that is.
+    What a plan recomputes by stage (`StepPlan.recompute`) is left out: `layers_again` says what that is. Every forward
+    counts in full: `kv_seconds` says what the last stage really runs of those that are replayed.
     """
     costs = own_costs(plan, costs)
     forward, backward = costs.micro_batches_s(plan.micro_batches)
@@ -75,6 +88,23 @@ def pass_seconds(plan: StepPlan, costs: Costs) -> Passes:
     for j in () if costs.recompute else plan.replayed:
         backward[j] += again[j]
     return forward, backward
+
+
+def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Floats]:
+    """What each forward whose activations nobody keeps takes at the last stage: float64 [ranks] in their order.
+
+    There is no head in it, and only the slices that a replay reads (`program.forwards_that_run`).
+    """
+    if len(plan.kept) == len(plan.micro_batches):
+        return {}
+    result: dict[int, Floats] = {}
+    for i, runs in enumerate(forwards_that_run(plan, True)):
+        if runs is None:
+            result[i] = np.zeros(len(plan.micro_batches[i].ranks))
+        elif i not in plan.kept:
+            works = rank_works(runs).values()
+            result[i] = np.array([costs.forward.launch_s + costs.layers_of(work, head_frac) for work in works])
+    return result
 
 
 def own_costs(plan: StepPlan, costs: Costs) -> Costs:
@@ -88,17 +118,17 @@ def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
     return {j: count / layers for j, count in enumerate(plan.recompute[stage]) if count} if plan.recompute else {}
 
 
-def rank_seconds(plan: StepPlan, costs: Costs) -> OfRanks:
+def rank_seconds(plan: StepPlan, costs: Costs) -> dict[Op, Floats]:
     """Seconds of each rank of the micro-batches that give their ranks unlike work, replays included."""
-    found: dict[Op, Floats] = {}
+    result: dict[Op, Floats] = {}
     costs = own_costs(plan, costs)
     again = () if costs.recompute else frozenset(plan.replayed)
     for kind in DIRECTIONS if plan.shared else ():
         for number, m in enumerate(plan.passes(kind)):
             if not is_even(m):
                 forward, backward = costs.rank_s(m)
-                found[Op(kind, number)] = forward if kind == "F" else backward + forward * (number in again)
-    return found
+                result[Op(kind, number)] = forward if kind == "F" else backward + forward * (number in again)
+    return result
 
 
 def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[float]:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.world.plane import Plane
+from ..foreign_plans import refuse_own_order
 from .model.attention import PlannedSeqParams, seq_params
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -66,7 +66,7 @@ class PlannedBatches(Iterator[Batch]):
 
         ``plane`` (see `open_plane`) is what ranks share micro-batches over; without pipeline stages only.
         """
-        _refuse_unsupported(plan, dp_cp_rank, plane)
+        refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
         batches = cls([plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)], tokens_of, device, plane)
         batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
@@ -110,30 +110,3 @@ def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str,
     loss = (losses_1T.view(-1) * weights_T).sum(dtype=torch.float64)
     num_targets = torch.tensor(pack.num_targets, dtype=torch.int32, device=loss.device)
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
-
-
-def is_stock(plan: StepPlan) -> bool:
-    """Whether Megatron's own schedule runs a plan for `MegatronHost`."""
-    return not (plan.order or plan.recompute or plan.shared or any(plan.offload))
-
-
-def _refuse_unsupported(plan: StepPlan, dp_cp_rank: int, plane: Plane | None) -> None:
-    if plan.order or plan.recompute or any(plan.offload):
-        raise EvenloadError(
-            "Megatron's own schedule cannot run a plan with an order, recomputation or offload of its own",
-            f"made by {plan.made_by or 'hand'}",
-            "let MegatronHost run it, or plan with limits.whole_sequences and without plugins.pipeline",
-        )
-    for index in plan.of_rank(dp_cp_rank) if plane is None or plan.limits.num_stages > 1 else ():
-        if len(plan.micro_batches[index].ranks) > 1:
-            raise EvenloadError(
-                "a micro-batch is shared by several ranks",
-                f"micro-batch {index} on ranks {plan.micro_batches[index].ranks}",
-                "let MegatronHost run it; without pipeline stages, give the Plane of open_plane()",
-            )
-    if plan.cut:
-        raise EvenloadError(
-            "a sequence is cut into slices in a plan without an order",
-            f"sequence {min(plan.cut)}",
-            "give the plan an order per stage, or plan whole sequences",
-        )

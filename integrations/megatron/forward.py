@@ -1,4 +1,4 @@
-"""One forward of a Megatron stage: measured, its loss booked once, and what may differ from pass to pass."""
+"""One forward of a Megatron stage: its loss booked once, and what may differ from pass to pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.simulate.step import SpanKind
-from ...runtime.measure.busy import BusyClock
 from .batch import Batch, LossFunc, run_batch
 from .reduction import Reduction
 
@@ -22,22 +20,12 @@ class Forward:
         books: whether this rank books losses: one tensor-parallel rank of the last stage does.
     """
 
-    def __init__(self, clock: BusyClock, reduction: Reduction, *, books: bool) -> None:
-        self._clock, self._reduction, self._books = clock, reduction, books
+    def __init__(self, reduction: Reduction, *, books: bool) -> None:
+        self._reduction, self._books = reduction, books
 
-    def __call__(
-        self, batch: Batch, model: Any, kind: SpanKind = "F", number: int = -1, backward: int = -1
-    ) -> tuple[Tensor, LossFunc]:
-        """(stage output, loss function).
-
-        Args:
-            kind: what the busy clock counts it as: F, or R for a replay.
-            number: of the pass in the plan.
-            backward: number of the backward that will start from the output.
-        """
-        with self._clock.running(kind, number):
-            output, loss_func = run_batch(batch, model)
-        self._clock.watch_backward(output, backward)
+    def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
+        """(stage output, loss function)."""
+        output, loss_func = run_batch(batch, model)
 
         def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, num_targets, report = loss_func(losses)

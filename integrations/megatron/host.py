@@ -12,25 +12,31 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Slice, StepPlan
+from ...core.plan.program import lower
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
+from ...runtime.attention.pack import build_pack
+from ...runtime.attention.prefix import PrefixStore
 from ...runtime.measure.busy import Busy, BusyClock, counts_waiting
+from ...runtime.stage.executor import Executor
 from ...runtime.stage.stage_links import StageLinks, rows_of_all
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
+from ..foreign_plans import refuse_foreign
 from ..host import UPDATE, Inspect, Mark, StepResult, TokensOf, no_mark
 from ..textbook import AdamState
-from .batch import PlannedBatches, is_stock
+from .batch import Batch, PlannedBatches
 from .forward import Forward
+from .model.attention import seq_params
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
 from .plane import open_plane
 from .reduction import Reduction, gather_shards, gradient_norm
 from .saving import checkpoint
 from .saving.states import optimizer_states
-from .schedule import PlannedStage, refuse_plan
 from .setup import check_host, check_recipe, join_groups, leave_groups
+from .stage import MegatronStage
 from .stock import run_stock
 
 
@@ -169,20 +175,20 @@ class MegatronHost:
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock
     ) -> tuple[Reduction, Busy, tuple[Slice, ...]]:
         """All forwards and backwards of this rank and the gradient sum: (its totals, seconds, slices run)."""
-        refuse_plan(plan, self.layout)
+        refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp, host_schedule=plan.in_host_schedule)
         reduction = Reduction(self.ddp, plan, clock)
-        forward = Forward(clock, reduction, books=self._last and self.tp_rank == 0)
+        forward = Forward(reduction, books=self._last and self.tp_rank == 0)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if is_stock(plan):
+        if plan.in_host_schedule:
             batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device)
-            executed = run_stock(self.ddp, batches, forward, reduction, mark)
+            executed = run_stock(self.ddp, batches, forward, reduction, mark, clock)
         else:
-            executed = self._run_order(plan, tokens_of, forward, reduction, mark, clock)
+            executed = self._run_program(plan, tokens_of, forward, reduction, mark, clock)
         return reduction, clock.read(), tuple(executed)
 
-    def _run_order(
+    def _run_program(
         self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
     ) -> list[Slice]:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
@@ -192,25 +198,21 @@ class MegatronHost:
         if plan.shared:
             self._plane = self._plane or open_plane()
             self._plane.node_ranks = plan.limits.node_ranks
-        stage = PlannedStage(
-            plan,
-            self.pipeline_stage,
-            self.dp_cp_rank,
-            model=self.ddp,
-            gpt=self.model,
-            links=self._links,
-            plane=self._plane,
-            forward=forward,
-            clock=clock,
-            tokens_of=tokens_of,
-            device=self.device,
-            mark=mark,
-        )
-        with reduction.computing():
-            stage.run()
+        plane = self._plane if plan.shared else None
+
+        def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+            pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane)
+            return Batch(pack, seq_params(pack))
+
+        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last)
+        place = plan, self.pipeline_stage, self.dp_cp_rank
+        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
+        with reduction.computing(), trainer.prepared(program, executor.wgrads):
+            executor.run()
         mark("gradient sum")
         reduction.finalize([self.ddp])
-        return stage.executed
+        return executor.executed
 
     def _whole_gradients(self) -> dict[str, Tensor]:
         """The summed gradients of this stage by global name, on the CPU; the optimizer's shards stay as they are."""

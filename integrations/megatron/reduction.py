@@ -27,7 +27,6 @@ from megatron.core.distributed import finalize_model_grads
 from ...core.plan.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
 from ...core.plan.step_plan import StepPlan
 from ...runtime.measure.busy import BusyClock
-from .batch import is_stock
 
 
 class Reduction:
@@ -43,7 +42,7 @@ class Reduction:
         self._ddp, self._clock = ddp, clock
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or not is_stock(plan))
+        self.quiet = self.overlap and (idle or not plan.in_host_schedule)
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         self.totals: tuple[float, int] = (0.0, 0)

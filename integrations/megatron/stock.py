@@ -8,21 +8,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ...core.plan.step_plan import Slice
+from ...runtime.measure.busy import BusyClock
 from ..host import Mark
 from .batch import LossFunc, PlannedBatches
 from .forward import Forward
 from .reduction import Reduction
 
 
-def run_stock(ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark) -> list[Slice]:
+def run_stock(
+    ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
+) -> list[Slice]:
     """All forwards and backwards of this rank and the gradient sum; the slices that ran."""
-
     numbers = iter(batches.numbers)
 
     def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
         batch, number = next(data), next(numbers, -1)
         mark("forward and backward")
-        return forward(batch, model, number=number, backward=number)
+        with clock.running("F", number):
+            output, loss_func = forward(batch, model)
+        clock.watch_backward(output, number)
+        return output, loss_func
 
     if not len(batches):
         reduction.finalize([ddp])  # the stock schedule always runs one micro-batch

@@ -39,7 +39,7 @@ Packs = list[list[list[int]]]
 def whole(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
     limits = replace(bare.limits, max_tokens=cap)
-    bound_s = lower_bound_s(lengths, limits, context.costs)
+    bound_s = lower_bound_s(lengths, limits, context.costs, context.head_frac)
     return _planned(bare, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
 
 

@@ -46,7 +46,7 @@ def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> Ste
     cuts = config.slices != "off" and not limits.whole_sequences
     if not cuts:
         refuse_longer(lengths, limits, config)
-    costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs)
+    costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
     drafts = portfolio(bare, lengths, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: DoesNotFitError | None = None

@@ -23,16 +23,20 @@ class Tape:
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[Slice, Tensor]]] = {}
 
-    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_T1C: Tensor) -> None:
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
         """Keep the real tokens of a pack. ``segments`` are the borders of its slices, padding included."""
         for piece, first in zip(slices, segments, strict=False):
-            rows = input_T1C[first : first + piece.length]
+            rows = input_TC[first : first + piece.length]
             # Slices of one pack are freed at different times; a view would hold all of them until the last.
             self._kept.setdefault(piece.sequence, []).append((piece, rows if len(slices) == 1 else rows.clone()))
 
-    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_T1C: Tensor) -> Tensor:
-        """The input of a pack: ``like_T1C`` filled in, zeros on padding; frees what no later backward will ask for."""
-        like_T1C.zero_()
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
+        """The input of a pack: ``like_TC`` filled in, zeros on padding.
+
+        Args:
+            free: this is for a backward; drop what no later one will ask for.
+        """
+        like_TC.zero_()
         first_of: dict[int, int] = {}
         for piece, (first, _) in zip(slices, pairwise(segments), strict=False):
             first_of[piece.sequence] = min(piece.start, first_of.get(piece.sequence, piece.start))
@@ -42,14 +46,14 @@ class Tape:
                 start, stop = max(have.start, piece.start), min(have.stop, piece.stop)
                 if start < stop:
                     place = first + start - piece.start
-                    like_T1C[place : place + stop - start] = rows[start - have.start : stop - have.start]
+                    like_TC[place : place + stop - start] = rows[start - have.start : stop - have.start]
                     filled += stop - start
             assert filled == piece.length, f"{filled} of {piece.length} tokens of {piece} are on the tape"
-        for sequence, start in first_of.items():  # a share of a slice is in several pieces
+        for sequence, start in first_of.items() if free else ():  # a share of a slice is in several pieces
             self._kept[sequence] = [(have, rows) for have, rows in self._kept[sequence] if have.start < start]
             if not self._kept[sequence]:
                 del self._kept[sequence]
-        return like_T1C
+        return like_TC
 
     def check_empty(self) -> None:
         """Raise EvenloadError if a stage input was kept that no backward asked for."""

@@ -27,7 +27,7 @@ from evenload.core.plan.limits import Limits  # noqa: E402
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths  # noqa: E402
 from evenload.core.recipe.recipe import parse  # noqa: E402
 from evenload.integrations.megatron import open_host  # noqa: E402
-from evenload.integrations.megatron.schedule import PlannedStage  # noqa: E402
+from evenload.runtime.stage.executor import Executor  # noqa: E402
 from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402
 from evenload.runtime.world.plane import Plane  # noqa: E402
 from evenload.runtime.world.world import init_world  # noqa: E402
@@ -75,13 +75,13 @@ def slowed() -> None:
 
 def reordered() -> None:
     """The rank holds the same plan and walks its passes in another order."""
-    init = PlannedStage.__init__
+    init = Executor.__init__
 
     def wrong(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
-        self._ops = [*self._ops[2:4], *self._ops[:2], *self._ops[4:]]
+        self._program = (*self._program[2:4], *self._program[:2], *self._program[4:])
 
-    PlannedStage.__init__ = wrong  # type: ignore[method-assign]
+    Executor.__init__ = wrong  # type: ignore[method-assign]
 
 
 MIDDLE = 9

@@ -162,6 +162,13 @@ BROKEN = {
         replace(SPLIT, order=(ops("F0 F1 F2 B1 W1 B0 B2 W1"), LAWFUL.order[1])),
         "computed twice",
     ),
+    "shared where each runs alone": (
+        replace(
+            with_batches(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), cp_comm="ring")),
+            limits=replace(LIMITS, whole_sequences=True),
+        ),
+        "every micro-batch on one rank",
+    ),
     "unknown engine": (with_batches(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), cp_comm="tree")), "cp_comm"),  # type: ignore[arg-type]
     "a CP group elsewhere": (
         replace(

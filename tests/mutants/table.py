@@ -61,6 +61,7 @@ KILLERS: dict[str, Words] = {
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
+    "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
@@ -177,6 +178,23 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows[start - have.start : stop - have.start]",
         "rows[: stop - start]",
         "quick stages",
+    ),
+    Mutant(
+        "the executor runs a forward that the program leaves out",
+        "runtime/stage/executor.py",
+        "        self._trainer.tape.write(pack.slices, pack.segments, self._received.flatten(0, 1))\n",
+        "        self._trainer.tape.write(pack.slices, pack.segments, self._received.flatten(0, 1))\n"
+        "        with torch.no_grad():\n"
+        '            self._trainer.forward(self._loaded, self._received, action._replace(kind="forward_kv"))\n',
+        "executor",
+    ),
+    Mutant(
+        "the executor skips a forward whose keys a replay writes again",
+        "runtime/stage/executor.py",
+        "        with torch.no_grad(), self._running(action):\n            self._result",
+        "        if self._stage and self._stage == self._plan.limits.num_stages - 1:\n            return\n"
+        "        with torch.no_grad(), self._running(action):\n            self._result",
+        "executor",
     ),
     Mutant(
         "the last of many weight gradients is skipped",
@@ -307,15 +325,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replay's loss weighs half",
         _STAGE,
-        "                output = loss * self._weight",
-        '                output = loss * self._weight * (1.0 if op.kind == "F" else 0.5)',
+        "        return self._weighed(summed(output[0], pack))",
+        '        return self._weighed(summed(output[0], pack)) * (1.0 if action.kind == "forward" else 0.5)',
         "quick deepspeed stages",
     ),
     Mutant(
         "an idle rank of a stage adds ones",
         _STAGE,
-        "                    parameter.grad = torch.zeros_like(parameter)",
-        "                    parameter.grad = torch.ones_like(parameter)",
+        "                parameter.grad = torch.zeros_like(parameter)",
+        "                parameter.grad = torch.ones_like(parameter)",
         "quick deepspeed stages",
     ),
     Mutant(
@@ -331,7 +349,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction overlaps with an order of the plan's own",
         _REDUCTION,
-        "self.quiet = self.overlap and (idle or not is_stock(plan))",
+        "self.quiet = self.overlap and (idle or not plan.in_host_schedule)",
         "self.quiet = self.overlap and idle",
         "quick overlap",
     ),

@@ -1,1 +1,1 @@
-"""Plans on DeepSpeed's pipelines: stages of a Hugging Face model, instructions for its `PipelineEngine`."""
+"""Plans on DeepSpeed's pipelines: stages of a Hugging Face model, driven through its `PipelineEngine`."""

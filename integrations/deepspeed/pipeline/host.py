@@ -18,20 +18,22 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
-from ....core.errors import EvenloadError
 from ....core.plan.branches import SUM_AFTER_PASSES
+from ....core.plan.program import lower
 from ....core.plan.step_plan import Slice, StepPlan
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock, counts_waiting
+from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
+from ...foreign_plans import refuse_foreign
 from ...host import Mark
 from ..engine import full_weights, make_engine
 from ..engine_host import EngineHost
 from .model import StageModule, build_stage
-from .stage import PlannedStage
+from .stage import PipelineStage
 
 
 class PipelineHost(EngineHost):
@@ -82,21 +84,20 @@ class PipelineHost(EngineHost):
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
-        self._refuse(plan)
-        stage = PlannedStage(
-            self.engine,
-            plan,
-            self.dp_cp_rank,
-            links=self._links,
-            plane=self._plane_of(plan),
-            tokens_of=tokens_of,
-            weight=1 / num_targets,
-            recomputes=self.recipe.train.recompute,
-            clock=clock,
-            mark=mark,
+        refuse_foreign(plan, self.layout.dp, self.layout.pp)
+        place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
+        recomputes = self.recipe.train.recompute
+        trainer = PipelineStage(
+            self.engine, plane=plane, tokens_of=tokens_of, weight=1 / num_targets, recomputes=recomputes
         )
-        stage.run()
-        return stage.loss_sum, tuple(stage.executed), (SUM_AFTER_PASSES,)
+        program = lower(*place)
+        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
+        with trainer.prepared(program, executor.wgrads):
+            executor.run()
+        mark("gradient reduction")
+        with clock.noting("G"):
+            trainer.reduce()
+        return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES,)
 
     def _norm(self, gradients: Any) -> float:
         square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
@@ -108,14 +109,3 @@ class PipelineHost(EngineHost):
         if plan.shared and self._plane is None:
             self._plane = Plane.make(self._rows, node_ranks=plan.limits.node_ranks)
         return self._plane
-
-    def _refuse(self, plan: StepPlan) -> None:
-        limits, stages = plan.limits, len(plan.order or plan.recompute) or plan.limits.num_stages
-        found = ""
-        if (limits.num_ranks, stages) != (self.layout.dp, self.layout.pp):
-            found = f"a plan for {limits.num_ranks} ranks in {stages} stages, {self.layout.dp} in {self.layout.pp} here"
-        elif any(len(m.ranks) > 1 and not m.cp_comm for m in (*plan.micro_batches, *plan.backward)):
-            found = "a micro-batch on several ranks that names no engine (static context parallelism)"
-        if found:
-            do = "plan for the layout of this job, and share sequences by plugins.mesh"
-            raise EvenloadError("trainer deepspeed cannot run this plan", found, do)

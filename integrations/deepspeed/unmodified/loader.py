@@ -23,7 +23,7 @@ from ....core.errors import EvenloadError
 from ....core.plan.step_plan import MicroBatch, Slice, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
-from ..jobs import into_exactly
+from .counts import into_exactly
 
 log = logging.getLogger("evenload")
 

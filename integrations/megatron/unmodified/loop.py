@@ -42,7 +42,6 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
 from ....runtime.stage.stage_links import StageLinks, rows_of_all
 from ....runtime.world.agreement import agree
-from ..batch import is_stock
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from .forward_step import UserStep
@@ -143,7 +142,7 @@ class PlannedSteps:
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
         step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)
-        if is_stock(plan):
+        if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
             return _run_stock(stock, step, packs, config, model=model, **rest)

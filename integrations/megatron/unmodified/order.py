@@ -1,8 +1,9 @@
 """The order of a plan around a user's ``forward_step_func``, in place of Megatron's own schedule.
 
-`schedule.PlannedStage` runs the passes: slices with prefix KV, layers recomputed by stage and micro-batch, weight
-gradients as passes of their own. The user's function is called once for each forward, its loss function once for each
-micro-batch at the last stage, and their gradients are summed and finalized as the stock schedule does it:
+The executor (`runtime.stage.executor`) runs the passes: slices with prefix KV, layers recomputed by stage and
+micro-batch, weight gradients as passes of their own. The user's function is called once for each forward, its loss
+function once for each micro-batch at the last stage, and their gradients are summed and finalized as the stock schedule
+does it:
 
     no_sync     around all passes; where reduction overlaps, it starts behind the last one, since a plan has another
                 number of micro-batches in every step and on every rank
@@ -27,14 +28,15 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....core.laws import check
 from ....core.plan.order import orders_of_stage
+from ....core.plan.program import lower
 from ....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
-from ....core.simulate.step import SpanKind
+from ....runtime.attention.prefix import PrefixStore
 from ....runtime.measure.busy import BusyClock
+from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.stage.tape import Tape
 from ...host import no_mark
-from ..batch import Batch, is_stock
-from ..schedule import PlannedStage
+from ..stage import MegatronStage
 from .forward_step import UserStep
 from .samples import UserPack
 from .supported import refuse_loss
@@ -62,91 +64,50 @@ def run_order(
     if hasattr(chunk, "set_is_first_microbatch"):
         chunk.set_is_first_microbatch()
     forward = _Forward(step, device)
-    stage = _UserStage(plan, chunk=chunk, gpt=gpt, links=links, forward=forward, lay=lay, device=device)
-    with step.listening(), (config.no_sync_func or nullcontext)():
-        stage.run()
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    place = plan, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+
+    def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> UserPack:
+        return lay(micro_batch, prefix=prefix)
+
+    last = parallel_state.is_pipeline_last_stage()
+    trainer, program = MegatronStage(chunk, gpt, load=load, step=forward, last=last, shares=shares), lower(*place)
+    if shares > 1:
+        trainer.tape = _SharedTape()
+    executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
+    with step.listening(), (config.no_sync_func or nullcontext)(), trainer.prepared(program, executor.wgrads):
+        executor.run()
     _sum_gradients(chunk, forward.num_tokens, whole)
     if timers is not None:
         timers("forward-backward").stop()
     return forward.reports
 
 
-class _UserBatch(Batch):
-    """A micro-batch in the user's form."""
-
-    packed: UserPack
-
-
 class _Forward:
-    """A user's function as `PlannedStage` calls its forwards; keeps what its loss functions tell."""
+    """A user's function as `MegatronStage` calls its forwards; keeps what its loss functions return."""
 
     def __init__(self, step: UserStep, device: torch.device) -> None:
         self._step = step
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         self.reports: list[Any] = []
 
-    def __call__(
-        self, batch: _UserBatch, chunk: Any, kind: SpanKind = "F", number: int = -1, backward: int = -1
-    ) -> tuple[Any, Callable[..., Any]]:
-        output, loss_func = self._step.run(batch.packed, chunk)
+    def __call__(self, packed: UserPack, chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        output, loss_func = self._step.run(packed, chunk)
 
         def kept(output: Tensor) -> Any:
-            told: Any = None if loss_func is None else loss_func(output)
-            refuse_loss(told, None, output)
-            if not told[0].requires_grad:
+            returned: Any = None if loss_func is None else loss_func(output)
+            refuse_loss(returned, None, output)
+            if not returned[0].requires_grad:
                 raise EvenloadError(
                     "the loss of a micro-batch is not connected to the model's output",
-                    f"a loss without gradient, for {float(told[1]):g} tokens with loss",
+                    f"a loss without gradient, for {float(returned[1]):g} tokens with loss",
                     "multiply by loss_mask and sum, also where it is all zero: other slices need this one's gradients",
                 )
-            self.num_tokens += told[1]
-            self.reports.append(told[2])
-            return told
+            self.num_tokens += returned[1]
+            self.reports.append(returned[2])
+            return returned
 
         return output, kept
-
-
-class _UserStage(PlannedStage):
-    """The passes of one rank in one step of a user's loop."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        *,
-        chunk: Any,
-        gpt: Any,
-        links: StageLinks | None,
-        forward: _Forward,
-        lay: LayOut,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            plan,
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-            model=chunk,
-            gpt=gpt,
-            links=links,
-            plane=None,
-            forward=forward,  # type: ignore[arg-type]
-            clock=BusyClock(device),
-            tokens_of=_nothing,
-            device=device,
-            mark=no_mark,
-        )
-        self._lay = lay
-        self._shares = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
-        if self._shares > 1:
-            self._tape = _SharedTape()
-
-    def _load(self, micro_batch: MicroBatch) -> Batch:
-        packed = self._lay(micro_batch, prefix=self._prefix)
-        batch = _UserBatch(packed.pack, None)  # type: ignore[arg-type]
-        batch.packed = packed
-        return batch
-
-    def _room(self, slots: int) -> Tensor:
-        return super()._room(slots // self._shares)
 
 
 class _SharedTape(Tape):
@@ -155,13 +116,13 @@ class _SharedTape(Tape):
     A replay may group its tokens in another way, and every rank then needs tokens from the shares of others.
     """
 
-    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_T1C: Tensor) -> None:
-        super().write(slices, segments, gather_from_sequence_parallel_region(input_T1C, False))
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
+        super().write(slices, segments, gather_from_sequence_parallel_region(input_TC, False))
 
-    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_T1C: Tensor) -> Tensor:
-        whole = like_T1C.new_empty(segments[-1], *like_T1C.shape[1:])
-        share = parallel_state.get_tensor_model_parallel_rank() * len(like_T1C)
-        return like_T1C.copy_(super().gather(slices, segments, whole)[share : share + len(like_T1C)])
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
+        whole = like_TC.new_empty(segments[-1], *like_TC.shape[1:])
+        share = parallel_state.get_tensor_model_parallel_rank() * len(like_TC)
+        return like_TC.copy_(super().gather(slices, segments, whole, free=free)[share : share + len(like_TC)])
 
 
 def with_dummies(plan: StepPlan) -> StepPlan:
@@ -176,7 +137,7 @@ def with_dummies(plan: StepPlan) -> StepPlan:
     dummies = tuple(MicroBatch((), (rank,)) for rank in ranks for _ in range(max(losses) - losses[rank]))
     if not dummies:
         return plan
-    if is_stock(plan):
+    if plan.in_host_schedule:
         return replace(plan, micro_batches=dummies + plan.micro_batches)
     forward, backward = (range(n, n + len(dummies)) for n in (len(plan.micro_batches), len(plan.passes("B"))))
     front = (*(Op("F", i) for i in forward), *(Op("B", j) for j in backward))
@@ -213,7 +174,3 @@ def _process_groups() -> ProcessGroupCollection:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
-
-
-def _nothing(_: int) -> Any:
-    raise AssertionError("batches of a user's loop are laid out by `_UserStage`")

@@ -266,11 +266,11 @@ def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
     assert result.exposed_s.tolist() == [[8, 8]]
 
 
-def test_replays_run_their_forward_again() -> None:
+def test_a_replay_whose_keys_nobody_reads_is_the_only_forward() -> None:
     made = check(replace(plan([2], [(0,)], Limits(1, 8)), replayed=(0,), order=((Op("F", 0), Op("B", 0)),)))
     result = simulate(made, context(Layout()))
-    assert by_rank(result)[0, 0] == [("F", 0, 2), ("R", 2, 4), ("B", 4, 8)]
-    assert result.busy_s.tolist() == [[8]]
+    assert by_rank(result)[0, 0] == [("R", 0, 2), ("B", 2, 6)]
+    assert result.busy_s.tolist() == [[6]]
 
 
 @st.composite
@@ -394,13 +394,15 @@ def test_homes_are_played_at_every_stage_with_replays_and_hand_overs() -> None:
     made = check(replace(made, limits=Limits(3, 12, num_stages=2), order=order, replayed=(0,)))
     at = replace(context(Layout(dp=3, pp=2), costs, state_bytes_per_token=1.0), head_frac=0.5)
     result = simulate(made, at)
-    # Linear work: half of a mean stage's on the first, one and a half on the last; a replay runs a mean forward again.
+    # Linear work: half of a mean stage's on the first, one and a half on the last, where the replay alone runs forward.
     linear, attention, tokens = [0.5, 1.5], [4, 6, 10.125], [4, 8, 9]
-    expected = [[2 * (s * n + a) + n + a for n, a in zip(tokens, attention, strict=True)] for s in linear]
+    expected = [
+        [k * (s * n + a) for n, a in zip(tokens, attention, strict=True)] for s, k in zip(linear, (3, 2), strict=True)
+    ]
     assert result.busy_s.tolist() == expected
     # Ranks 1 and 2 send to another node, the latter more.
     assert by_rank(result)[1, 2][0][1] == 4.5 + 10.125 + 9 / 0.5
-    assert [kind for kind, *_ in by_rank(result)[1, 2]] == ["F", "R", "B"]
+    assert [kind for kind, *_ in by_rank(result)[1, 2]] == ["R", "B"]
 
 
 def test_moved_tokens_even_all_modules_but_attention() -> None:

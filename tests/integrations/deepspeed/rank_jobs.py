@@ -14,7 +14,7 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import engine_host, open_host
-from evenload.integrations.deepspeed import host as host_module
+from evenload.integrations.deepspeed import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.world.world import init_world
 
@@ -85,7 +85,7 @@ def mutants(stage: int) -> dict[str, float]:
     made = recipe(stage)
     host = open_host(made, init_world())
     _, wanted = reference(made, host, tokens_of, as_lengths(LENGTHS))
-    good, build = PLANS["unequal counts"](), host_module.build_pack
+    good, build = PLANS["unequal counts"](), stage_module.build_pack
 
     def error(plan: StepPlan = good) -> float:
         return relative_error(host.gradients(plan, tokens_of)[1], wanted)
@@ -111,9 +111,9 @@ def mutants(stage: int) -> dict[str, float]:
         "dropped token": {"labels_T": dropped},
         "restarted position": {"positions_T": lambda p: torch.arange(len(p)) // 2},
     }.items():
-        host_module.build_pack = broken_pack(**changes)
+        stage_module.build_pack = broken_pack(**changes)
         errors[name] = error()
-    host_module.build_pack = build
+    stage_module.build_pack = build
 
     count = engine_host.count_targets
     engine_host.count_targets = lambda batch: count(batch) + 6
@@ -143,8 +143,7 @@ def training(stage: int, dtype: str, clip_grad: float, plan: str) -> list[tuple[
     marks: list[str] = []
     results = [host.train_step(PLANS[plan](), tokens_of, lr=lr, mark=marks.append) for lr in (1e-2, 2e-2, 5e-3, 1e-2)]
     host.close()
-    assert marks[0] == "loading the samples"
-    assert marks[1].startswith("forward")
+    assert marks[0].startswith("forward")
     assert marks[-1] == "update"
     return [(r.loss, r.grad_norm) for r in results]
 

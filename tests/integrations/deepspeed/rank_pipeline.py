@@ -18,16 +18,17 @@ import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.order import orders_of_stage
+from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.pipeline import host as pipeline_host
 from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
-from evenload.integrations.deepspeed.pipeline.stage import PlannedStage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.stage.deferred import WgradStore
+from evenload.runtime.stage.executor import SPAN_KINDS, Executor
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 
@@ -170,16 +171,8 @@ def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **mor
 
 def passes_here(host: Any, plan: StepPlan) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
-    found: list[tuple[str, int]] = []
-    for kind, number in orders_of_stage(plan, host.pipeline_stage)[host.dp_cp_rank]:
-        if kind == "F" and number not in plan.kept and host.pipeline_stage == host.layout.pp - 1:
-            read = any(s.sequence in plan.cut for s in plan.micro_batches[number].slices)
-            if not read:
-                continue
-        if kind == "B" and plan.forward_of[number] is None:
-            found.append(("R", number))
-        found.append((kind, number))
-    return found
+    program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
+    return [(SPAN_KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
 
 
 def memory(pp: int) -> dict[str, Any]:
@@ -189,7 +182,7 @@ def memory(pp: int) -> dict[str, Any]:
     with hosted(pp, 1) as host:
         limits = Limits(1, 1 << 20, num_stages=pp, layers_per_stage=4 // pp)
         order = ((Op("F", 0), Op("B", 0)),) * pp
-        run = PlannedStage._backward
+        run = Executor._backward
         for layers in range(4 // pp + 1):
             saved: dict[int, int] = {}
 
@@ -208,12 +201,12 @@ def memory(pp: int) -> dict[str, Any]:
                 )
             )
 
-            def forward_alone(stage: Any, op: Any, saved: dict[int, int] = saved, layers: int = layers) -> None:
+            def forward_alone(stage: Any, action: Any, saved: dict[int, int] = saved, layers: int = layers) -> None:
                 kept[layers] = sum(saved.values())
-                run(stage, op)
+                run(stage, action)
 
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with patch.object(PlannedStage, "_backward", forward_alone), hooks:
+            with patch.object(Executor, "_backward", forward_alone), hooks:
                 host.gradients(plan, lambda _: np.arange(64) % 97)
     return kept
 
@@ -222,23 +215,23 @@ def alive_after_sending(pp: int) -> int:
     """Stage outputs whose memory is still taken when the first backward begins, of two that were sent."""
     outputs: list[Any] = []
     alive: list[int] = []
-    send, run = PlannedStage._send, PlannedStage._backward
+    send, run = Executor._send, Executor._backward
 
-    def sending(stage: Any, op: Op) -> None:
-        if op.kind == "F":
-            outputs.append(weakref.ref(stage._given[op].untyped_storage()))
-        send(stage, op)
+    def sending(stage: Any, action: Any) -> None:
+        if action.op.kind == "F":
+            outputs.append(weakref.ref(stage._result.untyped_storage()))
+        send(stage, action)
 
-    def backward(stage: Any, op: Op) -> None:
+    def backward(stage: Any, action: Any) -> None:
         alive.append(sum(output() is not None for output in outputs))
-        run(stage, op)
+        run(stage, action)
 
     with hosted(pp, 1) as host:
         limits = Limits(1, 1 << 20, num_stages=pp, layers_per_stage=4 // pp)
         order = (tuple(Op(kind, i) for kind in ("F", "B") for i in range(2)),) * pp  # type: ignore[arg-type]
         micro_batches = tuple(MicroBatch((Slice(i, 0, 16),), (0,)) for i in range(2))
         plan = check(StepPlan(as_lengths((16, 16)), micro_batches, limits, order))
-        with patch.object(PlannedStage, "_send", sending), patch.object(PlannedStage, "_backward", backward):
+        with patch.object(Executor, "_send", sending), patch.object(Executor, "_backward", backward):
             host.gradients(plan, lambda _: np.arange(16))
     return alive[0]
 
@@ -289,7 +282,7 @@ def mutants(pp: int) -> dict[str, Any]:
             ("position restart", pipeline_stage, "build_pack", _positions_from_zero, cut),
             ("W of nothing", WgradStore, "run", _zeros, cut),
             ("tape shifted", Tape, "gather", _shifted, replayed),
-            ("loss per micro-batch", pipeline_stage, "_loss_sum", _mean, cut),
+            ("loss per micro-batch", pipeline_stage, "summed", _mean, cut),
         ):
             stock = getattr(place, attribute)
 
@@ -321,13 +314,15 @@ def _crossed(host: Any) -> dict[str, Any]:
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         return 0.0, float(error)
 
-    def other(buffer_of: Any, plan: StepPlan, op: Op) -> Any:
-        buffer = buffer_of(plan, op)
-        return 1 - buffer if op.kind == "B" and host.pipeline_stage == 1 else buffer
+    def crossed(action: Any) -> Any:
+        return action._replace(graph=1 - action.graph) if action.kind == "forward" else action
 
-    stock = pipeline_stage.buffer_of
+    def other(*place: Any) -> Any:
+        program = lower(*place)
+        return tuple(map(crossed, program)) if host.pipeline_stage == 1 else program
+
     found = {"sound, two forwards first": error()}
-    with patch.object(pipeline_stage, "buffer_of", lambda *args: other(stock, *args)):
+    with patch.object(pipeline_host, "lower", other):
         found["losses crossed"] = error()
     return found
 
@@ -349,8 +344,8 @@ def _zeros(run: Any, later: Any, number: int) -> None:
     run(later, number)
 
 
-def _shifted(gather: Any, tape: Any, slices: Any, segments: Any, like: Any) -> Any:
-    return like.copy_(gather(tape, slices, segments, like).roll(1, 0))
+def _shifted(gather: Any, tape: Any, slices: Any, segments: Any, like: Any, **named: Any) -> Any:
+    return like.copy_(gather(tape, slices, segments, like, **named).roll(1, 0))
 
 
 def _mean(loss_sum: Any, logits: Any, pack: Any) -> Any:

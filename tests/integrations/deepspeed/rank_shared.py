@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.attention.sharing.ring import Ring
 from evenload.runtime.world.world import init_world
@@ -63,7 +63,7 @@ def mutants(stage: int) -> dict[str, tuple[float, float]]:
     for name, place, attribute, broken in (
         ("lost hop", Ring, "_pass_on", _lost(0)),
         ("dKV not home", Ring, "_pass_on", _lost(1)),
-        ("wrong place", host_module, "build_pack", _swapped_pack),
+        ("wrong place", stage_module, "build_pack", _swapped_pack),
     ):
         with slices._patched(place, attribute, broken):
             found[name] = errors()

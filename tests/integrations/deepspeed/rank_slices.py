@@ -14,10 +14,10 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
-from evenload.integrations.deepspeed import host as host_module
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed.passes import Pass
+from evenload.integrations.deepspeed import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
+from evenload.integrations.deepspeed.stage import EngineStage
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.world.world import init_world
 
@@ -142,8 +142,8 @@ def mutants(stage: int) -> dict[str, tuple[float, float]]:
     found = {"sound": errors()}
     for name, place, attribute, broken in (
         ("dKV dropped", PrefixStore, "settle", _settle_own_only),
-        ("loss twice", host_module, "passes_of_rank", _losses_of_prefixes),
-        ("position restart", host_module, "build_pack", _positions_from_zero),
+        ("loss twice", EngineStage, "forward", _losses_of_prefixes),
+        ("position restart", stage_module, "build_pack", _positions_from_zero),
     ):
         with _patched(place, attribute, broken):
             found[name] = errors()
@@ -168,9 +168,10 @@ def _settle_own_only(settle: Any, store: Any, layer: int, piece: Any, dk: Any, d
     return dk[piece.start :], dv[piece.start :]
 
 
-def _losses_of_prefixes(passes_of_rank: Any, *args: Any, **kwargs: Any) -> Any:
-    rows = enumerate(passes_of_rank(*args, **kwargs))
-    return tuple(Pass("forward", one.micro_batch, 10**6 + i) if one.kind == "prefix" else one for i, one in rows)
+def _losses_of_prefixes(forward: Any, trainer: Any, loaded: Any, received: Any, action: Any) -> Any:
+    if action.kind == "forward_kv":
+        action = action._replace(kind="forward", recomputed=None)
+    return forward(trainer, loaded, received, action)
 
 
 def _positions_from_zero(build_pack: Any, micro_batch: Any, *args: Any, **more: Any) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
-from evenload.integrations.deepspeed.passes import Pass, in_step
+from evenload.core.plan.action import Action
+from evenload.core.plan.in_step import in_step
+from evenload.core.plan.program import lower
+from evenload.core.plan.step_plan import Op
+from evenload.integrations.deepspeed.unmodified.counts import into_exactly
 
 ROUNDING = 2e-6
 MIXED = ("mixed ring", "mixed all_gather", "mixed all_to_all", "mixed hybrid")
@@ -14,17 +17,12 @@ CHAINS = ("chains none", "chains some", "chains all", "regrouped")
 
 
 def _rows(plan, *, equal):
-    return [passes_of_rank(plan, rank, 4, equal=equal) for rank in range(4)]
+    return [lower(plan, 0, rank, "in step" if equal else "idle") for rank in range(4)]
 
 
 def _meets(heads):
     """Whether the ranks of every shared pass of a round are all at it."""
-    return all(
-        (heads[rank].kind, heads[rank].number) == (one.kind, one.number)
-        for one in heads
-        if one.is_shared
-        for rank in one.micro_batch.ranks
-    )
+    return all(heads[rank][:2] == one[:2] for one in heads if one.is_shared for rank in one.micro_batch.ranks)
 
 
 @pytest.mark.parametrize("name", [*MIXED, *HOMES, *CHAINS, "crossed", *(f"random {seed}" for seed in range(60))])
@@ -32,30 +30,34 @@ def test_no_rank_waits_in_a_ring_while_a_peer_waits_in_a_gather(shared_plans, na
     """In step all ranks meet in every round, and those of a shared micro-batch in the same one; nothing is lost."""
     plan = shared_plans.named(name)
     rows, free = _rows(plan, equal=True), _rows(plan, equal=False)
-    assert len({tuple(one.is_backward for one in row) for row in rows}) == 1
+    assert len({tuple(one.kind == "backward" for one in row) for row in rows}) == 1
     assert all(_meets(heads) for heads in zip(*rows, strict=True))
     for row, alone in zip(rows, free, strict=True):
-        assert [one for one in row if one.micro_batch.slices] == [one for one in alone if one.micro_batch.slices]
-        started = [one.graph for one in row if one.kind in ("forward", "replay")]
-        ended = [one.graph for one in row if one.is_backward]
+        assert [one[:3] for one in row if one.micro_batch.slices] == [
+            one[:3] for one in alone if one.micro_batch.slices
+        ]
+        started = [one.graph for one in row if one.kind in ("forward", "recompute_forward")]
+        ended = [one.graph for one in row if one.kind == "backward"]
         assert sorted(started) == sorted(ended) == sorted(set(ended))
 
 
 def test_equal_counts_are_not_enough(shared_plans):
     """Ranks of equal counts and equal kinds of passes may still come to a shared one in different rounds."""
     free = _rows(shared_plans.crossed(), equal=False)
-    assert len({tuple(one.is_backward for one in row) for row in free}) == 1
+    assert len({tuple(one.kind == "backward" for one in row) for row in free}) == 1
     assert not all(_meets(heads) for heads in zip(*free, strict=True))
 
 
 def test_a_lawful_equal_plan_gets_no_dummies(shared_plans):
     for name in ("mixed ring equal", "mixed hybrid equal", "cp_groups ring"):
         plan = shared_plans.named(name)
-        assert _rows(plan, equal=True) == _rows(plan, equal=False)
+        assert [[one[:4] for one in row] for row in _rows(plan, equal=True)] == [
+            [one[:4] for one in row] for row in _rows(plan, equal=False)
+        ]
 
 
 def test_rows_that_wait_in_a_circle_are_refused(shared_plans):
-    first, second = (Pass("forward", shared_plans.shared((i,), (0, 1), "ring"), i, i) for i in (0, 1))
+    first, second = (Action("forward", Op("F", i), shared_plans.shared((i,), (0, 1), "ring"), i) for i in (0, 1))
     with pytest.raises(EvenloadError, match="wait for each other"):
         in_step([(first, second), (second, first)])
 
@@ -63,7 +65,7 @@ def test_rows_that_wait_in_a_circle_are_refused(shared_plans):
 def test_a_shared_forward_runs_whole_for_its_replay(shared_plans):
     plan = shared_plans.chains("all")
     for row in _rows(plan, equal=False):
-        ran = [one.micro_batch for one in row if one.kind == "prefix" and one.is_shared]
+        ran = [one.micro_batch for one in row if one.kind == "forward_kv" and one.is_shared]
         assert ran
         assert set(ran) <= set(plan.micro_batches)
 

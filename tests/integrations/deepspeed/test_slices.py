@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.program import lower
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.host import call_of, loss_sum
-from evenload.integrations.deepspeed.jobs import passes_of_rank
 from evenload.integrations.deepspeed.model import build_model, recompute_layers
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
+from evenload.integrations.deepspeed.stage import call_of, loss_sum
 from evenload.runtime.attention.pack import build_pack, count_targets
 from evenload.runtime.attention.prefix import PrefixStore
 
@@ -32,12 +32,12 @@ def _run(model, plan, tokens_of, *, equal=False):
     total, num_targets = 0.0, count_targets(plan.lengths)
     for rank in range(plan.limits.num_ranks):
         store, losses = PrefixStore.of_plan(plan), {}
-        for one in passes_of_rank(plan, rank, plan.limits.num_ranks, equal=equal):
-            if one.is_backward:
+        for one in lower(plan, 0, rank, "in step" if equal else "idle"):
+            if one.kind == "backward":
                 losses.pop(one.graph).backward()
                 continue
             pack = build_pack(one.micro_batch, tokens_of, "cpu", store)
-            if one.kind == "prefix":
+            if one.kind == "forward_kv":
                 with torch.no_grad():
                     logits = model(**call_of(pack), logits_to_keep=1).logits
                 assert logits.shape[1] == 1
@@ -53,7 +53,9 @@ def _run(model, plan, tokens_of, *, equal=False):
 def _not_recomputed(passes):
     """The graphs of replays and of dummies."""
     return {
-        one.graph for one in passes if one.kind == "replay" or (one.kind == "forward" and not one.micro_batch.slices)
+        one.graph
+        for one in passes
+        if one.kind == "recompute_forward" or (one.kind == "forward" and not one.micro_batch.slices)
     }
 
 
@@ -93,8 +95,8 @@ def test_a_replay_needs_no_more_than_its_prefix(slice_plans):
     """Of micro-batches without gradients only slices that a replay reads and does not write run."""
     for name in ("chains all", "regrouped"):
         for rank in (0, 1):
-            ran = passes_of_rank(_by_name(slice_plans, name), rank, 2, equal=False)
-            pieces = [s for one in ran if one.kind == "prefix" for s in one.micro_batch.slices]
+            ran = lower(_by_name(slice_plans, name), 0, rank, "idle")
+            pieces = [s for one in ran if one.kind == "forward_kv" for s in one.micro_batch.slices]
             assert {s.sequence for s in pieces} == {rank}
             # Regrouped, no forward slice starts where the backward does: all of the sequence runs.
             assert max(s.stop for s in pieces) == ((160, 75) if name == "regrouped" else (150, 60))[rank]
@@ -103,19 +105,19 @@ def test_a_replay_needs_no_more_than_its_prefix(slice_plans):
 def test_ranks_out_of_step_are_brought_into_step(slice_plans):
     for name in (*HAND, *EQUAL, *(f"random {seed}" for seed in range(100))):
         plan = _by_name(slice_plans, name)
-        rows = [passes_of_rank(plan, rank, 2, equal=True) for rank in (0, 1)]
-        assert [one.is_backward for one in rows[0]] == [one.is_backward for one in rows[1]], name
+        rows = [lower(plan, 0, rank, "in step") for rank in (0, 1)]
+        assert [one.kind == "backward" for one in rows[0]] == [one.kind == "backward" for one in rows[1]], name
         for rank, row in enumerate(rows):
-            own = [one for one in row if one.micro_batch.slices]
-            free = passes_of_rank(plan, rank, 2, equal=False)
-            assert own == [one for one in free if one.micro_batch.slices], name
-            started = [one.graph for one in row if one.kind in ("forward", "replay")]
-            ended = [one.graph for one in row if one.is_backward]
+            own = [one[:3] for one in row if one.micro_batch.slices]
+            free = lower(plan, 0, rank, "idle")
+            assert own == [one[:3] for one in free if one.micro_batch.slices], name
+            started = [one.graph for one in row if one.kind in ("forward", "recompute_forward")]
+            ended = [one.graph for one in row if one.kind == "backward"]
             assert sorted(started) == sorted(ended) == sorted(set(ended)), name
 
 
 def test_ranks_in_step_get_no_dummies(slice_plans):
-    rows = [passes_of_rank(slice_plans.chains("none", equal=True), rank, 2, equal=True) for rank in (0, 1)]
+    rows = [lower(slice_plans.chains("none", equal=True), 0, rank, "in step") for rank in (0, 1)]
     assert [len(row) for row in rows] == [32, 32]
     assert sum(not one.micro_batch.slices for one in rows[0]) == 0
 
@@ -144,11 +146,11 @@ def test_gradients_are_those_of_plain_training(on_ranks, slice_plans, stage, rec
         for rank, result in enumerate(results):
             ran = [tuple(piece) for j in plan.of_rank(rank, "B") for piece in plan.passes("B")[j].slices]
             assert sorted(result[name]["executed"]) == sorted(ran), name
-            passes = passes_of_rank(plan, rank, 2, equal=stage == 3)
-            backwards = sum(one.is_backward for one in passes)
+            passes = lower(plan, 0, rank, "in step" if stage == 3 else "idle")
+            backwards = sum(one.kind == "backward" for one in passes)
             # A backward runs the layers once more, unless it has just been replayed (ZeRO 3: if all have).
             mixed = stage == 3 and any(plan.micro_batches[i].slices for i in plan.kept)
-            whole = [one for one in passes if one.is_backward and one.graph in _not_recomputed(passes)]
+            whole = [one for one in passes if one.kind == "backward" and one.graph in _not_recomputed(passes)]
             again = recompute * (backwards - (0 if mixed else len(whole)))
             assert result[name]["forwards"] == len(passes) - backwards + again, name
 
@@ -209,7 +211,7 @@ def test_backwards_in_a_row_release_what_they_gathered(on_ranks):
 def test_what_would_not_be_exact_is_refused(on_ranks):
     for told in on_ranks(2, "rank_slices.refused"):
         assert "act_fn drops 0.1" in told[0]
-        assert "names no engine" in told[1]
+        assert "names no cp_comm" in told[1]
 
 
 def test_a_model_without_layer_numbers_runs_no_slices(slice_plans):

@@ -19,16 +19,17 @@ from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import read_step
 from evenload.core.planning.setting import context_of
-from evenload.integrations.megatron import open_host, schedule
+from evenload.integrations.megatron import open_host
+from evenload.integrations.megatron import stage as stage_module
 from evenload.integrations.megatron.model import gpt as model
 from evenload.integrations.megatron.model import linears
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients
 from evenload.integrations.megatron.plain import grad_rel_err, reference
-from evenload.integrations.megatron.schedule import PlannedStage
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage import deferred
 from evenload.runtime.stage.deferred import WgradStore
+from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from megatron_jobs import CPU, hosted, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
@@ -118,7 +119,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
     """What ran in a step: its spans, products for weight gradients by kind of pass, layers, tensors on the way."""
     told: dict[str, Any] = {"B": 0, "W": 0, "attention": 0, "sent": 0, "most": 0, "held": []}
     attend, product = PackedCoreAttention.forward, deferred.weight_gradient
-    send, weights = StageLinks.send, PlannedStage._run_weights
+    send, weights = StageLinks.send, Executor._weight_grads
     kind = ["B"]
 
     def attending(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,12 +135,12 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         told["sent"] += 1
         told["most"] = max(told["most"], *map(len, self._sent.values()))
 
-    def weighing(self: Any, op: Any) -> None:
-        before = self._later.held_bytes()
+    def weighing(self: Any, action: Any) -> None:
+        before = self.wgrads.held_bytes()
         kind[0] = "W"
-        weights(self, op)
+        weights(self, action)
         kind[0] = "B"
-        told["held"].append((op.micro_batch, before - self._later.held_bytes()))
+        told["held"].append((action.op.micro_batch, before - self.wgrads.held_bytes()))
 
     host = _host(world, changes)
     the_plan = _plan(host, plan)
@@ -147,7 +148,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         patch.object(PackedCoreAttention, "forward", attending),
         patch.object(deferred, "weight_gradient", multiplying),
         patch.object(StageLinks, "send", sending),
-        patch.object(PlannedStage, "_run_weights", weighing),
+        patch.object(Executor, "_weight_grads", weighing),
     ):
         result = host.train_step(the_plan, tokens(lengths), lr=0.0, record=True)
     context = context_of(host.recipe, host.layout)
@@ -167,11 +168,19 @@ def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **ch
     """What the steps say that follow one that failed in a backward, which the loop caught."""
     host, told = _host(world, changes), []
 
+    receive = Executor._receive
+
     def failing(*_: Any) -> None:
         raise RuntimeError("planted")
 
+    def failing_backward(self: Any, action: Any) -> None:
+        (failing if action.op.kind == "B" else receive)(self, action)
+
     for number in range(3):
-        with patch.object(PlannedStage, "_run_backward", failing) if number == 0 else ExitStack():
+        with ExitStack() as stack:
+            if number == 0:
+                stack.enter_context(patch.object(Executor, "_backward", failing))
+                stack.enter_context(patch.object(Executor, "_receive", failing_backward))
             try:
                 host.gradients(_plan(host, plan), tokens(lengths))
             except (EvenloadError, RuntimeError) as error:
@@ -243,7 +252,7 @@ def _inputs_of_another() -> Any:
 @contextmanager
 def _recomputed_under_another_plan() -> Iterator[None]:
     """As if the pack were in a global: a layer that is recomputed sees the one of the latest forward."""
-    attend, step, latest, replays = PackedCoreAttention.forward, schedule.backward_step, [], []
+    attend, step, latest, replays = PackedCoreAttention.forward, stage_module.backward_step, [], []
 
     def attending(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         if not replays:
@@ -257,7 +266,7 @@ def _recomputed_under_another_plan() -> Iterator[None]:
         finally:
             replays.clear()
 
-    with patch.object(PackedCoreAttention, "forward", attending), patch.object(schedule, "backward_step", stepping):
+    with patch.object(PackedCoreAttention, "forward", attending), patch.object(stage_module, "backward_step", stepping):
         yield
 
 
@@ -271,7 +280,7 @@ def _dx_of_one_rank() -> Any:
 
 
 _FAULTS: dict[str, Any] = {
-    "no weight gradients": lambda: patch.object(PlannedStage, "_run_weights", lambda *_: None),
+    "no weight gradients": lambda: patch.object(Executor, "_weight_grads", lambda *_: None),
     "empty W": _empty_pass,
     "W twice": _computed_twice,
     "inputs of another micro-batch": _inputs_of_another,

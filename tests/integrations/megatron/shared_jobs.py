@@ -14,10 +14,11 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
-from evenload.integrations.megatron.schedule import PlannedStage
+from evenload.integrations.megatron.stage import MegatronStage
 from evenload.runtime.attention import pack as pack_module
 from evenload.runtime.attention import prefix
 from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.stage.executor import Executor
 from evenload.runtime.world.plane import Pending
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -143,14 +144,14 @@ def fault(name: str) -> Iterator[None]:
 
 def _changed_packs(change: Any) -> Any:
     """Every pack that is loaded goes through ``change`` first."""
-    load = PlannedStage._load
+    load = MegatronStage.load
 
-    def loaded(self: Any, micro_batch: Any) -> Any:
-        batch = load(self, micro_batch)
+    def loaded(self: Any, *args: Any) -> Any:
+        batch = load(self, *args)
         pack = change(batch.pack)
         return batch._replace(pack=pack, params=replace(batch.params, pack=pack))
 
-    return patch.object(PlannedStage, "_load", loaded)
+    return patch.object(MegatronStage, "load", loaded)
 
 
 def _positions_of_pieces() -> Any:
@@ -190,12 +191,12 @@ def _dropped_accumulator() -> Any:
 
 def _lost_message(where: str) -> Any:
     """The first tensor that comes from another rank in a kind of pass is nothing but zeros, once a step."""
-    run, wait, stack = getattr(PlannedStage, where), Pending.wait, ExitStack()
+    run, wait, stack = getattr(Executor, where), Pending.wait, ExitStack()
     looks = [False]
 
-    def running(self: Any, op: Any) -> None:
-        looks[0] = op.micro_batch == 0
-        run(self, op)
+    def running(self: Any, action: Any) -> None:
+        looks[0] = action.op.micro_batch == 0
+        run(self, action)
         looks[0] = False
 
     def losing(self: Any) -> Any:
@@ -206,7 +207,7 @@ def _lost_message(where: str) -> Any:
             looks[0] = False
         return came
 
-    stack.enter_context(patch.object(PlannedStage, where, running))
+    stack.enter_context(patch.object(Executor, where, running))
     stack.enter_context(patch.object(Pending, "wait", losing))
     return stack
 
@@ -215,6 +216,6 @@ _FAULTS = {
     "positions of pieces": _positions_of_pieces,
     "labels at borders": _border_labels,
     "dropped accumulator": _dropped_accumulator,
-    "lost in forward": lambda: _lost_message("_run_forward"),
-    "lost in backward": lambda: _lost_message("_run_backward"),
+    "lost in forward": lambda: _lost_message("_forward"),
+    "lost in backward": lambda: _lost_message("_backward"),
 }

@@ -12,15 +12,16 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.order import one_forward_one_backward, orders_of_stage
+from evenload.core.plan.order import one_forward_one_backward
+from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.integrations.megatron.forward import Forward
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
-from evenload.integrations.megatron.schedule import PlannedStage
+from evenload.integrations.megatron.stage import MegatronStage
 from evenload.runtime.attention import prefix
 from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.stage.executor import SPAN_KINDS, Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from evenload.runtime.stage.tape import Tape
 from megatron_jobs import LENGTHS, hosted, plan, tokens
@@ -104,19 +105,11 @@ def trained(world: Any, *, cut: bool, record: bool = False, **changes: Any) -> d
 
 def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
-    found = []
-    stage, rank = host.pipeline_stage, host.dp_cp_rank
-    behind = host.layout.pp - 1 - stage
-    stock = one_forward_one_backward(the_plan.of_rank(rank), behind)
-    for kind, number in orders_of_stage(the_plan, stage)[rank] if the_plan.order else stock:
-        replayed = the_plan.forward_of[number] is None if kind == "B" else number not in the_plan.kept
-        if kind == "B":
-            found += [("R", number)] * replayed + [("B", number)]
-        elif not (
-            replayed and not behind and the_plan.cut.isdisjoint(s[0] for s in the_plan.micro_batches[number].slices)
-        ):
-            found.append((kind, number))
-    return found
+    if the_plan.order:
+        program = lower(the_plan, host.pipeline_stage, host.dp_cp_rank)
+        return [(SPAN_KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
+    behind = host.layout.pp - 1 - host.pipeline_stage
+    return [tuple(op) for op in one_forward_one_backward(the_plan.of_rank(host.dp_cp_rank), behind)]
 
 
 def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, A
         **calls,
         "forwards": len(the_plan.micro_batches),
         "backwards": len(the_plan.passes("B")),
-        "prefixes": sum(any(s.sequence in the_plan.cut for s in m.slices) for m in the_plan.micro_batches),
+        "prefixes": sum(a.kind == "forward_kv" for a in lower(the_plan, host.pipeline_stage, host.dp_cp_rank)),
         "recomputed": [sum(row) for row in the_plan.recompute],
         "forward_s": result.forward_s,
     }
@@ -190,46 +183,47 @@ def dropped_accumulator() -> Any:
 
 
 def _restarted_positions() -> Any:
-    load = PlannedStage._load
+    load = MegatronStage.load
 
-    def restarted(self: Any, micro_batch: Any) -> Any:
-        batch = load(self, micro_batch)
+    def restarted(self: Any, *args: Any) -> Any:
+        batch = load(self, *args)
         positions = batch.pack.positions_T.clone()
         for piece, first in zip(batch.pack.slices, batch.pack.segments, strict=False):
             positions[first : first + piece.length] -= piece.start
         pack = replace(batch.pack, positions_T=positions)
         return batch._replace(pack=pack, params=replace(batch.params, pack=pack))
 
-    return patch.object(PlannedStage, "_load", restarted)
+    return patch.object(MegatronStage, "load", restarted)
 
 
 def _loss_booked_twice() -> Any:
-    call = Forward.__call__
+    forward = MegatronStage.forward
 
-    def twice(self: Any, batch: Any, model: Any, kind: Any = "F", **numbers: int) -> Any:
-        output, loss_func = call(self, batch, model, kind, **numbers)
-        return output, (lambda losses: (loss_func(losses), loss_func(losses))[1]) if kind == "R" else loss_func
+    def twice(self: Any, loaded: Any, received: Any, action: Any) -> Any:
+        if action.kind == "recompute_forward":
+            forward(self, loaded, received, action)
+        return forward(self, loaded, received, action)
 
-    return patch.object(Forward, "__call__", twice)
+    return patch.object(MegatronStage, "forward", twice)
 
 
 def _shifted_tape() -> Any:
     gather = Tape.gather
 
-    def shifted(self: Any, slices: Any, segments: Any, like: Any) -> Any:
-        return like.copy_(gather(self, slices, segments, like).roll(1, 0))
+    def shifted(self: Any, slices: Any, segments: Any, like: Any, **named: Any) -> Any:
+        return like.copy_(gather(self, slices, segments, like, **named).roll(1, 0))
 
     return patch.object(Tape, "gather", shifted)
 
 
 def _replay_without_grad() -> Any:
-    replay = PlannedStage._replay
+    replay = Executor._recompute_forward
 
-    def without(self: Any, op: Any) -> Any:
+    def without(self: Any, action: Any) -> Any:
         with torch.no_grad():
-            return replay(self, op)
+            return replay(self, action)
 
-    return patch.object(PlannedStage, "_replay", without)
+    return patch.object(Executor, "_recompute_forward", without)
 
 
 _FAULTS = {

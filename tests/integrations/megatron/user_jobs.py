@@ -170,7 +170,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "num_stages": limits.num_stages,
             "layers_per_stage": limits.layers_per_stage,
         }
-        plan = random_plan(seed, lengths, **sizes, **how)
+        plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
         plan = check(replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)))
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
@@ -371,7 +371,7 @@ def _refusal(the_recipe: Any) -> str | None:
 
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
     """Every sample a micro-batch of its own, without an order."""
-    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
+    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(map(int, lengths)))
     return check(StepPlan(as_lengths(lengths), micro_batches, chain.limits))
 
 

@@ -8,57 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
-from evenload.integrations.deepspeed.pipeline.schedule import PlannedSchedule, buffer_of
+from evenload.runtime.stage.executor import StageTrainer
 
 ROUNDING = 2e-6
-
-
-def _plan(replayed=(), cut=False, split=False, stages=2):
-    """Three micro-batches, the first two of one sequence if it is cut."""
-    lengths = (8, 4) if cut else (4, 4, 4)
-    slices = [Slice(0, 0, 4), Slice(0, 4, 8), Slice(1, 0, 4)] if cut else [Slice(i, 0, 4) for i in range(3)]
-    micro_batches = tuple(MicroBatch((s,), (0,)) for s in slices)
-    passes = [Op("F", i) for i in range(3)] + [Op("B", i) for i in (2, 1, 0)] + [Op("W", 1)] * split
-    limits = Limits(1, 8, num_stages=stages, layers_per_stage=2, splits_backward=split)
-    return check(StepPlan(as_lengths(lengths), micro_batches, limits, (tuple(passes),) * stages, replayed=replayed))
-
-
-def _told(plan, stage):
-    return [[(type(i).__name__, *i.kwargs.values()) for i in step] for step in PlannedSchedule(plan, stage, 0)]
-
-
-def test_stages_hand_on_what_their_neighbours_wait_for():
-    plan = _plan(split=True)
-    first, last = _told(plan, 0), _told(plan, 1)
-    assert first[0] == [("Forward", Op("F", 0)), ("Send", Op("F", 0))]
-    assert last[0] == [("Receive", Op("F", 0)), ("Forward", Op("F", 0))]
-    assert first[3] == [("Receive", Op("B", 2)), ("Backward", Op("B", 2))]
-    assert last[3] == [("Backward", Op("B", 2)), ("Send", Op("B", 2))]
-    assert first[-2] == last[-2] == [("Weights", Op("W", 1))]
-    assert first[-1] == last[-1] == [("ReduceTiedGrads",), ("ReduceGrads",)]
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_is_replayed_keeps_the_input_and_fills_the_prefix(cut):
-    plan = _plan(replayed=(0, 1), cut=cut)
-    first, last = _told(plan, 0), _told(plan, 1)
-    assert first[0] == [("Prefix", Op("F", 0)), ("Send", Op("F", 0))]
-    prefix = [("Prefix", Op("F", 0))] * cut  # nobody reads keys of whole sequences
-    assert last[0] == [("Receive", Op("F", 0)), *prefix, ("Keep", Op("F", 0))]
-    assert last[5] == [("Replay", Op("B", 0)), ("Backward", Op("B", 0)), ("Send", Op("B", 0))]
-
-
-def test_every_graph_has_a_buffer_of_its_own():
-    plan = _plan(replayed=(0,))
-    buffers = [buffer_of(plan, Op(kind, i)) for kind in ("F", "B") for i in range(3)]
-    assert buffers == [0, 1, 2, 3, 1, 2]
-    assert max(buffers) < PlannedSchedule(plan, 0, 0).num_pipe_buffers()
 
 
 def test_stages_have_equally_many_layers():
@@ -204,7 +159,7 @@ def test_clipped_steps_are_those_of_plain_torch(on_ranks, stage):
         for (passes, spans), marks in zip(told["passes"], told["marks"], strict=True):
             assert spans == [*passes, ("G", -1), ("U", -1)]
             words = Counter(mark.split(" of ")[0] for mark in marks)
-            assert words["forward"] == sum(kind == "F" for kind, _ in passes)
+            assert words["forward"] >= sum(kind == "F" for kind, _ in passes)  # some only take their input
             assert words["weight gradients"] == sum(kind == "W" for kind, _ in passes)
             assert words["backward"] >= sum(kind == "B" for kind, _ in passes)
             assert marks[-1] == "update"
@@ -265,18 +220,16 @@ def test_mutants_are_caught(on_ranks):
 @pytest.mark.slow
 def test_foreign_plans_and_unequal_replays_are_refused(on_ranks):
     for told in on_ranks(2, "rank_pipeline.refused", pp=2):
-        assert "a plan for 2 ranks in 2 stages, 1 in 2 here" in told["ranks"]
-        assert "a plan for 1 ranks in 1 stages" in told["stages"]
+        assert "a plan for 2 ranks, 1 in the job" in told["ranks"]
+        assert "a plan for 1 stages, 2 in the job" in told["stages"]
         assert "no complete DeepSpeed checkpoint" in told["load"]
         assert "act_fn drops 0.1" in told["dropout"]
 
 
 def test_a_stage_output_that_was_sent_holds_no_memory():
-    from evenload.integrations.deepspeed.pipeline.stage import _hollow_out
-
     weight = torch.ones(4, requires_grad=True)
     output = weight * 2
-    _hollow_out(output)
+    StageTrainer.free_output(None, output)
     assert output.untyped_storage().nbytes() == output.element_size()
     output.backward(gradient=torch.arange(4.0))
     assert weight.grad.tolist() == [0, 2, 4, 6]

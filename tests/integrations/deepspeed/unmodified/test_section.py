@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
-from evenload.integrations.deepspeed.jobs import into_exactly, passes_of_rank
+from evenload.integrations.deepspeed.unmodified.counts import into_exactly
 from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
+from evenload.integrations.foreign_plans import refuse_foreign
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():
@@ -111,9 +113,9 @@ def _plan(counts):
 
 def test_equal_counts_only_where_the_stage_needs_them():
     plan = _plan((3, 1, 0))
-    alone = [passes_of_rank(plan, r, 3, equal=False) for r in range(3)]
+    alone = [lower(plan, 0, r, "idle") for r in range(3)]
     assert [len(passes) for passes in alone] == [6, 2, 2]
-    together = [passes_of_rank(plan, r, 3, equal=True) for r in range(3)]
+    together = [lower(plan, 0, r, "in step") for r in range(3)]
     for passes in together:
         assert [one.kind for one in passes] == ["forward", "backward"] * 3
     assert sum(bool(one.micro_batch.slices) for passes in together for one in passes) == 8
@@ -122,7 +124,7 @@ def test_equal_counts_only_where_the_stage_needs_them():
 def test_one_stage_runs_no_weight_gradients_of_their_own():
     plan = replace(_plan((1,)), order=((Op("F", 0), Op("B", 0), Op("W", 0)),))
     with pytest.raises(EvenloadError, match="weight gradients as passes of their own"):
-        passes_of_rank(plan, 0, 1, equal=False)
+        refuse_foreign(plan, 1, 1, splits_backward=False)
 
 
 @pytest.mark.parametrize("section", [{}, {"packing": {"enabled": True, "max_tokens": 64}}])

@@ -1,0 +1,121 @@
+"""DeepSpeed's engine without pipeline stages for the executor: packs of a Hugging Face model, losses, backwards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ...core.plan.action import Action
+from ...core.plan.step_plan import MicroBatch
+from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.stage.executor import Graph, StageTrainer
+from ...runtime.stage.offload import layers_of
+from ...runtime.world.plane import Plane
+from . import attention
+from .engine import Reduction
+from .model import recompute_layers, recomputing
+
+
+class Batch(NamedTuple):
+    """One micro-batch, loaded."""
+
+    pack: Pack
+
+
+class PackStage(StageTrainer):
+    """What the engines of DeepSpeed have in common in one step: packs, and the sum of their losses.
+
+    Args:
+        weight: of the loss of a token.
+        recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        blocks: Sequence[Any],
+        *,
+        plane: Plane | None,
+        tokens_of: TokensOf,
+        weight: float,
+        recomputes: bool,
+    ) -> None:
+        super().__init__(blocks, engine.device)
+        self._engine, self._plane, self._tokens_of = engine, plane, tokens_of
+        self._weight, self._recomputes = weight, recomputes
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+        """Of the token losses that this rank has computed."""
+
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+        return Batch(build_pack(micro_batch, self._tokens_of, self.device, prefix, plane=self._plane))
+
+    def _weighed(self, loss: Tensor) -> Tensor:
+        """The loss of a pack, booked, as its backward starts from it."""
+        self.loss_sum += loss.detach().double()
+        return loss * self._weight
+
+
+class EngineStage(PackStage):
+    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`)."""
+
+    def __init__(self, engine: Any, reduction: Reduction, **of_step: Any) -> None:
+        super().__init__(engine, layers_of(engine.module), **of_step)
+        self._reduction = reduction
+        parameters = inspect.signature(engine.module.forward).parameters
+        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        if action.kind == "forward_kv":
+            output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
+            return output
+        with self._recomputing(action.recomputed):
+            loss = loss_sum(self._engine, loaded.pack)
+        self._reduction.after_forward()
+        return self._weighed(loss)
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        self._reduction.before_backward()
+        self._engine.backward(graph.output, scale_wrt_gas=False)
+
+    def _recomputing(self, layers: int | None) -> AbstractContextManager[None]:
+        """The layers that a forward's backward runs again: so many of them, or what the recipe says."""
+        if layers is None or (layers == 0 and not self._recomputes):
+            return nullcontext()
+        return recomputing(self._checkpointed(), layers)
+
+    def _checkpointed(self) -> Sequence[Any]:
+        """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
+        blocks: Sequence[Any] = self.blocks
+        if not hasattr(blocks[0], "_gradient_checkpointing_func"):
+            recompute_layers(self._engine.module)
+            for block in blocks:
+                block.gradient_checkpointing = False
+        return blocks
+
+
+def loss_sum(model: Any, pack: Pack) -> Tensor:
+    """Sum of the token losses of a pack, in float32 at least; 0 with zero gradients for a dummy."""
+    return summed(model(**call_of(pack)).logits[0], pack)
+
+
+def summed(logits_TV: Tensor, pack: Pack) -> Tensor:
+    """Sum of the token losses of logits, in float32 at least."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+def call_of(pack: Pack) -> dict[str, Any]:
+    """The arguments of the model's call for a pack."""
+    return {
+        "input_ids": pack.tokens_T[None],
+        "position_ids": pack.positions_T[None],
+        "use_cache": False,
+        attention.PACK: pack,
+    }

@@ -1,0 +1,98 @@
+"""A pipeline stage of Megatron-Core for the executor: its own forward and backward step around the passes of a plan.
+
+Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches or activations are
+offloaded: then it is Megatron's order that the executor runs, over links that never wait for a send, which is what the
+laws have checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.utils import get_model_config, get_model_type
+from torch import Tensor
+
+from ...core.plan.action import Action
+from ...core.plan.in_step import Program
+from ...core.plan.step_plan import MicroBatch
+from ...runtime.attention.pack import Pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.stage.deferred import WgradStore
+from ...runtime.stage.executor import Graph, Loaded, StageTrainer
+from ...runtime.stage.offload import layers_of
+from .forward import headless, reaching_recomputed, recomputing
+from .model.linears import deferring_wgrads
+
+
+class MegatronStage(StageTrainer):
+    """The passes of Megatron's DistributedDataParallel ``model`` around the stage's ``gpt``.
+
+    Args:
+        load: a micro-batch in the form that ``step`` takes.
+        step: Megatron's ``forward_step_func``: of what was loaded and the model (output, loss function).
+        last: whether it is the last stage.
+        shares: tensor-parallel ranks over which the tokens of a stage's input are divided (sequence parallelism).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        gpt: Any,
+        *,
+        load: Callable[[MicroBatch, PrefixStore | None], Loaded],
+        step: Callable[..., tuple[Any, Any]],
+        last: bool,
+        shares: int = 1,
+    ) -> None:
+        super().__init__(layers_of(gpt), next(gpt.parameters()).device)
+        self._model, self._gpt, self._config = model, gpt, get_model_config(model)
+        self._load, self._step, self._last, self._shares = load, step, last, shares
+
+    @contextmanager
+    def prepared(self, program: Program, wgrads: WgradStore) -> Iterator[None]:
+        """Holds around the executor's `run`: layers can leave weight gradients, and recomputed ones have a backward."""
+        recomputed = self._gpt.config.recompute_granularity or any(action.recomputed for action in program)
+        with ExitStack() as stack:
+            if any(action.defers_wgrad for action in program):
+                stack.enter_context(deferring_wgrads(self._gpt, wgrads))
+            if recomputed:
+                stack.enter_context(reaching_recomputed(self._gpt))
+            yield
+
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:
+        return self._load(micro_batch, prefix)
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        kv_only = action.kind == "forward_kv"
+        with recomputing(self._gpt.config, action.recomputed), headless(self._gpt) if kv_only else nullcontext():
+            output, _ = forward_step(
+                self._step,
+                loaded,
+                self._model,
+                1,
+                received,
+                [],
+                self._config,
+                1,
+                is_last_stage=self._last and not kv_only,
+            )
+        result: Tensor = output
+        return result
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
+        handed_down: Tensor | None = backward_step(
+            graph.received, graph.output, gradient, get_model_type(self._model), self._config
+        )
+        return handed_down
+
+    def empty_like_input(self, pack: Pack) -> Tensor:
+        """[T, 1, C]."""
+        config, slots = self._config, pack.num_padded_tokens // self._shares
+        return torch.empty(slots, 1, config.hidden_size, dtype=config.pipeline_dtype, device=self.device)
+
+    def free_output(self, output: Tensor) -> None:
+        deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

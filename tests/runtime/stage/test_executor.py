@@ -1,0 +1,146 @@
+"""The executor does what the program says and nothing else, with a trainer that writes down what it is asked to do."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.program import lower
+from evenload.core.plan.step_plan import MicroBatch, Op, StepPlan
+from evenload.runtime.measure.busy import BusyClock
+from evenload.runtime.stage.deferred import WgradStore
+from evenload.runtime.stage.executor import Executor, StageTrainer
+from evenload.runtime.stage.tape import Tape
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+_FILE = Path(__file__).parents[2] / "integrations" / "megatron" / "random_plans.py"
+_spec = importlib.util.spec_from_file_location("executor_random_plans", _FILE)
+_plans = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_plans)
+
+CPU = torch.device("cpu")
+
+
+def inputs(micro_batch: MicroBatch) -> Tensor:
+    """A stage's input that names every token: [1, T, 2], zeros in a dummy and on padding."""
+    rows = []
+    for s in micro_batch.slices:
+        rows += [(s.sequence + 1.0, float(t)) for t in range(s.start, s.stop)]
+        rows += [(0.0, 0.0)] * (max(s.length, micro_batch.pad_to) - s.length)
+    return torch.tensor(rows or [(0.0, 0.0)])[None]
+
+
+class Trainer(StageTrainer):
+    """Writes down what runs and computes nothing."""
+
+    def __init__(self, done: list[tuple[str, Op, Any]], first: bool) -> None:
+        super().__init__([], CPU)
+        self.done, self._first, self.weight = done, first, torch.ones(2, requires_grad=True)
+
+    def load(self, micro_batch: MicroBatch, prefix: Any) -> Any:
+        widths = [max(s.length, micro_batch.pad_to) for s in micro_batch.slices] or [1]
+        segments = (0, *torch.tensor(widths).cumsum(0).tolist())
+        pack = SimpleNamespace(slices=micro_batch.slices, segments=segments, num_padded_tokens=segments[-1])
+        return SimpleNamespace(pack=pack, micro_batch=micro_batch)
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Any) -> Tensor:
+        assert torch.is_grad_enabled() == (action.kind != "forward_kv")
+        assert (received is None) == self._first
+        if received is not None:
+            assert torch.equal(received.detach(), inputs(loaded.micro_batch))
+        self.done.append((action.kind, action.op, loaded.micro_batch))
+        return inputs(loaded.micro_batch) * self.weight
+
+    def backward(self, graph: Any, gradient: Tensor | None) -> Tensor | None:
+        self.done.append(("backward", Op("B", -1), graph.loaded.micro_batch))
+        return None if graph.received is None else torch.zeros_like(graph.received)
+
+    def empty_like_input(self, pack: Any) -> Tensor:
+        return torch.empty(1, pack.num_padded_tokens, 2)
+
+
+class Links:
+    """What would go to and come from the neighbours."""
+
+    def __init__(self, plan: StepPlan, done: list[tuple[str, Op, Any]]) -> None:
+        self.plan, self.done = plan, done
+
+    def begin(self) -> None:
+        self.done.clear()
+
+    def finish(self) -> None:
+        pass
+
+    def send(self, op: Op, tensor: Tensor) -> None:
+        assert tensor.shape == inputs(self.plan.passes(op.kind)[op.micro_batch]).shape
+        self.done.append(("send", op, None))
+
+    def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
+        self.done.append(("receive", op, None))
+        return like.copy_(inputs(self.plan.passes(op.kind)[op.micro_batch]))
+
+
+def carried_out(plan: StepPlan, stage: int, rank: int, program: Any = None) -> list[tuple[str, Op, Any]]:
+    """What a run of a program does, in order: kind, pass and micro-batch."""
+    done: list[tuple[str, Op, Any]] = []
+    trainer = Trainer(done, stage == 0)
+    links: Any = Links(plan, done) if plan.limits.num_stages > 1 else None
+    program = lower(plan, stage, rank) if program is None else program
+    clock = BusyClock(CPU)
+    executor = Executor(plan, stage, rank, program, trainer, links=links, plane=None, clock=clock, mark=lambda _: None)
+    write, run = Tape.write, WgradStore.run
+
+    def writing(*args: Any) -> None:
+        done.append(("keep_input", Op("F", -1), None))
+        write(trainer.tape, *args)
+
+    def running(number: int) -> None:
+        done.append(("weight_grads", Op("W", number), None))
+        run(executor.wgrads, number)
+
+    trainer.tape.write, executor.wgrads.run = writing, running  # type: ignore[method-assign]
+    executor.run()
+    assert executor.executed == [s for kind, _, m in done if kind == "backward" for s in m.slices]
+    return done
+
+
+def wanted(program: Any) -> list[tuple[str, Op, Any]]:
+    """What a program says, as `carried_out` writes it down."""
+    rows = []
+    for action in program:
+        op = {"backward": Op("B", -1), "keep_input": Op("F", -1)}.get(action.kind, action.op)
+        rows.append((action.kind, op, action.micro_batch if action.computes and op.kind != "W" else None))
+    return rows
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans())
+def test_what_a_program_says_is_done_and_nothing_else(seed: int, lengths: list[int], pad: bool) -> None:
+    for stages in (1, 2, 3):
+        plan = _plans.random_plan(seed, lengths, num_ranks=2, num_stages=stages, layers_per_stage=2, pad=pad)
+        for stage in range(stages):
+            for rank in range(2):
+                assert carried_out(plan, stage, rank) == wanted(lower(plan, stage, rank))
+
+
+def test_dummies_run_as_the_program_has_them() -> None:
+    plan = _plans.random_plan(3, [5, 9, 4], num_ranks=2, num_stages=1, layers_per_stage=2, idle=(1,))
+    for dummies in ("idle", "in step"):
+        program = lower(plan, 0, 1, dummies)
+        assert program
+        assert carried_out(plan, 0, 1, program) == wanted(program)
+
+
+def test_an_input_that_nobody_takes_is_an_error() -> None:
+    plan = _plans.random_plan(
+        1, [12, 7], num_ranks=1, num_stages=2, layers_per_stage=2, replay="all", asymmetric=False, recompute=False
+    )
+    cut_short = tuple(a for a in lower(plan, 1, 0) if a.op.kind == "F")
+    with pytest.raises(EvenloadError, match="stage inputs are left over"):
+        carried_out(plan, 1, 0, cut_short)
