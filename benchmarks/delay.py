@@ -123,8 +123,8 @@ def benchmark(file: Path, max_lengths: list[int], size: int, ranks: int, delays:
             yield about | {"rule": "off", "max_delay_steps": 0, **measure(lengths, size, ranks, one_queue, 0)}
             for name, rule in RULES.items():
                 for most in delays:
-                    found = measure(lengths, size, ranks, rule, most)
-                    yield about | {"rule": name, "max_delay_steps": most, **found}
+                    measured = measure(lengths, size, ranks, rule, most)
+                    yield about | {"rule": name, "max_delay_steps": most, **measured}
 
     return {"predicted": True, "lengths": file.name, "size": size, "ranks": ranks, "rows": list(rows())}
 
@@ -132,15 +132,15 @@ def benchmark(file: Path, max_lengths: list[int], size: int, ranks: int, delays:
 def table(result: dict[str, Any]) -> Any:
     """A line for each context length and rule; a cell for each delay."""
     delays = sorted({r["max_delay_steps"] for r in result["rows"]} - {0})
-    found = {(r["max_length"], r["rule"], r["max_delay_steps"]): r for r in result["rows"]}
+    by_setting = {(r["max_length"], r["rule"], r["max_delay_steps"]): r for r in result["rows"]}
 
     def cell(key: tuple[int, str, int]) -> str:
-        row = found[key]
+        row = by_setting[key]
         return f"{row['step_over_ideal']:.2f} ({row['delay_steps']:.2f} late)"
 
     lines = []
     for max_length in sorted({r["max_length"] for r in result["rows"]}, reverse=True):
-        off = f"{found[max_length, 'off', 0]['step_over_ideal']:.2f}"
+        off = f"{by_setting[max_length, 'off', 0]['step_over_ideal']:.2f}"
         lines += [
             (f"{max_length // 1024}K", name, off, *(cell((max_length, name, most)) for most in delays))
             for name in RULES

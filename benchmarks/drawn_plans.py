@@ -224,7 +224,7 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     }
     both = [pair for pair in pairs if len(pair) == 2 and all("step_s" in row for row in pair)]
     if both:
-        ratios = [mine["step_s"] / other["step_s"] for mine, other in both]
+        ratios = [own["step_s"] / other["step_s"] for own, other in both]
         result["against"] = {
             "planned_by_both": len(both),
             "step_ratio": {"mean": float(np.mean(ratios)), "most": max(ratios), "least": min(ratios)},

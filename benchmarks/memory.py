@@ -149,8 +149,8 @@ def measure(
         with peak_bytes(device) as peak:
             result, gradients = host.gradients(plan, tokens_of(shape))
         times.append(clock() - began)
-    found = {"peak_bytes": peak.num_bytes, "step_s": min(times), "tokens_per_s": shape.tokens / min(times)}
-    return {**found, "loss": result.loss}, gradients
+    figures = {"peak_bytes": peak.num_bytes, "step_s": min(times), "tokens_per_s": shape.tokens / min(times)}
+    return {**figures, "loss": result.loss}, gradients
 
 
 def difference(gradients: Gradients, reference: Gradients) -> float:
@@ -181,16 +181,16 @@ def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) 
                     row["failed"] = "no time left"
                     continue
                 try:
-                    found, gradients = measure(shape, host, plan, world.device, runs)
+                    figures, gradients = measure(shape, host, plan, world.device, runs)
                 except torch.OutOfMemoryError as error:
                     row["failed"] = str(error).partition(".")[0]
                 else:
-                    reference = reference or (found["loss"], gradients)
+                    reference = reference or (figures["loss"], gradients)
                     errors = {
                         "grad_rel_err": difference(gradients, reference[1]),
-                        "loss_rel_err": abs(found["loss"] / reference[0] - 1),
+                        "loss_rel_err": abs(figures["loss"] / reference[0] - 1),
                     }
-                    row |= {**found, **errors}
+                    row |= {**figures, **errors}
                     del gradients
                 if world.device.type == "cuda":
                     torch.cuda.empty_cache()

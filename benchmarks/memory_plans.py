@@ -111,9 +111,9 @@ def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
         if kind == "stock":
             lengths = [[[250], [400, 100], [500], [150, 150], [350]]]
         rows, batch = [], []
-        for mine in lengths[:num_ranks]:
-            rows.append([[Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)] for pack in mine])
-            for k, pack in enumerate(mine):
+        for own in lengths[:num_ranks]:
+            rows.append([[Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)] for pack in own])
+            for k, pack in enumerate(own):
                 rows[-1][k] = [Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)]
                 batch += pack
     else:
@@ -239,8 +239,8 @@ def table(result: dict[str, Any]) -> Any:
     rows = result["rows"]
 
     def mib(row: dict[str, Any], name: str) -> tuple[str, str, str]:
-        found, measured = row[name], row[f"{name}_measured"]
-        return f"{found / 2**20:,.1f}", f"{measured / 2**20:,.1f}", f"{100 * (found / measured - 1):+.1f} %"
+        predicted, measured = row[name], row[f"{name}_measured"]
+        return f"{predicted / 2**20:,.1f}", f"{measured / 2**20:,.1f}", f"{100 * (predicted / measured - 1):+.1f} %"
 
     lines = [
         (f"{r['case']}: {r['plan']}, stage {r['stage']} rank {r['rank']}", *mib(r, "activations"), *mib(r, "total"))

@@ -117,8 +117,8 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
     chain = ulysses_chain()
     lengths = batch
     plan, row["plan_s"] = planned(chain, batch)
-    found = simulate(plan, chain.context, record=False)
-    row["evenload"], row["imbalance"] = found.step_s, _imbalance([plan], chain)
+    outcome = simulate(plan, chain.context, record=False)
+    row["evenload"], row["imbalance"] = outcome.step_s, _imbalance([plan], chain)
     row["bound"] = lower_bound_s(lengths, chain.limits, chain.context, ULYSSES, cuts=False)
     row |= groups_row(batch, chain, certify=certify)
     return row
@@ -194,20 +194,20 @@ def balanced_cp(batch: Batch, num_ranks: int, cap: int) -> tuple[list[list[list[
 def plan_of(group: list[list[int]], batch: Batch, chain: PlanChain) -> StepPlan:
     """One of its groups as a plan: every sequence a micro-batch of its own on the ranks that have it."""
     order: dict[int, list[int]] = {}
-    for rank, mine in enumerate(group):
-        for i in mine:
+    for rank, own in enumerate(group):
+        for i in own:
             order.setdefault(i, []).append(rank)
     number = {i: k for k, i in enumerate(order)}
     cost_table = cost_table_of(chain.context, chain.limits, MeshConfig(), int(batch.max()))
-    made = []
+    micro_batches = []
     for i, ranks in order.items():
         strategy = common_way([(int(batch[i]), tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
         assert strategy is not None
         piece = Slice(number[i], 0, int(batch[i]))
-        made.append(
+        micro_batches.append(
             MicroBatch((piece,), tuple(ranks), 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
         )
-    return StepPlan(batch[list(order)], tuple(made), chain.limits)
+    return StepPlan(batch[list(order)], tuple(micro_batches), chain.limits)
 
 
 def _imbalance(plans: Iterable[StepPlan], chain: PlanChain) -> float:

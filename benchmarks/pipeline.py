@@ -73,7 +73,7 @@ def per_rank(tokens: int) -> int:
     return -(-tokens // SETTING.sp)
 
 
-def ways(context: int) -> dict[str, Callable[[Batch], Row]]:
+def planners(context: int) -> dict[str, Callable[[Batch], Row]]:
     """Every way to run a batch."""
 
     def planned(planner: str, **words: Any) -> Callable[[Batch], Row]:
@@ -122,22 +122,22 @@ def rows_of(context: int, seeds: int, file: Path | None, count: int) -> Iterator
     drawn = [lengths_of(context, seed, file, count) for seed in range(seeds)]
     batches = [as_lengths(lengths) for _, lengths in drawn]
     ideal_s = statistics.mean(ideal_seconds(batch) for batch in batches)
-    for name, way in ways(context).items():
+    for name, plan_batch in planners(context).items():
         try:
-            found = [way(batch) for batch in batches]
+            rows = [plan_batch(batch) for batch in batches]
         except EvenloadError as error:
             yield {"context": context, "way": name, "failed": str(error)}
             continue
-        means = {key: statistics.mean(one[key] for one in found) for key in MEANS}
-        most = {key: max(one[key] for one in found) for key in MOST}
+        means = {key: statistics.mean(one[key] for one in rows) for key in MEANS}
+        most = {key: max(one[key] for one in rows) for key in MOST}
         yield {
             "context": context,
             "way": name,
             **means,
             **most,
             "of_ideal": ideal_s / means["step_s"],
-            "fits": all(one["fits"] for one in found),
-            "seeds": found,
+            "fits": all(one["fits"] for one in rows),
+            "seeds": rows,
         }
 
 

@@ -91,12 +91,12 @@ def benchmark(scenarios: tuple[Scenario, ...], steps: int, repeats: int) -> dict
             costs = Path(folder) / f"{name.replace(' ', '_')}.yaml"
             profiles[name] = evenload("profile", recipe, [*SIZES, *overrides], ["--out", str(costs)])
             for scenario in (s for s in scenarios if s.profile == name):
-                given = [*SIZES, *scenario.overrides, f"train.steps={steps}", f"costs={costs}"]
+                words = [*SIZES, *scenario.overrides, f"train.steps={steps}", f"costs={costs}"]
                 options = ["--against", scenario.against, "--repeats", str(repeats)]
-                found = list(rows_of(scenario, evenload("bench", recipe, given, options)))
-                for row in found:
+                new_rows = list(rows_of(scenario, evenload("bench", recipe, words, options)))
+                for row in new_rows:
                     print("{trainer} {layout} {planner} {batch}: {error:+.3f}".format(**row), file=sys.stderr)
-                rows += found
+                rows += new_rows
     return {**summary(rows), "rows": rows, "profiles": {k: _short(p) for k, p in profiles.items()}, "seed": SEED}
 
 

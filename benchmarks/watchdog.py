@@ -101,10 +101,10 @@ def rank_main(arguments: list[str], pairs: int, steps: int, answer: Path) -> Non
     rows = []
     for turn in range(pairs):
         if turn % 2:
-            bare, ours = run(no_mark), watched()
+            unwatched, ours = run(no_mark), watched()
         else:
-            ours, bare = watched(), run(no_mark)
-        each = job.gather(*ours, *bare)
+            ours, unwatched = watched(), run(no_mark)
+        each = job.gather(*ours, *unwatched)
         rows.append([each[:, 0].max(), each[:, 1].sum(), each[:, 2].max(), each[:, 3].sum()])
     with Watchdog():
         before_s = threads_cpu_s()

@@ -84,6 +84,6 @@ def refuse_own_order(plan: StepPlan, rank: int, *, shares: bool) -> None:
 
 
 def _refuse(*rules: Rule) -> None:
-    for broken, what, found, do in rules:
+    for broken, what, detail, do in rules:
         if broken:
-            raise EvenloadError(what, found, do)
+            raise EvenloadError(what, detail, do)

@@ -94,16 +94,18 @@ class Shape(NamedTuple):
     def plan(self, limits: Limits) -> StepPlan:
         """The chunks, longest sequence first, in the order of a stage that runs ahead."""
         borders = [self.tokens * i // self.chunks for i in range(self.chunks + 1)]
-        made = [MicroBatch((Slice(0, a, b),), (0,)) for a, b in pairwise(borders)]
+        micro_batches = [MicroBatch((Slice(0, a, b),), (0,)) for a, b in pairwise(borders)]
         short = self.chunk // SHORT
         for pack in range(PACKS):
             pieces = (Slice(1 + pack * SHORT + i, 0, short) for i in range(SHORT))
-            made.append(MicroBatch(tuple(pieces), (0,)))
+            micro_batches.append(MicroBatch(tuple(pieces), (0,)))
         last = self.chunks - 1
-        backward = [*reversed(range(self.chunks)), *range(self.chunks, len(made))]
-        order = in_slots(range(len(made)), backward, [max(last, place) + 1 for place in range(len(made))], AHEAD)
+        backward = [*reversed(range(self.chunks)), *range(self.chunks, len(micro_batches))]
+        order = in_slots(
+            range(len(micro_batches)), backward, [max(last, place) + 1 for place in range(len(micro_batches))], AHEAD
+        )
         batch = as_lengths([self.tokens, *[short] * (PACKS * SHORT)])
-        return check(StepPlan(batch, tuple(made), replace(limits, max_tokens=self.chunk + 1), (tuple(order),)))
+        return check(StepPlan(batch, tuple(micro_batches), replace(limits, max_tokens=self.chunk + 1), (tuple(order),)))
 
     def recomputed(self, plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
         """The plan with every choice of layers to recompute."""
@@ -132,14 +134,14 @@ def costs_here(job: Job, shape: Shape) -> Costs:
     waiting = job.world.device.type == "cuda" or torch.get_num_threads() > 1
     # The first of each shape pays for kernels that are chosen then.
     measure(job, shape.cases())
-    found = fit_samples(measure(job, shape.cases()), job.chain.context, waiting_counts=waiting)
+    fitted = fit_samples(measure(job, shape.cases()), job.chain.context, waiting_counts=waiting)
     return Costs(
         source="measured here",
-        forward=found.forward,
-        backward=found.backward,
+        forward=fitted.forward,
+        backward=fitted.backward,
         memory=memory,
         num_layers=shape.layers,
-        update_s=found.update_s,
+        update_s=fitted.update_s,
     )
 
 

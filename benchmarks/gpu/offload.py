@@ -129,15 +129,15 @@ def link(device: torch.device, num_bytes: int) -> dict[str, float]:
     here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     pairs = {"out": (there, here), "back": (here, there)}
-    found = {}
+    errors = {}
     for name, (target, source) in pairs.items():
         target.copy_(source)
-        found[name] = num_bytes / seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)  # type: ignore[misc]
-    return found
+        errors[name] = num_bytes / seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)  # type: ignore[misc]
+    return errors
 
 
-def largest_error(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, want, strict=True))
+def largest_error(values: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(values, want, strict=True))
 
 
 def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = ()) -> dict[str, Any]:

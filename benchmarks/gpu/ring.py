@@ -232,8 +232,8 @@ def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.
                 row: dict[str, Any] = {"kernel": block.name, "dtype": str(dtype).removeprefix("torch.")}
                 row |= {"engine": cp_comm, "places": places}
                 try:
-                    found = shared(tensors, lengths, cp_comm, places, ulysses_degree, partial(_same, block))
-                    pairs = zip(Results._fields, found, want, strict=True)
+                    outcome = shared(tensors, lengths, cp_comm, places, ulysses_degree, partial(_same, block))
+                    pairs = zip(Results._fields, outcome, want, strict=True)
                     row["error"] = {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]
@@ -243,8 +243,8 @@ def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.
 
 def usable(dtype: torch.dtype, device: torch.device) -> list[BlockKernel]:
     """The rows that take a dtype here; of float64 one is enough."""
-    found = [b for b in BLOCKS if b.supports(dtype, device, HEAD_DIM) and b.available()]
-    return found[:1] if dtype == torch.float64 else found
+    candidates = [b for b in BLOCKS if b.supports(dtype, device, HEAD_DIM) and b.available()]
+    return candidates[:1] if dtype == torch.float64 else candidates
 
 
 def _same(block: BlockKernel, place: int) -> BlockKernel:
@@ -304,15 +304,15 @@ def times(tokens: int, places: int, block: BlockKernel, dtype: torch.dtype, devi
     """Every sort of block in a ring, and what they take together."""
     tensors = random_tensors(tokens, dtype, device)
     whole: dict[str, Timed] = {}
-    found: list[list[Timed]] = []
+    timings: list[list[Timed]] = []
     for _ in range(2):  # the first run pays for what is made once
         whole = {t.kind: t for run in measured(tensors, 1, block, device) for t in run}
-        found = measured(tensors, places, block, device)
+        timings = measured(tensors, places, block, device)
     sorts: dict[tuple[Any, ...], list[Timed]] = {}
-    for t in (t for run in found for t in run):
+    for t in (t for run in timings for t in run):
         sorts.setdefault(t[:4], []).append(t)
     medians = [ts[0]._replace(ms=statistics.median(t.ms for t in ts)) for ts in sorts.values()]
-    of_places = {kind: [sum(t.ms for t in run if t.kind == kind) for run in found] for kind in "FB"}
+    of_places = {kind: [sum(t.ms for t in run if t.kind == kind) for run in timings] for kind in "FB"}
     return {
         "tokens": tokens,
         "places": places,

@@ -170,12 +170,12 @@ def costs_name(card_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", card_name.lower().replace("nvidia", "")).strip("-")
 
 
-def keep_costs(found: Path, name: str, out: Path) -> list[str]:
+def keep_costs(measured: Path, name: str, out: Path) -> list[str]:
     """Copy a fitted cost model beside the result, and to recipes/costs where that can be written."""
     kept = []
     for folder in (out.parent, ROOT / "recipes" / "costs"):
         try:
-            shutil.copyfile(found, folder / f"{name}.yaml")
+            shutil.copyfile(measured, folder / f"{name}.yaml")
             kept.append(f"{folder.name}/{name}.yaml")
         except OSError as error:
             kept.append(f"{folder.name}: {error.strerror}")

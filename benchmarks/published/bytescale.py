@@ -92,19 +92,21 @@ def naive(batch: Batch, chain: PlanChain) -> StepPlan:
     short = [s for s in whole if s.length < cap]
     packs = [[short[i] for i in sorted(one)] for one in best_fit_decreasing([s.length for s in short], cap)]
     packs.sort(key=lambda one: -one[0].sequence)
-    made: list[MicroBatch] = []
+    micro_batches: list[MicroBatch] = []
     while long or packs:
         free = 0
         while long and free + -(-long[0].length // cap) <= ranks:
             s = long.pop(0)
             cp_group = tuple(range(free, free + -(-s.length // cap)))
             free += len(cp_group)
-            made.append(MicroBatch((s,), cp_group, 0, "ring" if len(cp_group) > 1 else ""))
+            micro_batches.append(MicroBatch((s,), cp_group, 0, "ring" if len(cp_group) > 1 else ""))
         for rank in range(free, ranks):
             if packs:
-                made.append(MicroBatch(tuple(packs.pop()), (rank,)))
+                micro_batches.append(MicroBatch(tuple(packs.pop()), (rank,)))
     # Uneven chunks may add two tokens on one of the ranks.
-    return check(step(StepPlan(batch, (), chain.limits), replace(chain.limits, max_tokens=cap + 2), made, "naive"))
+    return check(
+        step(StepPlan(batch, (), chain.limits), replace(chain.limits, max_tokens=cap + 2), micro_batches, "naive")
+    )
 
 
 def step_of(setting: Setting, batch: Batch) -> dict[str, dict[str, float]]:
@@ -183,11 +185,11 @@ def main() -> None:
     options = arguments(__doc__)
     if options.quick:
         quick = Setting("byted-like", 256 * K, "", replace(A100, ranks=64))
-        found = [row_of(quick, 1, BATCH // 8)]
+        results = [row_of(quick, 1, BATCH // 8)]
     else:
-        found = [row_of(setting, 4, BATCH) for setting in SETTINGS]
+        results = [row_of(setting, 4, BATCH) for setting in SETTINGS]
     title = "ByteScale: LLaMA 7B, 32M tokens a step"
-    result = {"predicted": True, "title": title, "ring_312K": hides_its_ring(A100), "rows": found}
+    result = {"predicted": True, "title": title, "ring_312K": hides_its_ring(A100), "rows": results}
     finish(result, options, table)
 
 

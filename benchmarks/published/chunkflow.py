@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, ways
+from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, setups
 from lengths import K
 
 DP = 4
@@ -49,11 +49,11 @@ def case(model: str, context: int, paper: str, theirs: Degrees, quick: bool, lau
         machines=Machines(model, dp * theirs.tp * theirs.pp, "a100", launch),
         lengths=label,
         batches=batches,
-        theirs=tuple(ways(["stock"], [theirs], lambda d: [context])),
+        theirs=tuple(setups(["stock"], [theirs], lambda d: [context])),
         definition=f"theirs: one sequence a micro-batch, {theirs} (guessed)",
-        simple=tuple(ways(SIMPLE[:2], layouts, lambda d: [c for c in caps if c <= context])),
+        simple=tuple(setups(SIMPLE[:2], layouts, lambda d: [c for c in caps if c <= context])),
         ours=tuple(evenload(layouts, lambda d: [c for c in caps if c <= context])),
-        more={"chunks": tuple(ways(["chunks"], layouts, lambda d: [c for c in caps if c <= context]))},
+        more={"chunks": tuple(setups(["chunks"], layouts, lambda d: [c for c in caps if c <= context]))},
     )
 
 

@@ -1,6 +1,6 @@
 """What the scripts of this folder share: batches, ways to run a batch, the fastest of them that fits, the table.
 
-A *way* is a planner on a layout. Everything is planned in the package's own vocabulary and timed by
+A *setup* (`Way`) is a planner on a layout. Everything is planned in the package's own vocabulary and timed by
 `core.simulate.step`; nothing is measured here and nothing is fitted to a paper's number.
 """
 
@@ -121,10 +121,10 @@ class Machines:
     """How a micro-batch is shared by context-parallel ranks."""
 
     @cache  # noqa: B019  # a script's settings live as long as the script
-    def chain(self, way: Way) -> PlanChain:
+    def chain(self, setup: Way) -> PlanChain:
         """The chain of a way. Raises EvenloadError for a layout that the model or the machines do not allow."""
         load_plugins()
-        d = way.degrees
+        d = setup.degrees
         recipe = parse(
             {
                 "model": {"vocab_size": 32000, **MODELS[self.model]},
@@ -133,10 +133,10 @@ class Machines:
                     "dtype": "bf16",
                     "recompute": d.recompute,
                     "global_batch_size": 1 << 20,
-                    "micro_batch_size": way.micro_batch_size,
+                    "micro_batch_size": setup.micro_batch_size,
                 },
                 "cluster": self.cluster,
-                "plugins": {"packing": {"enabled": True, "max_tokens": way.max_tokens, **dict(way.packing)}},
+                "plugins": {"packing": {"enabled": True, "max_tokens": setup.max_tokens, **dict(setup.packing)}},
             }
         )
         chain = PlanChain.of_recipe(recipe, recipe.layout(self.world))
@@ -150,42 +150,42 @@ class Machines:
             costs=costs.model_copy(update=launches),
             traffic=replace(chain.context.traffic, cp_comm=self.cp_comm),
         )
-        return replace(chain, context=context, instead="" if way.planner == "evenload" else way.planner)
+        return replace(chain, context=context, instead="" if setup.planner == "evenload" else setup.planner)
 
 
 @dataclass(frozen=True)
 class Timed:
     """What a way comes to over all batches."""
 
-    way: Way
+    setup: Way
     step_s: float
     """Mean over the batches."""
     peak_bytes: float
     fits: bool
 
 
-def timed(machines: Machines, way: Way, batches: Iterable[Batch]) -> Timed:
+def timed(machines: Machines, setup: Way, batches: Iterable[Batch]) -> Timed:
     """Plan and simulate every batch. Raises EvenloadError for what cannot be planned."""
-    chain = machines.chain(way)
+    chain = machines.chain(setup)
     outcomes = [simulate(chain.plan(batch), chain.context, record=False) for batch in batches]
     peak = max(float(o.peak_bytes.max()) for o in outcomes)
     step_s = sum(o.step_s for o in outcomes) / len(outcomes)
-    return Timed(way, step_s, peak, peak <= chain.context.cluster.memory_bytes)
+    return Timed(setup, step_s, peak, peak <= chain.context.cluster.memory_bytes)
 
 
-def fastest(machines: Machines, ways: Iterable[Way], batches: Iterable[Batch]) -> Timed:
+def fastest(machines: Machines, setups: Iterable[Way], batches: Iterable[Batch]) -> Timed:
     """The fastest way that fits into memory. Raises EvenloadError if none does."""
-    found: list[Timed] = []
+    timed_recipes: list[Timed] = []
     why = ""
-    for way in ways:
+    for setup in setups:
         try:
-            found.append(timed(machines, way, batches))
+            timed_recipes.append(timed(machines, setup, batches))
         except EvenloadError as error:
             why = str(error)
-    fitting = [one for one in found if one.fits]
+    fitting = [one for one in timed_recipes if one.fits]
     if not fitting:
-        least = min(found, key=lambda one: one.peak_bytes, default=None)
-        held = f"the least of them holds {least.peak_bytes / 2**30:.0f} GiB ({least.way})" if least else why
+        least = min(timed_recipes, key=lambda one: one.peak_bytes, default=None)
+        held = f"the least of them holds {least.peak_bytes / 2**30:.0f} GiB ({least.setup})" if least else why
         raise EvenloadError("no way of this setting fits into memory", held, "give it other layouts")
     return min(fitting, key=lambda one: one.step_s)
 
@@ -213,8 +213,8 @@ class Case:
     def run(self) -> Result:
         """The row of the table. Raises EvenloadError if a side has no way that fits."""
         theirs, simple, ours, *more = (
-            fastest(self.machines, ways, self.batches)
-            for ways in (self.theirs, self.simple, self.ours, *self.more.values())
+            fastest(self.machines, setups, self.batches)
+            for setups in (self.theirs, self.simple, self.ours, *self.more.values())
         )
         simple = min(theirs, simple, key=lambda one: one.step_s)
         tokens = sum(int(batch.sum()) for batch in self.batches) / len(self.batches)
@@ -237,7 +237,7 @@ class Case:
 
 
 def _side(one: Timed) -> Result:
-    return {"way": str(one.way), "step_s": one.step_s, "peak_bytes": one.peak_bytes}
+    return {"way": str(one.setup), "step_s": one.step_s, "peak_bytes": one.peak_bytes}
 
 
 def batches_of(
@@ -248,7 +248,7 @@ def batches_of(
     return label, tuple(as_lengths(lengths[i * size : (i + 1) * size]) for i in range(count))
 
 
-def ways(
+def setups(
     planners: Iterable[str], degrees: Iterable[Degrees], caps: Callable[[Degrees], Iterable[int]]
 ) -> Iterator[Way]:
     """All planners on all layouts with all caps (tokens of a micro-batch on a rank)."""
@@ -263,9 +263,9 @@ def evenload(degrees: Iterable[Degrees], caps: Callable[[Degrees], Iterable[int]
 
     Both, because the planner weighs compute alone: where slices move their prefix between ranks, whole may be faster.
     """
-    for way in ways(["evenload"], degrees, caps):
-        yield way
-        yield replace(way, packing=(("slices", "off"),))
+    for setup in setups(["evenload"], degrees, caps):
+        yield setup
+        yield replace(setup, packing=(("slices", "off"),))
 
 
 SIMPLE = ("whole", "karmarkar_karp", "best_fit", "in_order")

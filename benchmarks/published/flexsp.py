@@ -173,10 +173,10 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
         done[group] += float(costs.sequence_s(n))
         held[group] += n
     out = []
-    for g, mine in enumerate(members):
+    for g, own in enumerate(members):
         ranks = tuple(range(g * degree, (g + 1) * degree))
-        if mine:
-            out.append(MicroBatch(tuple(Slice(i, 0, int(batch[i])) for i in mine), ranks))
+        if own:
+            out.append(MicroBatch(tuple(Slice(i, 0, int(batch[i])) for i in own), ranks))
         else:
             out += [MicroBatch((), (rank,)) for rank in ranks]
     return out
@@ -186,7 +186,7 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
 class Cut:
     """A batch in sorted micro-batches, each on equal groups of every degree that holds it."""
 
-    ways: list[dict[int, list[MicroBatch]]]
+    of_parts: list[dict[int, list[MicroBatch]]]
     """Of each micro-batch, by degree."""
     seconds: list[dict[int, float]]
     """Simulated alone; all ranks meet after each, so those of a step add up."""
@@ -194,12 +194,16 @@ class Cut:
     def best(self, degrees: tuple[int, ...], *, each: bool) -> list[list[MicroBatch]] | None:
         """One degree for all micro-batches, or with ``each`` for every one; None where none of them holds the batch."""
         if each:
-            return [way[min(s, key=lambda d: s[d])] for way, s in zip(self.ways, self.seconds, strict=True) if s]
-        whole = [d for d in degrees if all(d in way for way in self.ways)]
+            return [
+                by_degree[min(s, key=lambda d: s[d])]
+                for by_degree, s in zip(self.of_parts, self.seconds, strict=True)
+                if s
+            ]
+        whole = [d for d in degrees if all(d in by_degree for by_degree in self.of_parts)]
         if not whole:
             return None
         d = min(whole, key=lambda d: sum(s[d] for s in self.seconds))
-        return [way[d] for way in self.ways]
+        return [by_degree[d] for by_degree in self.of_parts]
 
 
 def cuts_of(model: Model, batch: Batch) -> list[Cut]:
@@ -208,10 +212,10 @@ def cuts_of(model: Model, batch: Batch) -> list[Cut]:
     count = -(-int(batch.sum()) // (RANKS * cap_of(model)))
     while len(out) < TRIES:
         parts = chunks(batch, count)
-        ways = [{d: way for d in DEGREES if (way := groups(model, batch, part, d))} for part in parts]
-        if all(ways):
-            seconds = [{d: _alone(model, batch, way) for d, way in one.items()} for one in ways]
-            out.append(Cut(ways, seconds))
+        of_parts = [{d: by_degree for d in DEGREES if (by_degree := groups(model, batch, part, d))} for part in parts]
+        if all(of_parts):
+            seconds = [{d: _alone(model, batch, by_degree) for d, by_degree in one.items()} for one in of_parts]
+            out.append(Cut(of_parts, seconds))
         count += 1
     return out
 
@@ -228,11 +232,13 @@ def static(model: Model, batch: Batch, cuts: list[Cut], degrees: tuple[int, ...]
     return best
 
 
-def _alone(model: Model, batch: Batch, way: list[MicroBatch]) -> float:
-    mine = [s.sequence for m in way for s in m.slices]
-    number = {old: new for new, old in enumerate(mine)}
-    part = batch[mine]
-    renamed = [m._replace(slices=tuple(s._replace(sequence=number[s.sequence]) for s in m.slices)) for m in way]
+def _alone(model: Model, batch: Batch, micro_batches: list[MicroBatch]) -> float:
+    sequences = [s.sequence for m in micro_batches for s in m.slices]
+    number = {old: new for new, old in enumerate(sequences)}
+    part = batch[sequences]
+    renamed = [
+        m._replace(slices=tuple(s._replace(sequence=number[s.sequence]) for s in m.slices)) for m in micro_batches
+    ]
     return step_seconds(model, StepPlan(part, tuple(renamed), chain_of(model, 1).limits))
 
 
@@ -242,11 +248,11 @@ def row_of(
     least = next(d for d in DEGREES if d * cap_of(model) >= context)
     columns = {"static": (least,), "SP64": (64,), "BatchAda": DEGREES, "each": DEGREES}
     cuts = [cuts_of(model, batch) for batch in batches]
-    found = {
+    figures = {
         name: [static(model, b, c, degrees, each=name == "each") for b, c in zip(batches, cuts, strict=True)]
         for name, degrees in columns.items()
     }
-    seconds = {name: float(np.mean([s for s, _ in rows])) for name, rows in found.items()}
+    seconds = {name: float(np.mean([s for s, _ in rows])) for name, rows in figures.items()}
     lanes = {d: [_packed(model, d, batch) for batch in batches] for d in DEGREES}
     seconds["evenload"] = float(min(np.mean(column) for column in lanes.values()))
     seconds["evenload, per batch"] = float(np.mean([min(column) for column in zip(*lanes.values(), strict=True)]))
@@ -265,7 +271,7 @@ def row_of(
         "evenload_degree": min(lanes, key=lambda d: float(np.mean(lanes[d]))),
         "tokens": [float(n.sum()) for n in lengths],
         "squares": [float((n * n).sum()) for n in lengths],
-        "micro_batches": [count for _, count in found["SP64"]],
+        "micro_batches": [count for _, count in figures["SP64"]],
     }
 
 
@@ -303,9 +309,9 @@ def table(result: dict[str, Any]) -> Any:
 
 def main() -> None:
     options = arguments(__doc__)
-    found = list(rows(options.quick, options.wikipedia))
+    results = list(rows(options.quick, options.wikipedia))
     title = "FlexSP, 512 Wikipedia sequences a step on 64 A100-40G"
-    finish({"predicted": True, "title": title, "rows": found}, options, table)
+    finish({"predicted": True, "title": title, "rows": results}, options, table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common import SIMPLE, Batch, Case, Degrees, Machines, Way, arguments, batches_of, claim, evenload, finish, ways
+from common import SIMPLE, Batch, Case, Degrees, Machines, Way, arguments, batches_of, claim, evenload, finish, setups
 from lengths import K
 
 LAYOUTS = tuple(Degrees(tp, pp, 1, recompute) for tp in (2, 4, 8) for pp in (1, 2, 4) for recompute in (False, True))
@@ -53,9 +53,9 @@ def case(model: str, world: int, corpus: str, context: int, tokens: int, quick: 
         machines=Machines(model, world, "a100"),
         lengths=label,
         batches=batches,
-        theirs=tuple(ways(["in_order"], layouts, lambda d: [context])),
+        theirs=tuple(setups(["in_order"], layouts, lambda d: [context])),
         definition="theirs: packs in order up to the window, fastest layout that fits",
-        simple=tuple(ways(SIMPLE, layouts, small)),
+        simple=tuple(setups(SIMPLE, layouts, small)),
         ours=tuple(evenload(layouts, small)),
         more={"padded": tuple(four(d) for d in layouts)},
     )

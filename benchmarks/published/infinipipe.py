@@ -179,23 +179,23 @@ def result_of(plan: StepPlan, chain: PlanChain) -> Row:
     over = missing_bytes(plan, chain.context)
     if over > 0:
         held = fixed_bytes(chain.context.costs.memory, plan.limits)
-        found = f"{over / 1e9:.1f} GB over, {held / 1e9:.1f} GB of states"
-        raise EvenloadError("a plan does not fit into memory", found, "recompute more")
+        detail = f"{over / 1e9:.1f} GB over, {held / 1e9:.1f} GB of states"
+        raise EvenloadError("a plan does not fit into memory", detail, "recompute more")
     return judged(plan, chain.context)
 
 
 def fastest_of(options: Iterable[tuple[PlanChain, int | None]], batch: Batch) -> Row:
     """Of chains with layers to recompute; None: as the plan says. Raises EvenloadError where none fits."""
-    found, why = [], None
+    results, why = [], None
     for chain, layers in options:
         try:
             plan = chain.plan(batch)
-            found.append(result_of(plan if layers is None else with_layers(plan, layers), chain))
+            results.append(result_of(plan if layers is None else with_layers(plan, layers), chain))
         except EvenloadError as error:
             why = error
-    if not found:
+    if not results:
         raise why or EvenloadError("there is nothing to choose from")
-    return min(found, key=lambda one: one["step_s"])
+    return min(results, key=lambda one: one["step_s"])
 
 
 def step_of(setting: Setting, batch: Batch) -> dict[str, Row]:
@@ -211,13 +211,13 @@ def step_of(setting: Setting, batch: Batch) -> dict[str, Row]:
         "evenload": [(pipeline(model), None)],
         "own states": [(pipeline(model, fsdp=False), None)],
     }
-    found: dict[str, Row] = {}
+    results: dict[str, Row] = {}
     for name in COLUMNS:
         try:
-            found[name] = fastest_of(columns[name], batch)
+            results[name] = fastest_of(columns[name], batch)
         except EvenloadError as error:
-            found[name] = {"failed": str(error)}
-    return found
+            results[name] = {"failed": str(error)}
+    return results
 
 
 def row_of(setting: Setting, count: int, size: int) -> Row:

@@ -67,9 +67,12 @@ class Pipeline:
 
 def missing_bytes(plan: StepPlan, context: PlanningContext) -> float:
     """By how much the fullest rank has too little room; negative where all fit."""
-    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     ranks = {r for m in plan.micro_batches for r in m.ranks[:1]}  # ranks of a lane hold the same
-    return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage, ranks)) - room
+    return (
+        max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage, ranks))
+        - budget_bytes
+    )
 
 
 def judged(plan: StepPlan, context: PlanningContext) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def layers_of(plan: StepPlan) -> list[float]:
     return [sum(layers_again(plan, stage).values()) * layers / count for stage in range(plan.limits.num_stages)]
 
 
-def fastest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fastest that fits; where none does, the one that needs least."""
-    fitting = [one for one in found if one["fits"]]
-    return min(fitting, key=lambda one: one["step_s"]) if fitting else min(found, key=lambda one: one["peak_bytes"])
+    fitting = [one for one in rows if one["fits"]]
+    return min(fitting, key=lambda one: one["step_s"]) if fitting else min(rows, key=lambda one: one["peak_bytes"])

@@ -50,10 +50,10 @@ class Plane:
 
     def _linked(self, chain: PlanChain) -> PlanChain:
         cluster = chain.context.cluster
-        given = {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s}
+        stated = {"intra": self.intra_bytes_per_s, "inter": self.inter_bytes_per_s}
         links = {
             name: getattr(cluster, name).model_copy(update={"bytes_per_s": rate})
-            for name, rate in given.items()
+            for name, rate in stated.items()
             if rate
         }
         memory = {"memory_bytes": self.memory_bytes or cluster.memory_bytes}
@@ -68,8 +68,10 @@ def theirs(chain: PlanChain) -> PlanChain:
 
 def shared_by(plan: StepPlan, cp_comm: CpComm, *, routed: bool = False) -> StepPlan:
     """The same plan with another way to share attention."""
-    made = tuple(m._replace(cp_comm=cp_comm, routed=routed) if len(m.ranks) > 1 else m for m in plan.micro_batches)
-    return replace(plan, micro_batches=made)
+    micro_batches = tuple(
+        m._replace(cp_comm=cp_comm, routed=routed) if len(m.ranks) > 1 else m for m in plan.micro_batches
+    )
+    return replace(plan, micro_batches=micro_batches)
 
 
 def seconds_of(plan: StepPlan, chain: PlanChain) -> float:

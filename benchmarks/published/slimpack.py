@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, ways
+from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, setups
 from lengths import K
 
 WINDOW = 256 * K
@@ -45,11 +45,11 @@ def case(corpus: str, quick: bool, wikipedia: Path | None, launch: float = 1.0) 
         machines=Machines("llama-7b", 128, "h100", launch),
         lengths=label,
         batches=batches,
-        theirs=tuple(ways(["in_order"], layouts, lambda d: [WINDOW // d.cp])),
+        theirs=tuple(setups(["in_order"], layouts, lambda d: [WINDOW // d.cp])),
         definition="theirs: packs in order up to the window, fastest layout that fits",
-        simple=tuple(ways(SIMPLE, layouts, small)),
+        simple=tuple(setups(SIMPLE, layouts, small)),
         ours=tuple(evenload(layouts, lambda d: [*small(d), WINDOW // d.cp])),
-        more={} if quick else {"PP4": tuple(ways(["in_order"], PIPELINES, lambda d: [WINDOW // d.cp]))},
+        more={} if quick else {"PP4": tuple(setups(["in_order"], PIPELINES, lambda d: [WINDOW // d.cp]))},
     )
 
 
@@ -62,8 +62,8 @@ def cases(quick: bool, wikipedia: Path | None) -> Iterator[Case]:
 
 def main() -> None:
     options = arguments(__doc__)
-    found = claim("SlimPack: Llama 7B on 128 H100", cases(options.quick, options.wikipedia))
-    finish(found, options)
+    result = claim("SlimPack: Llama 7B on 128 H100", cases(options.quick, options.wikipedia))
+    finish(result, options)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ class Setting:
 
     def chain(self, planner: str, recompute: bool, **packing: Any) -> PlanChain:
         d = replace(self.degrees, recompute=recompute)
-        way = Way(planner, d, self.context // d.cp, packing=tuple(packing.items()))
-        return Machines(self.model, self.world, "h100", cp_comm="all_gather").chain(way)
+        setup = Way(planner, d, self.context // d.cp, packing=tuple(packing.items()))
+        return Machines(self.model, self.world, "h100", cp_comm="all_gather").chain(setup)
 
 
 SETTINGS = (
@@ -89,15 +89,15 @@ def steps_of(lengths: Lengths, setting: Setting, count: int) -> Iterator[list[in
 def parts_of(documents: list[int], context: int) -> list[list[int]]:
     """The documents end to end in windows: the lengths of the parts in each."""
     windows: list[list[int]] = [[]]
-    room = context
+    space = context
     for n in documents:
         while n:
-            if not room:
+            if not space:
                 windows.append([])
-                room = context
-            take = min(n, room)
+                space = context
+            take = min(n, space)
             windows[-1].append(take)
-            n, room = n - take, room - take
+            n, space = n - take, space - take
     return windows
 
 
@@ -165,14 +165,14 @@ def row_of(setting: Setting, count: int) -> dict[str, Any]:
         theirs = theirs_with(True)
     slices = planned("evenload", recompute)
     whole = planned("evenload", recompute, slices="off")
-    found = {
+    figures = {
         "theirs": theirs,
         "whole": planned("whole", recompute),
         "slices": slices,
         "ours": min(slices, whole, key=lambda one: one.seconds),
         f"delay {DELAY}": _delayed(setting, recompute, batches),
     }
-    variants = {name: one.to_json() for name, one in found.items()}
+    variants = {name: one.to_json() for name, one in figures.items()}
     return {
         "setting": f"{setting.model} {setting.context // K}K, {setting.world} ranks",
         "paper": setting.paper,
@@ -213,8 +213,8 @@ def table(result: dict[str, Any]) -> Any:
 
 def main() -> None:
     options = arguments(__doc__)
-    found = [row_of(setting, 2 if options.quick else 8) for setting in SETTINGS[: 1 if options.quick else None]]
-    finish({"predicted": True, "title": "WLB-LLM: LLaMA on H100", "rows": found}, options, table)
+    results = [row_of(setting, 2 if options.quick else 8) for setting in SETTINGS[: 1 if options.quick else None]]
+    finish({"predicted": True, "title": "WLB-LLM: LLaMA on H100", "rows": results}, options, table)
 
 
 if __name__ == "__main__":

@@ -73,18 +73,18 @@ def batches_of(setting: Setting, count: int) -> Iterator[Batch]:
     rest = iter(lengths.tolist())
     held = next(rest)
     for _ in range(count):
-        mine: list[int] = []
-        while sum(mine) + held <= tokens:
-            mine.append(held)
+        own: list[int] = []
+        while sum(own) + held <= tokens:
+            own.append(held)
             held = next(rest)
-        yield as_lengths(mine)
+        yield as_lengths(own)
 
 
 def step_of(plane: Plane, batch: Batch) -> dict[str, dict[str, float]]:
     """Every column of one batch."""
     static = theirs(plane.static(plane.ranks))
     one = static.plan(batch)
-    found = {
+    figures = {
         "TE CP": described(shared_by(one, "ring"), static),
         "routed": described(shared_by(one, "ring", routed=True), static),
         "gather": described(shared_by(one, "all_gather"), static),
@@ -96,7 +96,7 @@ def step_of(plane: Plane, batch: Batch) -> dict[str, dict[str, float]]:
         "+ remap": plane.mesh(engines=("ring",)),
         "mesh": plane.mesh(),
     }
-    return found | {name: described(chain.plan(batch), chain) for name, chain in chains.items()}
+    return figures | {name: described(chain.plan(batch), chain) for name, chain in chains.items()}
 
 
 def row_of(setting: Setting, count: int) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def table(result: dict[str, Any]) -> Any:
 def main() -> None:
     options = arguments(__doc__)
     quick = Setting("arxiv-like", "A800", replace(A800, ranks=16))
-    found = [row_of(quick, 2)] if options.quick else [row_of(setting, 8) for setting in settings()]
+    results = [row_of(quick, 2)] if options.quick else [row_of(setting, 8) for setting in settings()]
     hops = {"plain": hop_ms(A800, routed=False), "routed": hop_ms(A800, routed=True)}
-    finish({"predicted": True, "title": "Zeppelin: 4K tokens a rank", "hop_ms": hops, "rows": found}, options, table)
+    finish({"predicted": True, "title": "Zeppelin: 4K tokens a rank", "hop_ms": hops, "rows": results}, options, table)
 
 
 if __name__ == "__main__":

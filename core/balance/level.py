@@ -68,11 +68,11 @@ def _largest_first(weights: Floats, capacity: Floats, base: Floats, noise: Float
         load[:, b] += scaled[:, item]
     heap = [(fill, b) for b, fill in enumerate((load / share).max(axis=0).tolist())]
     heapq.heapify(heap)
-    size, room = scaled.max(axis=0).tolist(), share.min(axis=0).tolist()
+    size, space = scaled.max(axis=0).tolist(), share.min(axis=0).tolist()
     for item in order[exact:].tolist():
         fill, b = heap[0]
         members[b].append(item)
-        heapq.heapreplace(heap, (fill + size[item] / room[b], b))
+        heapq.heapreplace(heap, (fill + size[item] / space[b], b))
     return members
 
 
@@ -117,9 +117,9 @@ def _swap(
     owner = np.array([*others, *(b for b, _ in back)])
     offered = np.concatenate([np.zeros((len(weights), len(others))), weights[:, [item for _, item in back]]], axis=1)
     shift = weights[:, out][:, :, None] - offered[:, None, :]
-    mine = (load[:, full][:, None, None] - shift) / capacity[:, full][:, None, None]
+    ours = (load[:, full][:, None, None] - shift) / capacity[:, full][:, None, None]
     theirs = (load[:, owner][:, None, :] + shift) / capacity[:, owner][:, None, :]
-    after = np.maximum(mine, theirs).max(axis=0)
+    after = np.maximum(ours, theirs).max(axis=0)
     row, column = divmod(int(after.argmin()), after.shape[1])
     if after[row, column] >= limit * (1 - 1e-6):
         return False
@@ -150,17 +150,17 @@ def _split_anew(
         items = items[np.argsort(-weights[:, items].max(axis=0), kind="stable")]
         large, small = items[:_LARGEST], items[_LARGEST:]
         caps = (capacity[:, full, None], capacity[:, other, None])
-        ways = _WAYS[: 1 << len(large), : len(large)].T
+        choices = _WAYS[: 1 << len(large), : len(large)].T
         there = load[:, [full, other]] - np.stack([weights[:, members[b]].sum(axis=1) for b in (full, other)], axis=1)
-        first = there[:, :1] + weights[:, large] @ ways
-        second = there[:, 1:] + weights[:, large] @ (1 - ways)
+        first = there[:, :1] + weights[:, large] @ choices
+        second = there[:, 1:] + weights[:, large] @ (1 - choices)
         rest = weights[:, small].sum(axis=1, keepdims=True)
         # Small items pour into what is left: the pair cannot get below its common fill, nor below its large items.
         common = ((first + second + rest) / (caps[0] + caps[1])).max(axis=0)
         reached = np.maximum((first / caps[0]).max(axis=0), (second / caps[1]).max(axis=0))
         best = int(np.maximum(common, reached).argmin())
         sums = [first[:, best, None].copy(), second[:, best, None].copy()]
-        sides = [large[ways[:, best] == 1].tolist(), large[ways[:, best] == 0].tolist()]
+        sides = [large[choices[:, best] == 1].tolist(), large[choices[:, best] == 0].tolist()]
         for item in small.tolist():
             after = [float(((s + weights[:, item, None]) / c).max()) for s, c in zip(sums, caps, strict=True)]
             side = int(after[1] < after[0])

@@ -148,17 +148,17 @@ def into_bins(costs: list[float], tokens: list[int], cap: int, num_bins: int) ->
 def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num_bins: int) -> list[list[int]] | None:
     """Each item onto the bin of least weight that has room for it."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [cap] * num_bins
+    space = [cap] * num_bins
     heap = [(0.0, b) for b in range(num_bins)]
     for item in items:
         full = []
-        while heap and room[heap[0][1]] < tokens[item]:
+        while heap and space[heap[0][1]] < tokens[item]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         weight, b = heapq.heappop(heap)
         bins[b].append(item)
-        room[b] -= tokens[item]
+        space[b] -= tokens[item]
         for entry in (*full, (weight + weights[item], b)):
             heapq.heappush(heap, entry)
     return bins
@@ -171,12 +171,12 @@ def best_fit_decreasing(tokens: list[int], cap: int) -> list[list[int]]:
     for item in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
         place = bisect_left(rooms, (tokens[item], -1))
         if place < len(rooms):
-            room, b = rooms.pop(place)
+            space, b = rooms.pop(place)
         else:
-            room, b = cap, len(bins)
+            space, b = cap, len(bins)
             bins.append([])
         bins[b].append(item)
-        insort(rooms, (room - tokens[item], b))
+        insort(rooms, (space - tokens[item], b))
     return bins
 
 

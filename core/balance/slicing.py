@@ -10,15 +10,15 @@ from ..costs.costs import PassCost
 from ..plan.step_plan import Slice
 
 
-def cut(start: int, rest: int, wanted: float, room: int, block: int) -> int:
-    """Tokens to take of the ``rest`` behind ``start``: about ``wanted``, at most ``room``, no slice below a block.
+def cut(start: int, rest: int, wanted: float, most: int, block: int) -> int:
+    """Tokens to take of the ``rest`` behind ``start``: about ``wanted``, at most ``most``, no slice below a block.
 
     All lengths in tokens. 0 where that cannot be.
     """
-    if wanted >= rest - block / 2 and rest <= room:
+    if wanted >= rest - block / 2 and rest <= most:
         return rest
     end = round((start + wanted) / block) * block
-    while end - start > room or start + rest - end < min(block, rest):
+    while end - start > most or start + rest - end < min(block, rest):
         end -= block
     return max(0, end - start)
 
@@ -52,19 +52,19 @@ class Line:
     def left(self) -> bool:
         return self._at < len(self._items)
 
-    def take(self, budget_s: float, room: int) -> tuple[list[Slice], float]:
-        """The next slices that cost about ``budget_s`` and hold at most ``room`` tokens, and what they do cost."""
+    def take(self, budget_s: float, most: int) -> tuple[list[Slice], float]:
+        """The next slices that cost about ``budget_s`` and hold at most ``most`` tokens, and what they do cost."""
         pieces: list[Slice] = []
         spent_s = 0.0
         while self.left:
             item, start = self._items[self._at], self._start
             rest = self._tokens[item] - start
-            wanted = min(self._price.tokens_within(start, budget_s - spent_s), room)
-            take = cut(start, rest, wanted, room, self._block)
+            wanted = min(self._price.tokens_within(start, budget_s - spent_s), most)
+            take = cut(start, rest, wanted, most, self._block)
             if take:
                 pieces.append(Slice(item, start, start + take))
                 spent_s += float(self._price.seconds(take, start))
-                room -= take
+                most -= take
             if take < rest:
                 self._start = start + take
                 break

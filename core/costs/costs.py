@@ -130,8 +130,8 @@ class PassCost(_Frozen):
 
     def plus(self, other: PassCost) -> PassCost:
         """What both cost, one after the other."""
-        mine, more = self.model_dump(), other.model_dump()
-        return PassCost(**{name: mine[name] + more[name] for name in mine})
+        own, more = self.model_dump(), other.model_dump()
+        return PassCost(**{name: own[name] + more[name] for name in own})
 
     def scaled(self, compute: float, launch: float) -> PassCost:
         return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)

@@ -125,8 +125,8 @@ def _scales(prior: Floats, work: Floats, seconds: Floats) -> Floats:
 
 
 def _median(seconds: Floats, expected: Floats, instead: float) -> float:
-    told = expected > 0
-    return float(np.median(seconds[told] / expected[told])) if told.any() else instead
+    measurable = expected > 0
+    return float(np.median(seconds[measurable] / expected[measurable])) if measurable.any() else instead
 
 
 def _ridge(columns: Floats, weights: Floats, centre: Floats, hold: float) -> Floats:

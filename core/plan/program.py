@@ -140,9 +140,9 @@ def _in_step(plan: StepPlan) -> tuple[Program, ...]:
     """All ranks in step. What gathers parameters in recomputed layers needs backwards that are all of one sort: with a
     plan's numbers, of the one that recomputes most."""
     if plan.limits.num_stages > 1 or any(plan.split):
-        found = f"{plan.limits.num_stages} stages, {sum(map(len, plan.split))} W"
+        detail = f"{plan.limits.num_stages} stages, {sum(map(len, plan.split))} W"
         raise PlanError(
-            "ranks in step have no pipeline stages and no weight gradients of their own", found, "plan for one stage"
+            "ranks in step have no pipeline stages and no weight gradients of their own", detail, "plan for one stage"
         )
     rows = in_step([_program(plan, 0, ops) for ops in orders_of_stage(plan, 0)])
     if plan.recompute:

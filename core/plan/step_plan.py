@@ -273,7 +273,7 @@ class StepPlan:
         for i, m in enumerate(self.micro_batches):
             same.setdefault(m[:2], []).append(i)
         stored_forwards = (None if j in replayed else same.get(m[:2]) for j, m in enumerate(self.backward))
-        return tuple(found.pop(0) if found else None for found in stored_forwards)
+        return tuple(indices.pop(0) if indices else None for indices in stored_forwards)
 
     @fact("micro_batches", "backward", "replayed")
     def kept(self) -> frozenset[int]:
@@ -308,11 +308,11 @@ class StepPlan:
     @fact("micro_batches", "backward", "limits")
     def _by_rank(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         def indices(micro_batches: tuple[MicroBatch, ...]) -> tuple[tuple[int, ...], ...]:
-            mine: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
+            of_ranks: list[list[int]] = [[] for _ in range(self.limits.num_ranks)]
             for index, micro_batch in enumerate(micro_batches):
                 for rank in micro_batch.ranks:
-                    mine[rank].append(index)
-            return tuple(map(tuple, mine))
+                    of_ranks[rank].append(index)
+            return tuple(map(tuple, of_ranks))
 
         forward = indices(self.micro_batches)
         return {"F": forward, "B": indices(self.backward) if self.backward else forward}

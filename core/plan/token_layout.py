@@ -120,23 +120,23 @@ def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, ulysses_degre
 
 def _run(pieces: Pieces, first: int, end: int) -> Pieces:
     """Tokens first .. end-1 of pieces laid end to end."""
-    found, at = [], 0
+    parts, at = [], 0
     for p in pieces:
         a, b = max(first - at, 0), min(end - at, p.length)
         if a < b:
-            found.append(Slice(p.sequence, p.start + a, p.start + b))
+            parts.append(Slice(p.sequence, p.start + a, p.start + b))
         at += p.length
-    return tuple(found)
+    return tuple(parts)
 
 
 def _joined(pieces: object) -> Pieces:
-    found: list[Slice] = []
+    joined: list[Slice] = []
     for p in pieces:  # type: ignore[attr-defined]
-        if found and found[-1].stop == p.start and p.length:
-            found[-1] = Slice(p.sequence, found[-1].start, p.stop)
+        if joined and joined[-1].stop == p.start and p.length:
+            joined[-1] = Slice(p.sequence, joined[-1].start, p.stop)
         elif p.length:
-            found.append(p)
-    return tuple(found)
+            joined.append(p)
+    return tuple(joined)
 
 
 def _evened(held: dict[int, list[Slice]], node_ranks: int) -> dict[int, Pieces]:

@@ -105,11 +105,11 @@ class Planner:
         start = time.perf_counter()
         draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
         status, plan, plan_s, why = self._wait(future, self._budget_s)
-        told = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
-        if plan is None or any(message[0] != READY for message in told):
-            plan = self._fall_back(draw, chain, told, why, future)
+        answers = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
+        if plan is None or any(message[0] != READY for message in answers):
+            plan = self._fall_back(draw, chain, answers, why, future)
         else:
-            _refuse_divergence([message[1:] for message in told], self.step)
+            _refuse_divergence([message[1:] for message in answers], self.step)
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
         self.step += 1
@@ -161,12 +161,12 @@ class Planner:
         self,
         draw: Draw,
         chain: PlanChain,
-        told: list[bytes],
+        answers: list[bytes],
         why: str,
         future: Future[tuple[StepPlan, float]],
     ) -> StepPlan:
         """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
-        ranks = {kind: [r for r, message in enumerate(told) if message[0] == kind] for kind in (LATE, FAILED)}
+        ranks = {kind: [r for r, message in enumerate(answers) if message[0] == kind] for kind in (LATE, FAILED)}
         cause = "; ".join(
             f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
         )
@@ -185,9 +185,9 @@ class Planner:
         if not ranks[FAILED]:
             logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
             status, late, _, why = self._wait(future, budget_s=None)
-            told = self._exchange(bytes([status]) + (late.digest if late else bytes(16)))
-            if late is not None and all(message[0] == READY for message in told):
-                _refuse_divergence([message[1:] for message in told], self.step)
+            answers = self._exchange(bytes([status]) + (late.digest if late else bytes(16)))
+            if late is not None and all(message[0] == READY for message in answers):
+                _refuse_divergence([message[1:] for message in answers], self.step)
                 return replace(late, notes=(*late.notes, f"waited for: {cause}"))
         raise EvenloadError(
             "no planner could plan this step under the caps and settings of the recipe",

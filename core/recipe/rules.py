@@ -74,9 +74,9 @@ def refuse_impossible(recipe: Wanted) -> None:
             "lower data.min_length",
         ),
     ]
-    for broken, what, found, do in rules:
+    for broken, what, detail, do in rules:
         if broken:
-            raise EvenloadError(what, found, do)
+            raise EvenloadError(what, detail, do)
     refuse_idle_ranks(train.global_batch_size, p.dp or 1)
 
 

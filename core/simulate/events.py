@@ -170,8 +170,8 @@ def _rounds(plan: StepPlan, seconds: SecondsOf) -> Iterator[Event]:
     counts = {rank: len(row) for rank, row in enumerate(orders)}
     if len(set(counts.values())) > 1:
         few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-        found = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
-        raise PlanError("ranks that run in step have unlike numbers of passes", found, "add dummies")
+        detail = f"{counts[few]} on rank {few}, {counts[many]} on rank {many}"
+        raise PlanError("ranks that run in step have unlike numbers of passes", detail, "add dummies")
     of_kind = {kind: [[op for op in row if op.kind == kind] for row in orders] for kind in DIRECTIONS}
     done = dict.fromkeys(DIRECTIONS, 0)
     now = 0.0

@@ -69,8 +69,8 @@ class PassTimes:
     def seconds(self, stage: int, op: Op) -> float:
         """Compute and exposed communication of a pass, on the rank for which they are most."""
         if op in self._of_ranks:
-            found = self._unlike_of(stage, op)
-            return float((found.compute + found.exposed).max()) - self._later_s(stage, op)
+            unlike = self._unlike_of(stage, op)
+            return float((unlike.compute + unlike.exposed).max()) - self._later_s(stage, op)
         compute_s = self._computing_s(stage, op)
         return compute_s + self._even_s(stage, op) if self.talks and op.kind != "W" else compute_s
 
@@ -102,16 +102,16 @@ class PassTimes:
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
         if op in self._of_ranks:
-            found = self._unlike_of(stage, op)
-            return float(found.exposed[found.places[rank]])
+            unlike = self._unlike_of(stage, op)
+            return float(unlike.exposed[unlike.places[rank]])
         return self._even_s(stage, op) if op.kind != "W" else 0.0
 
     def parts(self, stage: int, op: Op, rank: int) -> list[tuple[Part, float]]:
         """What a pass consists of on a rank, in order; nothing that takes no time."""
         if op in self._of_ranks:
-            found = self._unlike_of(stage, op)
-            place = found.places[rank]
-            again, compute_s = float(found.again[place]), float(found.compute[place]) - self._later_s(stage, op)
+            unlike = self._unlike_of(stage, op)
+            place = unlike.places[rank]
+            again, compute_s = float(unlike.again[place]), float(unlike.compute[place]) - self._later_s(stage, op)
         else:
             again, compute_s = self._again_s(stage, op), self._computing_s(stage, op)
         exposed = self.exposed_s(stage, op, rank)

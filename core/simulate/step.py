@@ -149,8 +149,8 @@ def _end_of_step(
     update_s, begin = _update_s(context), max(end for _, end in ends)
     for stage, (ready, end) in enumerate(ends):
         for rank in range(plan.limits.num_ranks) if spans is not None else ():
-            found = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
-            spans += [span for span in found if span.end_s > span.start_s]  # type: ignore[operator]
+            closing = [Span(stage, rank, "G", -1, ready, end), Span(stage, rank, "U", -1, begin, begin + update_s)]
+            spans += [span for span in closing if span.end_s > span.start_s]  # type: ignore[operator]
     return begin + update_s
 
 

@@ -101,28 +101,28 @@ def _refuse(
     others: dict[str, Any],
 ) -> None:
     """Raise EvenloadError for what packed causal attention cannot honour."""
-    found, do = "", ""
+    detail, do = "", ""
     if attention_mask is not None:
-        found, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"
+        detail, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"
     elif dropout:
-        found, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
+        detail, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
     elif sliding_window is not None and sliding_window < (longest := _longest(pack)):
-        found = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
+        detail = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
         do = "lower data.max_length to the window, or take a model without one"
     elif (reach := rotary_reach(getattr(module, "config", None))) is not None and reach < (longest := _longest(pack)):
-        found = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
+        detail = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
         do = "use shorter sequences, or take a model without dynamic or longrope tables"
     elif pack.prefix is not None and getattr(module, "layer_idx", None) is None:
-        found = f"{type(module).__name__} has no layer_idx, by which keys of earlier slices are kept"
+        detail = f"{type(module).__name__} has no layer_idx, by which keys of earlier slices are kept"
         do = "plan whole sequences (packing.slices: off), or use a model that numbers its layers"
     elif not getattr(module, "is_causal", True):
-        found, do = f"{type(module).__name__} is not causal", "use a causal language model"
+        detail, do = f"{type(module).__name__} is not causal", "use a causal language model"
     else:
-        given = [name for name in _UNSUPPORTED if others.get(name) is not None]
-        if given:
-            found, do = f"{given[0]} given by {type(module).__name__}", "use a model with plain causal attention"
-    if found:
-        raise EvenloadError("the attention 'evenload' is plain causal attention inside each sequence", found, do)
+        extra = [name for name in _UNSUPPORTED if others.get(name) is not None]
+        if extra:
+            detail, do = f"{extra[0]} given by {type(module).__name__}", "use a model with plain causal attention"
+    if detail:
+        raise EvenloadError("the attention 'evenload' is plain causal attention inside each sequence", detail, do)
 
 
 def _longest(pack: Pack) -> int:

@@ -59,11 +59,11 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     for key in _TIMED if recipe.parallel.pp > 1 else ():
         value = extra.get(key)
         if value.get("enabled") if isinstance(value, Mapping) else value:
-            found, do = (
+            detail, do = (
                 f"{key} = {shown(value)}, parallel.pp {recipe.parallel.pp}",
                 "leave it out, or set parallel.pp=1",
             )
-            raise EvenloadError(f"'{key}' of DeepSpeed 0.19 fails in pipelines", found, do)
+            raise EvenloadError(f"'{key}' of DeepSpeed 0.19 fails in pipelines", detail, do)
     zero = extra.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise EvenloadError(

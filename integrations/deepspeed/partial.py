@@ -46,8 +46,8 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.before: dict[int, torch.Tensor] = {}
         """State of the generator before a tensor was filled for the last time, by the tensor's id."""
-        self._room = torch.empty(0)
-        """For what is drawn; one for all, since room given back between states that stay would not fit the next."""
+        self._buffer = torch.empty(0)
+        """For what is drawn; one for all, since memory given back between states that stay would not fit the next."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,8 +58,8 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags and args[0].is_meta:
             like = args[0]
             self.before[id(like)] = torch.get_rng_state()
-            if len(self._room) < like.numel() or self._room.dtype != like.dtype:
-                self._room = torch.empty(like.numel(), dtype=like.dtype)
-            func(self._room[: like.numel()].view(like.shape), *args[1:], **kwargs)
+            if len(self._buffer) < like.numel() or self._buffer.dtype != like.dtype:
+                self._buffer = torch.empty(like.numel(), dtype=like.dtype)
+            func(self._buffer[: like.numel()].view(like.shape), *args[1:], **kwargs)
             return like
         return func(*args, **kwargs)

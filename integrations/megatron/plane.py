@@ -16,7 +16,7 @@ def open_plane(node_ranks: int = 0) -> Plane:
     Args:
         node_ranks: neighbouring plane ranks that share a node; 0: all do.
     """
-    mine: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rows: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(rows, tuple(dist.get_process_group_ranks(mine)))
+    dist.all_gather_object(rows, tuple(dist.get_process_group_ranks(group)))
     return Plane.make(sorted(set(rows)), node_ranks)

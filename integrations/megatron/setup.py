@@ -66,9 +66,9 @@ def check_recipe(recipe: Recipe) -> None:
             "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
         ),
     ]
-    for broken, what, found, do in rules:
+    for broken, what, detail, do in rules:
         if broken:
-            raise EvenloadError(what, found, do)
+            raise EvenloadError(what, detail, do)
 
 
 def join_groups(layout: Layout, seed: int) -> bool:
@@ -82,8 +82,8 @@ def join_groups(layout: Layout, seed: int) -> bool:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    made = not parallel_state.model_parallel_is_initialized()
-    if made:
+    is_ours = not parallel_state.model_parallel_is_initialized()
+    if is_ours:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
     there = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -98,7 +98,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
             "call megatron.core.parallel_state.destroy_model_parallel() first, or change parallel.*",
         )
     model_parallel_cuda_manual_seed(seed)
-    return made
+    return is_ours
 
 
 def leave_groups() -> None:
@@ -110,13 +110,13 @@ def leave_groups() -> None:
     from megatron.core import parallel_state
 
     world = dist.group.WORLD
-    made = {id(group): group for value in vars(parallel_state).values() for group in _groups_in(value)}
+    opened = {id(group): group for value in vars(parallel_state).values() for group in _groups_in(value)}
     parallel_state.destroy_model_parallel()
-    for group in made.values():
+    for group in opened.values():
         if group is not world:
             with suppress(ValueError):  # Megatron has destroyed some itself
                 dist.destroy_process_group(group)
-    made.clear()
+    opened.clear()
     gc.collect()  # Megatron's modules hold groups in cycles, and a group's threads end with its last reference
 
 

@@ -103,21 +103,21 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
     Raises:
         EvenloadError: there is no list of modules.
     """
-    found: list[Sequence[nn.Module]] = []
+    layer_lists: list[Sequence[nn.Module]] = []
 
     def walk(module: nn.Module) -> None:
         if isinstance(module, nn.ModuleList):
-            found.append(list(module))
+            layer_lists.append(list(module))
         else:
             for child in module.children():
                 walk(child)
 
     walk(model)
-    if not found:
+    if not layer_lists:
         raise EvenloadError(
             "the layers of the model cannot be told apart", type(model).__name__, "keep them in an nn.ModuleList"
         )
-    return max(found, key=len)
+    return max(layer_lists, key=len)
 
 
 @cache
@@ -301,12 +301,12 @@ class _Pass:
         num_bytes = storage.nbytes()
         self._moved.seen_bytes += num_bytes
         self._due += self._share * num_bytes
-        room = self._host.take(num_bytes) if self._due >= num_bytes / 2 else None
-        if room is None:
+        buffer = self._host.take(num_bytes) if self._due >= num_bytes / 2 else None
+        if buffer is None:
             return None
         self._due -= num_bytes
         self._moved.out_bytes += num_bytes
-        stored = _Stored(_flat(storage, self._device), self._host, *room, self._moved)
+        stored = _Stored(_flat(storage, self._device), self._host, *buffer, self._moved)
         self._leaving.append((len(self._groups) - 1, stored))
         return stored
 

@@ -116,20 +116,20 @@ def warn_of_one_queue(backend: str) -> None:
         )
 
 
-def rows_of_all(mine: Sequence[int]) -> list[Row]:
+def rows_of_all(own: Sequence[int]) -> list[Row]:
     """The pipelines of the world, from each rank's own: world ranks, first stage first. Collective."""
     rows: list[Row] = [()] * dist.get_world_size()
-    dist.all_gather_object(rows, tuple(mine))
+    dist.all_gather_object(rows, tuple(own))
     return sorted(set(rows))
 
 
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:
     """For each F and B in a neighbour's order, how many passes of the other direction it ran before."""
     done = {"F": 0, "B": 0}
-    found = {}
+    counts = {}
     for op in neighbour:
         if op.kind == "W":
             continue  # sends nothing, takes nothing
-        found[op] = done["B" if op.kind == "F" else "F"]
+        counts[op] = done["B" if op.kind == "F" else "F"]
         done[op.kind] += 1
-    return found
+    return counts

@@ -175,6 +175,6 @@ def _refuse_uncut(config: Any, layout: Layout) -> None:
             "choose a pp that divides the number of layers",
         ),
     ]
-    for broken, found, do in rules:
+    for broken, detail, do in rules:
         if broken:
-            raise EvenloadError("the model cannot be cut into pipeline stages", found, do)
+            raise EvenloadError("the model cannot be cut into pipeline stages", detail, do)

@@ -76,7 +76,7 @@ class PlannedLoader:
         self.stock = stock
         self._chain, self._num_micro_batches = chain, num_micro_batches
         self._handed_out, self._lives = handed_out, active
-        self._told = False
+        self._has_warned = False
         self._warned: set[str] = set()
         self._has_mask = False
 
@@ -94,8 +94,8 @@ class PlannedLoader:
         order, size = list(self.stock.data_sampler), self.stock.batch_size
         stock_batches = [order[i : i + size] for i in range(0, len(order), size)][: len(self.stock)]
         whole = len(stock_batches) - len(stock_batches) % self._num_micro_batches
-        if whole < len(stock_batches) and not self._told:
-            self._told = True
+        if whole < len(stock_batches) and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "the last %d micro-batches of an epoch do not fill a step of gradient_accumulation_steps=%d; a planned "
                 "loader leaves them out",
@@ -103,8 +103,8 @@ class PlannedLoader:
                 self._num_micro_batches,
             )
         for first in range(0, whole, self._num_micro_batches):
-            mine = [index for batch in stock_batches[first : first + self._num_micro_batches] for index in batch]
-            for batch, planned in self._plan_step(mine):
+            indices = [index for batch in stock_batches[first : first + self._num_micro_batches] for index in batch]
+            for batch, planned in self._plan_step(indices):
                 if not self._lives():
                     raise EvenloadError(
                         "evenload was disabled inside an epoch",
@@ -116,10 +116,10 @@ class PlannedLoader:
                 self._handed_out.append(planned)
                 yield batch
 
-    def _plan_step(self, mine: list[int]) -> list[tuple[dict[str, torch.Tensor], Planned]]:
-        """Batches of this rank in one step, whose stock samples on this rank are `mine`. Collective."""
-        own = {index: self._read(index) for index in mine}
-        row = [(index, len(own[index].tokens), own[index].num_targets) for index in mine]
+    def _plan_step(self, indices: list[int]) -> list[tuple[dict[str, torch.Tensor], Planned]]:
+        """Batches of this rank in one step, whose stock samples on this rank are `indices`. Collective."""
+        own = {index: self._read(index) for index in indices}
+        row = [(index, len(own[index].tokens), own[index].num_targets) for index in indices]
         rows: list[list[tuple[int, int, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(rows, row)
         everyone = [entry for one in rows for entry in one]
@@ -130,14 +130,14 @@ class PlannedLoader:
 
         def sample(place: int) -> Sample:
             index, length, _ = everyone[place]
-            found = own[index] if index in own else own.setdefault(index, self._read(index))
-            if len(found.tokens) != length:
+            item = own[index] if index in own else own.setdefault(index, self._read(index))
+            if len(item.tokens) != length:
                 raise EvenloadError(
                     "the dataset gives another sample for the same index",
-                    f"sample {index} had {length} tokens on one rank and has {len(found.tokens)} on another",
+                    f"sample {index} had {length} tokens on one rank and has {len(item.tokens)} on another",
                     "make it deterministic: planned samples may be read by any rank",
                 )
-            return found
+            return item
 
         return [
             _batch(micro_batch, sample, num_targets, place, has_mask=self._has_mask)

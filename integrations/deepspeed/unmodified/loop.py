@@ -146,10 +146,10 @@ def _recognise(state: Attached, input_ids: Any) -> Planned:
             if input_ids.shape == (1, len(tokens_T)) and torch.equal(input_ids[0].cpu(), tokens_T):
                 state.handed_out.remove(planned)
                 return planned
-    found = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else "no input_ids"
+    detail = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else "no input_ids"
     raise EvenloadError(
         "the engine was given a training batch that the planned loader did not hand out",
-        f"input_ids {found}",
+        f"input_ids {detail}",
         "pass the batches of deepspeed.initialize's loader on unchanged, or leave the evenload section out",
     )
 
@@ -167,17 +167,17 @@ def _refuse_out_of_step(engine: Any, state: Attached, planned: Planned) -> None:
 
 def _refuse_unsupported(engine: Any, stock: Any) -> None:
     module = engine.module
-    found = do = ""
+    detail = do = ""
     if engine.pipeline_parallelism or engine.mpu is not None or engine.autotp_size() > 1:
-        found, do = "model, pipeline or tensor parallelism", "use data parallelism, or trainer: megatron"
+        detail, do = "model, pipeline or tensor parallelism", "use data parallelism, or trainer: megatron"
     elif engine.curriculum_learning_enabled():
-        found, do = "curriculum learning", "switch data_efficiency off"
+        detail, do = "curriculum learning", "switch data_efficiency off"
     elif not engine.managed_gradient_accumulation():
-        found, do = "managed_gradient_accumulation: false", "leave the key out"
+        detail, do = "managed_gradient_accumulation: false", "leave the key out"
     elif not hasattr(module, "set_attn_implementation") or not hasattr(module, "config"):
-        found, do = f"a model of type {type(module).__name__}", "give a Hugging Face causal language model"
+        detail, do = f"a model of type {type(module).__name__}", "give a Hugging Face causal language model"
     elif not hasattr(stock.dataset, "__getitem__"):
-        found, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
-    if found:
-        raise EvenloadError("ds_config: the evenload section cannot be honoured here", found, do)
+        detail, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
+    if detail:
+        raise EvenloadError("ds_config: the evenload section cannot be honoured here", detail, do)
     refuse_unsupported(module.config)

@@ -30,9 +30,9 @@ def refuse_unsupported(config: Any, longest: int | None = None) -> None:
     """
     name = getattr(config, "model_type", type(config).__name__)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found, do = _fault(text, longest)
-    if found:
-        raise EvenloadError(f"packed causal attention cannot run the model '{name}'", found, do)
+    detail, do = _fault(text, longest)
+    if detail:
+        raise EvenloadError(f"packed causal attention cannot run the model '{name}'", detail, do)
 
 
 def rotary_reach(config: Any) -> int | None:
@@ -40,8 +40,8 @@ def rotary_reach(config: Any) -> int | None:
 
     Beyond it the kinds "dynamic" and "longrope" take one table for all, by the largest position in the call.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    for kind in [found, *(inner for inner in found.values() if isinstance(inner, dict))]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
         if kind.get("rope_type") == "dynamic":
             return int(config.max_position_embeddings)
         if kind.get("rope_type") == "longrope":
@@ -81,8 +81,8 @@ def _fault(config: Any, longest: int | None) -> tuple[str, str]:
         return f"layers of type {', '.join(unknown)}", "use a model whose layers all attend to the whole sequence"
     reach = rotary_reach(config)
     if longest is not None and reach is not None and reach < longest:
-        found = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
-        return found, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
+        detail = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
+        return detail, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
     for kind, key in _WINDOW_OF.items():
         window = getattr(config, key, None)
         if longest is not None and window is not None and window < longest and (not types or kind in types):

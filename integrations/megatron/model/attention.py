@@ -138,6 +138,6 @@ def _refuse_unsupported(config: Any, mask: AttnMaskType, kind: str, dropout: flo
             "set it to 1; the mesh plugin shares sequences between ranks",
         ),
     ]
-    for broken, what, found, do in rules:
+    for broken, what, detail, do in rules:
         if broken:
-            raise EvenloadError(f"packed attention does not do {what}", found, do)
+            raise EvenloadError(f"packed attention does not do {what}", detail, do)

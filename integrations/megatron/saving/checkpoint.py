@@ -83,7 +83,7 @@ def save(host: Job, directory: Path) -> None:
     agreed(lambda: _expect_empty(directory))
     state = _sharded_state(host, loading=False)
     state[ABOUT] = _about(host)
-    with _told(f"the checkpoint in {directory} could not be written"):
+    with _naming_failures(f"the checkpoint in {directory} could not be written"):
         dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
@@ -97,7 +97,7 @@ def load(host: Job, directory: Path) -> None:
     about = agreed(lambda: _read_about(host, directory, what))
     same_layout = about["layout"] == _about(host)["layout"]
     state = _sharded_state(host, loading=True, with_random=same_layout)
-    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+    with _naming_failures(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
         loaded = dist_checkpointing.load(state, str(directory))
     host.model.load_state_dict(loaded["model"])
     load_optimizer(host.optimizer, loaded["optimizer"])
@@ -140,7 +140,7 @@ def agreed(check: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _naming_failures(what: str) -> Iterator[None]:
     """Megatron's and torch's faults as an EvenloadError; their writer and reader tell all ranks when one of them fails.
 
     torch's CheckpointException is no Exception: whoever catches only those lets a full disk end the job.
@@ -158,9 +158,9 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _expect_empty(directory: Path) -> bool:
-    found = "no such directory" if not directory.is_dir() else "files in it" if any(directory.iterdir()) else ""
-    if found:
-        raise EvenloadError(f"{directory} cannot take a checkpoint", found, "give a new, empty directory")
+    detail = "no such directory" if not directory.is_dir() else "files in it" if any(directory.iterdir()) else ""
+    if detail:
+        raise EvenloadError(f"{directory} cannot take a checkpoint", detail, "give a new, empty directory")
     return True
 
 
@@ -199,7 +199,7 @@ def _read_about(host: Job, directory: Path, what: str) -> dict[str, Any]:
             "choose one that was written to the end",
         )
     refuse_code(directory / INDEX, _INDEX_NAMES, trust=trust)
-    with _told(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+    with _naming_failures(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
         about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
     if about is None:
         raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")

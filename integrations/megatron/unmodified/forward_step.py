@@ -80,9 +80,9 @@ class UserStep:
     def _checked(self, loss_func: Callable[..., Any], loss_mask: Tensor) -> Callable[..., Any]:
         def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
             losses = output.detach().clone() if self._checks else None
-            told = loss_func(output, *args, **kwargs)
-            refuse_loss(told, losses, loss_mask)
-            return told
+            answer = loss_func(output, *args, **kwargs)
+            refuse_loss(answer, losses, loss_mask)
+            return answer
 
         return checked
 

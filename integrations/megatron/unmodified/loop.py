@@ -159,19 +159,21 @@ class PlannedSteps:
         """The plan of one step, with as many micro-batches on this rank as on every other. Collective."""
         group = parallel_state.get_data_parallel_group()
         batches = [next(data_iterator) for _ in range(num_microbatches)]
-        mine = [split(batch) for batch in batches]
-        told: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(told, [[len(s["tokens"]) for s in samples] for samples in mine], group=group)
+        split_batches = [split(batch) for batch in batches]
+        lengths_of_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(
+            lengths_of_ranks, [[len(s["tokens"]) for s in samples] for samples in split_batches], group=group
+        )
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
         order = [
             (rank, place, row)
-            for place in range(max(map(len, told)))
-            for rank, one in enumerate(told)
+            for place in range(max(map(len, lengths_of_ranks)))
+            for rank, one in enumerate(lengths_of_ranks)
             for row in range(len(one[place]) if place < len(one) else 0)
         ]
         me = dist.get_rank(group)
-        lengths = [told[rank][place][row] for rank, place, row in order]
-        own = {i: mine[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
+        lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
+        own = {i: split_batches[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = chain.plan(as_lengths(lengths))
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)

@@ -159,16 +159,16 @@ def _sample(data: Tensor, length: int, like: Sample) -> Sample:
 def _refuse_unsupported(batch: Any) -> None:
     keys = set(batch) if isinstance(batch, Mapping) else None
     if keys is None or not set(FIELDS) <= keys or not keys <= {*FIELDS, MASK}:
-        found = type(batch).__name__ if keys is None else f"keys {', '.join(sorted(map(str, keys))) or 'none'}"
+        detail = type(batch).__name__ if keys is None else f"keys {', '.join(sorted(map(str, keys))) or 'none'}"
         raise EvenloadError(
             f"evenload packs batches of {', '.join(FIELDS)} (and {MASK})",
-            f"the data iterator gives {found}",
+            f"the data iterator gives {detail}",
             "give batches as Megatron's GPTDataset does, or disable evenload's plugins",
         )
     shapes = {name: tuple(getattr(batch[name], "shape", ())) for name in FIELDS}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise EvenloadError("the fields of a batch have not all one shape [b, s]", found, "mend the dataset")
+        detail = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise EvenloadError("the fields of a batch have not all one shape [b, s]", detail, "mend the dataset")
 
 
 def _refuse_mask(mask: Any, lengths: list[int]) -> None:

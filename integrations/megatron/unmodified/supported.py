@@ -139,8 +139,8 @@ def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do
     if ddp is not None and not isinstance(chunk, DistributedDataParallel):
-        found = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
-        return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", found, do
+        detail = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", detail, do
     return None
 
 
@@ -169,7 +169,7 @@ def refuse_attention(core: DotProductAttention) -> None:
     _refuse_unsupported(core.config, core.attn_mask_type, core.attention_type, core.attention_dropout.p)
 
 
-def refuse_loss(told: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
+def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
     """Raise EvenloadError unless a loss function returned sums.
 
     Args:
@@ -177,23 +177,23 @@ def refuse_loss(told: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
         losses: what it was given, to recompute sum and count; None leaves that out, for it waits for the device.
         loss_mask: of the pack, [1, T].
     """
-    if not isinstance(told, tuple) or len(told) != 3:
+    if not isinstance(answer, tuple) or len(answer) != 3:
         raise EvenloadError(
             "the loss function does not return (sum of token losses, number of tokens, report)",
-            f"{len(told)} values" if isinstance(told, tuple) else type(told).__name__,
+            f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__,
             "return these three; with two, Megatron averages over micro-batches",
         )
     if losses is None or losses.shape != loss_mask.shape:
         return
     mask = loss_mask.to(losses.device)
     count, total = float(mask.sum()), float((losses.double() * mask).sum())
-    if float(told[1]) != count:
+    if float(answer[1]) != count:
         raise EvenloadError(
             "the loss function counts other tokens than those with loss: packs have no padding to count",
-            f"{float(told[1]):g} tokens, loss_mask sums to {count:g}",
+            f"{float(answer[1]):g} tokens, loss_mask sums to {count:g}",
             "return loss_mask.sum() as the number of tokens",
         )
-    returned = float(told[0].detach())
+    returned = float(answer[0].detach())
     if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
         raise EvenloadError(
             "the loss function returns the mean of the token losses",
@@ -253,6 +253,6 @@ def _known_attention() -> tuple[type, ...]:
 
 
 def _raise_first(rules: Iterable[Rule]) -> None:
-    for broken, what, found, do in rules:
+    for broken, what, detail, do in rules:
         if broken:
-            raise EvenloadError(what, found, do)
+            raise EvenloadError(what, detail, do)
