@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "published"
 SLACK = 1.03
 """evenload's planner weighs compute alone, the steps here hold communication too."""

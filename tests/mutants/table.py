@@ -161,8 +161,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradients of a shared key head overwrite each other",
         "runtime/attention/sharing/relayout.py",
-        "                    total[part.rows, _span(part, kind)] += next(values)",
-        "                    total[part.rows, _span(part, kind)] = next(values)",
+        "                    total[part.rows, _span(part, spec)] += next(values)",
+        "                    total[part.rows, _span(part, spec)] = next(values)",
         "mesh one key head",
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a plan over the caps is trained",
         "core/planning/chain.py",
-        "        return self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
-        "        return plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
+        "        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
+        "        plan = plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
         "caps",
     ),
     Mutant(
