@@ -18,6 +18,7 @@ from ..core.errors import EvenloadError, PlanError, shorten
 from ..core.input.bounds import refuse_endless
 from ..core.input.json_text import to_json
 from ..core.laws import check
+from ..core.plan.limits import GIB
 from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
@@ -33,7 +34,6 @@ from ..data.order import SampleOrder
 from ._shared.drawing import Drawing
 from ._shared.pipelines import describe
 
-_GIB = 2.0**30
 _MOST_ROWS = 32
 """Ranks of stages whose programs are shown."""
 _CAPS = ("max_tokens", "activation_gib")
@@ -200,11 +200,11 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
         check(replace(baseline.plan, limits=capped))
     except PlanError as error:
         return f"{error.what} ({error.found})"
-    most_bytes, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
+    peak_bytes, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
     memory = context.costs.memory
     most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
-    if most_bytes > max(most, least):
-        return f"a rank holds {most_bytes / _GIB:.3g} GiB, of the device {max(0.0, most) / _GIB:.3g} GiB are to be used"
+    if peak_bytes > max(most, least):
+        return f"a rank holds {peak_bytes / GIB:.3g} GiB, of the device {max(0.0, most) / GIB:.3g} GiB are to be used"
     return None
 
 

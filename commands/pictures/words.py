@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ...core.plan.limits import GIB as GIB
 from .._shared.show import seconds
 from .markup import Markup, number, tag
-
-GIB = 2.0**30
 
 
 def section(name: str, title: str, *content: str) -> Markup:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .memory_cost import NO_MEMORY, MemoryCost
 
+GIB = 1 << 30
+"""Bytes."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -37,7 +37,9 @@ logger = logging.getLogger("evenload")
 SMALL = 1 << 14
 """Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
 NEXT_TO_BOUND = 1.001
-"""Step over its certified bound from which on baselines are not planned for larger batches."""
+"""Compute of the step over its certified bound from which on baselines are not planned for larger batches."""
+MOST_PASSES = 1 << 21
+"""Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
 WARNINGS = LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
@@ -109,10 +111,22 @@ class PlanChain:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
         if self.instead:
             return self.baseline(self.instead, batch)
+        self._refuse_too_many(batch)
         plan = self._best_of_lanes(batch) if self._cp > 1 else self._chained(batch)
         notes = self._unequal_caps()
         plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
         return self._no_slower_than_baselines(plan) if self.links else plan
+
+    def _refuse_too_many(self, batch: Lengths) -> None:
+        """Raise EvenloadError for a batch of more micro-batches than can be planned and run."""
+        cap, stages = self.caps.max_tokens, self.limits.num_stages
+        fewest = -(-int(batch.sum()) // (cap * self._cp)) if len(batch) else 0
+        if fewest * stages > MOST_PASSES:
+            raise EvenloadError(
+                "a batch is too many micro-batches to be planned",
+                f"{fewest} of {cap} tokens at each of {stages} stages, {MOST_PASSES} may be planned over all stages",
+                "raise max_tokens, or lower train.global_batch_size or data.max_length",
+            )
 
     def _chained(self, batch: Lengths) -> StepPlan:
         """What the plugins plan one after the other."""
@@ -165,8 +179,9 @@ class PlanChain:
         one that takes long to plan is left out of large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
-        near = 1.0 if len(plan.lengths) * self.limits.num_ranks <= SMALL else NEXT_TO_BOUND
-        if ours.fits and ours.step_s <= near * (plan.bound_s + after_passes_s(self.context)):
+        large = len(plan.lengths) * self.limits.num_ranks > SMALL
+        next_to_bound = large and outcome_of(plan, self.context).working_s <= NEXT_TO_BOUND * plan.bound_s
+        if ours.fits and (next_to_bound or ours.step_s <= plan.bound_s + after_passes_s(self.context)):
             return plan
         for name in self.baselines_for(plan.lengths, "tried"):
             with suppress(EvenloadError):

@@ -74,6 +74,11 @@ class Simulation:
         return float(ranks.max() / ranks.mean()) if ranks.any() else 1.0
 
     @property
+    def working_s(self) -> float:
+        """The step without what its busiest rank spends in communication that nothing hides and in the update."""
+        return self.step_s - self.update_s - float(self.exposed_s.flat[self.busy_s.argmax()])
+
+    @property
     def exposed_frac(self) -> float:
         """Share of all ranks' time in communication that nothing hides."""
         return float(self.exposed_s.mean() / self.step_s) if self.step_s else 0.0
@@ -153,7 +158,7 @@ def after_passes_s(context: PlanningContext) -> float:
     """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps."""
     if context.traffic.overlap_gradients:
         return _update_s(context)
-    return _update_s(context) + max(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
+    return _update_s(context) + min(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
 
 
 def _update_s(context: PlanningContext) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core.aliases import Ints
 from ...core.balance.partition import best_fit_decreasing, longest_first
+from ...core.balance.work import Work
 from ...core.costs.costs import Costs, PassCost
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import Slice, StepPlan
@@ -27,6 +28,8 @@ from .whole import by_launches, whole_packs
 
 _MOST_COUNTS = 64
 """Numbers of micro-batches of one rank that are tried, from the fewest on, before its sequences run in chunks."""
+_LEAST_WORK, _WORK = 1 << 20, 64
+"""Work that one plan may take to find slices of equal cost, and for each of its sequences."""
 _MOST_TRIES = 8
 """Numbers of micro-batches tried where the first leaves too much in one of them."""
 
@@ -34,17 +37,23 @@ _MOST_TRIES = 8
 def portfolio(
     bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
 ) -> Iterator[StepPlan]:
-    """The candidates, those most likely to be taken first. lengths int64 [K]."""
+    """The candidates, those most likely to be taken first. lengths int64 [K].
+
+    Slices of equal cost are searched for within `_LEAST_WORK`, or `_WORK` for each sequence; then ranks run chunks.
+    """
+    work = Work(max(_LEAST_WORK, _WORK * len(lengths)))
     fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
     if fits and config.slices == "auto":
         yield whole(bare, lengths, limits, costs, bound_s)
     for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
-        yield from _even(bare, lengths, limits, costs, config, per_rank)
+        yield from _even(bare, lengths, limits, costs, config, per_rank, work)
     if fits and config.slices != "auto":
         yield whole(bare, lengths, limits, costs, bound_s)
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
-        yield assemble(bare, limits, _filled(items, None, lengths, _both(costs), limits, config))
+        yield assemble(
+            bare, limits, _filled(items, None, lengths, costs.forward.plus(costs.backward), limits, config, work)
+        )
         yield chunked(bare, lengths, limits, costs, config.block_tokens)
 
 
@@ -98,26 +107,32 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
 
 
 def _even(
-    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int
+    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int, work: Work
 ) -> Iterator[StepPlan]:
     """Equal micro-batches, more of them until none is over the cap.
 
     Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
     its micro-batch at once, so under a memory cap both forms are offered.
     """
-    forms: list[tuple[PassCost, ...]] = [(_both(costs),)]
+    forms: list[tuple[PassCost, ...]] = [(costs.forward.plus(costs.backward),)]
     if config.asymmetric and costs.recompute:
         forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
     for prices in forms:
         for more in range(_MOST_TRIES):
-            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more)
+            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more, work)
             if fits:
                 break
         yield plan
 
 
 def _in_slots(
-    bare: StepPlan, lengths: Ints, limits: Limits, config: PackingConfig, prices: tuple[PassCost, ...], per_rank: int
+    bare: StepPlan,
+    lengths: Ints,
+    limits: Limits,
+    config: PackingConfig,
+    prices: tuple[PassCost, ...],
+    per_rank: int,
+    work: Work,
 ) -> tuple[StepPlan, bool]:
     """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them.
 
@@ -126,11 +141,11 @@ def _in_slots(
     order = np.argsort(-lengths, kind="stable")
     weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
     ways = slots(weights, limits.num_ranks, per_rank)
-    items = [order[mine].tolist() for mine in dispatch(weights, ways, config.polish_nodes)]
+    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
     fits, grouped = True, []
     for way, price in zip(ways, prices, strict=True):
         wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
-        packs = _filled(items, wanted, lengths, price, limits, config)
+        packs = _filled(items, wanted, lengths, price, limits, config, work)
         fits = fits and all(len(mine) <= count for mine, count in zip(packs, wanted, strict=True))
         grouped.append(packs)
     if len(grouped) == 1:
@@ -146,6 +161,7 @@ def _filled(
     price: PassCost,
     limits: Limits,
     config: PackingConfig,
+    work: Work,
 ) -> list[Packs]:
     """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands).
 
@@ -155,13 +171,8 @@ def _filled(
     out = []
     for rank, mine in enumerate(items):
         count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
-        tried = (fill(mine, lengths, price, n, cap, block, even=even) for n in range(count, count + _MOST_COUNTS))
+        numbers = (n for n in range(count, count + _MOST_COUNTS) if work.spend(len(mine)))
+        tried = (fill(mine, lengths, price, n, cap, block, even=even, work=work) for n in numbers)
         packs = next((packs for packs in tried if packs is not None), None) if mine else []
         out.append(_chunks_of(mine, lengths, cap, block) if packs is None else packs)
     return out
-
-
-def _both(costs: Costs) -> PassCost:
-    """Forward and backward together, as one price."""
-    f, b = costs.forward, costs.backward
-    return PassCost(launch_s=f.launch_s + b.launch_s, token_s=f.token_s + b.token_s, pair_s=f.pair_s + b.pair_s)

@@ -19,7 +19,6 @@ import numpy as np
 
 from ...core.aliases import Floats, Ints
 from ...core.balance.level import level, loads
-from .polish import polish
 from .slicing import EVEN
 
 _SLACK = 1.0005
@@ -115,7 +114,7 @@ def _scan(seconds: Floats, num_ranks: int, per_rank: int) -> _Scan:
     )
 
 
-def dispatch(weights: Floats, ways: list[Slots], polish_nodes: int = 0) -> list[list[int]]:
+def dispatch(weights: Floats, ways: list[Slots]) -> list[list[int]]:
     """Sequences of each rank, as places in ``weights`` float64 [D, K], whose rows descend; a row for each of ``ways``.
 
     Longest first, polished; where that leaves a rank too full, again from orders shuffled a little (Hydraulis, arXiv
@@ -142,8 +141,6 @@ def dispatch(weights: Floats, ways: list[Slots], polish_nodes: int = 0) -> list[
         if fullest <= 1 + 2 * EVEN:
             break
     assert best is not None
-    if polish_nodes:
-        best = polish(free, capacity[:, still], base[:, still], best, polish_nodes)
     for item, place in enumerate(best.tolist()):
         items[int(still[place])].append(own + item)
     return items

@@ -25,9 +25,8 @@ from ...core.costs.costs import Costs
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
-from ...core.planning.judge import Candidate, Preference, best, budget_bytes, judge
+from ...core.planning.judge import Candidate, Preference, best, budget_bytes, judge, outcome_of
 from ...core.simulate.predict import micro_batch_imbalance
-from ...core.simulate.step import after_passes_s
 from .candidates import portfolio, whole
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
@@ -60,7 +59,7 @@ def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> Ste
             candidate = _replayed(candidate, context)
         candidates.append(candidate)
         margin = EVENNESS_COSTS if candidate.plan.cut else WORTH_A_CUT
-        if candidate.fits and candidate.step_s <= bound_s * (1 + margin) + after_passes_s(context):
+        if candidate.fits and outcome_of(candidate.plan, context).working_s <= bound_s * (1 + margin):
             break  # no later one could be better by more than that
     evenest = Preference(slack=EVENNESS_COSTS, key=lambda one: round(max(micro_batch_imbalance(one.plan, costs)), 3))
     chosen = best(candidates, (UNCUT, evenest) if config.slices == "auto" else (evenest,))

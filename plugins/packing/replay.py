@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from ...core.costs.memory import peaks_of_stage
 from ...core.errors import EvenloadError
+from ...core.plan.limits import GIB
 from ...core.plan.step_plan import StepPlan
 from .assemble import chains_of_rank
-from .config import GIB
+
+_WALKED = 1 << 20
+"""Passes of all stages and ranks over which numbers of kept micro-batches are tried; beyond, fewer are kept than may be
+in a large plan."""
 
 
 class DoesNotFitError(EvenloadError):
@@ -40,7 +44,10 @@ def fit_memory(plan: StepPlan) -> StepPlan:
         keep[rank] = 1
     if over and _over(planned(), over):
         _refuse(planned(), _over(planned(), over))
-    while any(low[rank] < high[rank] for rank in over):
+    passes = 2 * sum(len(m.ranks) for m in plan.micro_batches) * limits.num_stages
+    tries = max(1, _WALKED // max(1, passes))
+    while tries and any(low[rank] < high[rank] for rank in over):
+        tries -= 1
         for rank in over:
             keep[rank] = (low[rank] + high[rank] + 1) // 2
         still = set(_over(planned(), over))

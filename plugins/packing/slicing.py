@@ -21,6 +21,7 @@ import math
 from ...core.aliases import Ints
 from ...core.balance.partition import into_bins
 from ...core.balance.slicing import Line
+from ...core.balance.work import Work
 from ...core.costs.costs import PassCost
 from ...core.plan.step_plan import Slice
 
@@ -31,12 +32,21 @@ EVEN = 0.005
 
 
 def fill(
-    items: list[int], lengths: Ints, price: PassCost, count: int, cap: int, block: int, *, even: bool = True
+    items: list[int],
+    lengths: Ints,
+    price: PassCost,
+    count: int,
+    cap: int,
+    block: int,
+    *,
+    even: bool = True,
+    work: Work | None = None,
 ) -> Packs | None:
     """Micro-batches of the sequences ``items`` (indices into ``lengths``), ``count`` of them or fewer, in launch order.
 
     ``price`` says what is to be even (launch left out); no micro-batch is over ``cap`` tokens. None if no way was
-    found: more micro-batches always help in the end. Without ``even`` only sequences over the cap are cut.
+    found: more micro-batches always help in the end. Without ``even`` only sequences over the cap are cut. ``work`` is
+    what may be spent on the search; None is returned where it is used up.
     """
     tokens = dict(zip(items, lengths[items].tolist(), strict=True))
     if count == 1:
@@ -50,7 +60,9 @@ def fill(
     # What does not fit whole is cut; then, while it is uneven, ever more of the next largest.
     for more in (0, 1, 2, 4, 8, len(items)):
         line = by_cost[: heavy + more]
-        poured = _pour(line, by_cost[heavy + more :], tokens, cost, price, count, cap, block)
+        if work and not work.spend(len(items) + 8 * count):
+            break
+        poured = _pour(line, by_cost[heavy + more :], tokens, cost, price, count, cap, block, work)
         if poured is not None and poured[1] < best_s:
             best, best_s = poured
         if best_s <= target * (1 + EVEN) or heavy + more >= len(items) or not even:
@@ -67,6 +79,7 @@ def _pour(
     count: int,
     cap: int,
     block: int,
+    work: Work | None,
 ) -> tuple[Packs, float] | None:
     """The micro-batches, and what the costliest of them costs [s]."""
     spread = into_bins([cost[i] for i in rest], [tokens[i] for i in rest], cap, count)
@@ -87,7 +100,7 @@ def _pour(
         while whole and j < count - 1 and min(target - own_s[j], source.left_s + pieces_s) - pieces_s > EVEN * target:
             moved = max(whole, key=lambda i: (tokens[i], -i))
             emptiest = max(range(j + 1, count), key=lambda k: rooms[k])
-            if rooms[emptiest] < tokens[moved]:
+            if rooms[emptiest] < tokens[moved] or (work and not work.spend(count - j + len(whole))):
                 break
             whole.remove(moved)
             bins[emptiest].append(moved)

@@ -44,6 +44,9 @@ SIZES = 4
 MESHES = (4, 8, 16, 32, 64)
 """Slices of the longest sequence that ``algorithm_1`` tries."""
 
+PLAYED = 1 << 17
+"""Passes of all stages in drafts of one baseline after which no further one is weighed as a candidate."""
+
 Drafts = Callable[[StepPlan, PlanningContext, PipelineConfig], Iterator[StepPlan]]
 Change = Callable[[StepPlan, PlanningContext, PipelineConfig], StepPlan]
 
@@ -71,7 +74,8 @@ class Baseline:
         refuse_ranks_in_step(bare.limits)
         cap = config.capped(bare.limits).max_tokens
         drafts = (one for one in self.drafts(bare, context, config) if one.limits.max_tokens <= cap)
-        fastest = self.best((one for one in drafts if not breaks(one, config)), context, config, bar_s)
+        allowed = (one for one in drafts if not breaks(one, config))
+        fastest = self.best(_first_ones(allowed), context, config, bar_s)
         return fastest.plan if fastest else None
 
     def best(
@@ -94,6 +98,16 @@ class Baseline:
             with suppress(EvenloadError):
                 candidates.append(draft if draft.fits else judge(self.finish(draft.plan, context, config), context))
         return best_candidate(candidates)
+
+
+def _first_ones(drafts: Iterable[StepPlan]) -> Iterator[StepPlan]:
+    """The first draft, and further ones while all have no more than `PLAYED` passes together."""
+    passes = 0
+    for draft in drafts:
+        passes += 2 * len(draft.micro_batches) * draft.limits.num_stages
+        if passes > PLAYED and passes > 2 * len(draft.micro_batches) * draft.limits.num_stages:
+            return
+        yield draft
 
 
 def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:

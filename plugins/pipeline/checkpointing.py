@@ -31,12 +31,13 @@ from ...core.aliases import Floats, Ints
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
+from ...core.plan.limits import GIB
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs
-from .config import GIB, PipelineConfig
+from .config import PipelineConfig
 from .memory_rows import Most, Probes, Rows, fullest, joined, levels_of
 from .recompute_milp import alike, lowered, solved
 

@@ -8,10 +8,8 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from ...core.input.bounds import Amount, Count, CountOrNone, Effort, TokenCount
-from ...core.plan.limits import Limits
+from ...core.plan.limits import GIB, Limits
 from ...core.registry import PluginConfig
-
-GIB = 1024**3
 
 
 class PipelineConfig(PluginConfig):

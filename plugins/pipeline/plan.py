@@ -29,7 +29,7 @@ from ...core.balance.bound import lower_bound_s
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
-from ...core.plan.limits import Limits
+from ...core.plan.limits import GIB, Limits
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
@@ -37,7 +37,7 @@ from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best,
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted, keeping_all
 from .chunks import CHEAP, chunkings
-from .config import GIB, PipelineConfig
+from .config import PipelineConfig
 from .elastic import ordered
 from .remedies import refused
 from .settings import limits_for, refuse_ranks_in_step

@@ -15,11 +15,11 @@ from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
-from ...core.plan.limits import Limits
+from ...core.plan.limits import GIB, Limits
 from ...core.plan.step_plan import StepPlan
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
-from .config import GIB, PipelineConfig
+from .config import PipelineConfig
 from .elastic import ordered
 from .memory_rows import Probes, fullest
 

@@ -59,7 +59,6 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "asymmetric": st.booleans(),
         "activation_gib": GIB,
         "max_delay_steps": st.sampled_from([0, 1, HUGE]),
-        "polish_nodes": st.sampled_from([0, 0, 0, 1, 20]),
     },
     "mesh": {
         "max_tokens": st.one_of(st.none(), CAPS),

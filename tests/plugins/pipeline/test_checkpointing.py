@@ -17,7 +17,7 @@ from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Limits
+from evenload.core.plan.limits import GIB, Limits
 from evenload.core.plan.memory_cost import MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -25,7 +25,7 @@ from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
-from evenload.plugins.pipeline.config import GIB, PipelineConfig
+from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.elastic import ordered
 from evenload.plugins.pipeline.memory_rows import Probes, Rows, levels_of
 from evenload.plugins.pipeline.plan import plan as plan_of_plugin

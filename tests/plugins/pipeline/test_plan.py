@@ -13,6 +13,7 @@ from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import GIB
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -20,7 +21,7 @@ from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
-from evenload.plugins.pipeline.config import GIB, PipelineConfig
+from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.settings import breaks
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from evenload.core.laws import check
+from evenload.core.plan.limits import GIB
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.plugins.pipeline import remedies
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError
-from evenload.plugins.pipeline.config import GIB
 from evenload.plugins.pipeline.plan import plan
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 24), 16, 20000).astype(int)
