@@ -82,7 +82,9 @@ def test_the_walk_to_the_kernel_follows_the_code() -> None:
         bodies = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
         assert bodies, f"{path} has no {function}"
         nodes = [node for body in bodies for node in ast.walk(body)]
-        used = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        used = {n.id for n in nodes if isinstance(n, ast.Name)} | {
+            n.attr for n in nodes if isinstance(n, ast.Attribute)
+        }
         assert callee in used, f"{function} of {path} does not use {callee}"
 
 
