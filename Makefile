@@ -1,6 +1,7 @@
 # make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
 # make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
 # make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
+# make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -12,7 +13,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check explore mutants lint types contracts docs clean
+.PHONY: train test check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -49,6 +50,9 @@ contracts: $(READY)
 docs: $(READY)
 	$(BIN)/evenload schema > docs/recipe.schema.json
 	$(BIN)/python -m evenload.patches.support > docs/support.md
+
+site: $(READY)
+	$(BIN)/sphinx-build -q -W --keep-going docs build/site
 
 # torch first and by name: other packages would bring another build of it.
 $(READY): pyproject.toml

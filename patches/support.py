@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 from . import cpu_bridge, deepspeed, megatron, megatron_fixes
 from .row import Patch
@@ -15,7 +17,13 @@ _SECTIONS = (
 )
 """Modules that offer ``rows()``; their docstrings open the sections."""
 
+_LIST: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+"""How an entry is wrapped."""
+
 _HEAD = """# What evenload patches
+
+This page gives every symbol of a trainer that evenload may wrap, with its versions and its reason. Use it when two
+programs patch the same trainer, or when `evenload doctor` names a row.
 
 Written by `python -m evenload.patches.support` from the rows in `patches/`; do not edit by hand.
 
@@ -34,20 +42,21 @@ def all_rows() -> tuple[Patch, ...]:
 def document() -> str:
     """The whole of ``docs/support.md``; needs neither torch nor a trainer."""
     sections = [
-        f"## {title}\n\n{(module.__doc__ or '').strip()}\n\n{_table(module.rows())}" for title, module in _SECTIONS
+        f"## {title}\n\n{(module.__doc__ or '').strip()}\n\n{_entries(module.rows())}" for title, module in _SECTIONS
     ]
     return "\n".join([_HEAD, *sections])
 
 
-def _table(rows: Iterable[Patch]) -> str:
-    lines = ["| row | symbol | supports | only where | why |", "|---|---|---|---|---|"]
-    for row in rows:
-        symbols = "<br>".join(f"`{path}`" for path in (row.target, *row.aliases))
-        where = " and ".join(
-            [*([f"`{row.when.__name__}`"] if row.when else []), *(["it is absent"] if row.fills_gap else [])]
-        )
-        lines.append(f"| {row.name} | {symbols} | {row.supports.replace('|', '/')} | {where} | {row.why} |")
-    return "\n".join(lines) + "\n"
+def _entries(rows: Iterable[Patch]) -> str:
+    """A list with an entry for each row: its name, versions, symbols and reason."""
+    return "\n".join(line for row in rows for line in _entry(row)) + "\n"
+
+
+def _entry(row: Patch) -> list[str]:
+    where = [*([f"`{row.when.__name__}`"] if row.when else []), *(["it is absent"] if row.fills_gap else [])]
+    condition = f", where {' and '.join(where)}" if where else ""
+    symbols = ", ".join(f"`{path}`" for path in (row.target, *row.aliases))
+    return textwrap.wrap(f"- **{row.name}** ({row.supports}{condition}): {symbols}. {row.why}", 118, **_LIST)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""Every command of the README, the documents and the recipes is one that evenload takes.
+
+Commands that only plan are run. Those that train are checked as they are asked for, up to the start of the ranks, and
+``RUN_BY`` names the test that trains what they ask for, on a small model. What needs a cluster says so (``torchrun`` or
+a recipe for GPUs) and is checked alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import evenload
+import pytest
+from evenload import cli
+from evenload.api import load_recipe
+
+ROOT = Path(evenload.__file__).parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+TOOLS = ("evenload", "make", "python", "torchrun", "find", "git")
+
+RUN_BY = {
+    ("train", "megatron"): "commands/test_train.py::test_against_trains_each_variant_on_equal_batches",
+    ("train", "deepspeed"): "commands/test_train.py::test_batches_of_any_size_are_verified_and_benched",
+    ("verify", "megatron"): "commands/test_verify.py::test_every_layout_is_exact",
+    ("verify", "deepspeed"): "commands/test_verify.py::test_every_layout_is_exact",
+    ("bench", "megatron"): "test_public_surface.py::test_results_of_training_have_all_their_keys",
+    ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
+    ("run", "megatron"): "commands/test_run.py::test_a_process_that_does_not_import_the_trainer_is_left_alone",
+}
+
+
+def joined(lines: list[str]) -> Iterator[str]:
+    """Commands of some lines, those that end in a backslash joined, comments and remarks behind them left out."""
+    text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    for line in text.splitlines():
+        command = re.split(r"\s{2,}[(#]", line.strip(), maxsplit=1)[0]
+        if command.split(" ")[0] in TOOLS:
+            yield re.sub(r"\s+", " ", command)
+
+
+def commands_of_page(text: str) -> Iterator[str]:
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language in ("", "sh", "bash"):
+            yield from joined(block.splitlines())
+    yield from joined(re.findall(r"^    (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.MULTILINE))
+
+
+def commands_of_recipe(text: str) -> Iterator[str]:
+    yield from joined([line.removeprefix("#").strip() for line in text.partition("\n#\n")[0].splitlines()])
+
+
+DOCUMENTED = sorted(
+    {command for page in PAGES for command in commands_of_page(page.read_text())}
+    | {command for path in (ROOT / "recipes").glob("*.yaml") for command in commands_of_recipe(path.read_text())}
+)
+SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
+ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
+ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
+PLANS = [c for c in ASKED if c.startswith("evenload plan")]
+TRAINS = [c for c in ASKED if c not in PLANS]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that documented commands read."""
+    folder = tmp_path_factory.mktemp("documented")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    shutil.copy(ROOT / "recipes" / "quickstart.yaml", folder / "recipe.yaml")
+    shutil.copy(ROOT / "recipes" / "costs" / "cpu-2-stages.yaml", folder / "costs.yaml")
+    rows = [json.dumps({"text": "a" * (40 + 13 * k % 900)}) for k in range(200)]
+    (folder / "long_tail.jsonl").write_text("\n".join(rows) + "\n")
+    lengths = [16 + (k * k * 37) % 3000 + (20000 if k % 97 == 0 else 0) for k in range(1200)]
+    (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    return folder
+
+
+def test_there_are_commands_to_be_checked() -> None:
+    assert len(PLANS) >= 3
+    assert len(TRAINS) > 15
+    assert len(SYNOPSES) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PLANS)
+def test_a_command_that_plans_runs(command: str, place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)], cwd=place, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", TRAINS)
+def test_a_command_that_trains_is_a_right_request(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is checked that is checked before ranks start; then ranks would start."""
+    import evenload.commands._shared.launch as launcher
+    import evenload.commands.run as runner
+
+    words, started = shlex.split(command), []
+    monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
+    monkeypatch.setattr(runner, "run", lambda *words: started.append(words) or 0)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, capsys.readouterr().err
+    assert started or words[1] in ("doctor", "plugins", "schema")
+
+
+@pytest.mark.parametrize("command", TRAINS)
+def test_a_command_that_trains_is_run_by_a_test(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verb, recipe, *words = shlex.split(command)[1:]
+    monkeypatch.chdir(place)
+    changes = [word for word in words[: words.index("--")] if "=" in word] if "--" in words else words
+    overrides = [word for word in changes if "=" in word and not word.startswith("-")]
+    file, _, test = RUN_BY[verb, load_recipe(recipe, overrides).trainer].partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("command", SYNOPSES)
+def test_options_of_a_synopsis_exist(command: str) -> None:
+    import typer
+
+    group: Any = typer.main.get_command(cli.app)
+    for verb in re.findall(r"\w+", command.partition(" ")[2].partition("RECIPE")[0]):
+        options = {option for parameter in group.commands[verb].params for option in parameter.opts}
+        assert set(re.findall(r"--\w+", command)) <= options
+
+
+def test_targets_and_scripts_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = [shlex.split(command, comments=True) for command in DOCUMENTED]
+    assert not [words[1] for words in asked if words[0] == "make" and words[1] not in targets]
+    scripts = {words[1] for words in asked if words[0] == "python" and words[1] != "-c"}
+    assert len(scripts) > 5
+    assert not [script for script in scripts if not (ROOT / script).exists()]
+    tested = "".join(path.read_text() for path in (ROOT / "tests" / "benchmarks").glob("*.py"))
+    assert not [script for script in scripts if Path(script).stem not in tested]
