@@ -164,6 +164,19 @@ def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num
     return bins
 
 
+def in_order(tokens: list[int], cap: int) -> list[list[int]]:
+    """Bins filled in the order of the items, the next one where an item has no room; one over the cap is alone."""
+    bins: list[list[int]] = []
+    room = -1
+    for item, count in enumerate(tokens):
+        if count > room:
+            bins.append([])
+            room = cap
+        bins[-1].append(item)
+        room -= count
+    return bins
+
+
 def best_fit_decreasing(tokens: list[int], cap: int) -> list[list[int]]:
     """Few bins of at most ``cap`` tokens: largest first into the bin that it fills best (Johnson, 1973)."""
     bins: list[list[int]] = []

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...core.aliases import Ints
 from ...core.balance.partition import Load, balance, best_fit_decreasing
+from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
@@ -97,14 +98,7 @@ def _sliced(
 
 def in_order(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
     lengths, limits = lengths_of(bare), limits_for(bare, context, config)
-    packs: list[list[int]] = []
-    room = 0
-    for i, n in enumerate(lengths.tolist()):
-        if n > room or not packs:
-            packs.append([])
-            room = limits.max_tokens
-        packs[-1].append(i)
-        room -= n
+    packs = in_order_bins(lengths.tolist(), limits.max_tokens)
     dealt = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
     return _single(bare, limits.max_tokens, context, config, dealt, "in_order")
 

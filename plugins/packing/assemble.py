@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...core.balance.joined import Joined
 from ...core.plan.limits import Limits
 from ...core.plan.order import in_slots
 from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
@@ -113,37 +114,20 @@ def _in_chains(forward: list[set[int]], backward: list[set[int]], *, reverse: bo
     """Chains by shared sequences; ``reverse`` runs a chain's backwards in the reverse order of their numbers."""
     if len(forward) == len(backward) == 1:
         return _Rank([0], [0], [1], [([0], [0])])
+    joined = Joined(len(forward) + len(backward))
     owner: dict[int, int] = {}
-    chain_of: list[int] = []
-    parent: list[int] = []
-
-    def root(c: int) -> int:
-        while parent[c] != c:
-            c = parent[c]
-        return c
-
-    for members in (*forward, *backward):
-        found = sorted({root(owner[s]) for s in members if s in owner})
-        if found:
-            chain = found[0]
-            for other in found[1:]:
-                parent[other] = chain
-        else:
-            chain = len(parent)
-            parent.append(chain)
-        for s in members:
-            owner.setdefault(s, chain)
-        chain_of.append(chain)
+    for number, members in enumerate((*forward, *backward)):
+        joined.join([number, *(owner.setdefault(s, number) for s in members)])
     chains: dict[int, tuple[list[int], list[int]]] = {}
     empties = [k for k, members in enumerate(backward) if not members]
     for k, members in enumerate(forward):
-        mine = chains.setdefault(root(chain_of[k]), ([], []))
+        mine = chains.setdefault(joined.first(k), ([], []))
         mine[0].append(k)
         if not members and empties:  # a dummy is a chain by itself
             mine[1].append(empties.pop(0))
     for k, members in enumerate(backward):
         if members:
-            chains[root(chain_of[len(forward) + k])][1].append(k)
+            chains[joined.first(len(forward) + k)][1].append(k)
     rows = [(f, b[::-1] if reverse else b) for f, b in chains.values()]
     rows[-1][1].extend(empties)
     need: list[int] = []

@@ -25,6 +25,7 @@ from dataclasses import replace
 from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
+from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.plan.step_plan import Slice, StepPlan
 from .assemble import assemble
@@ -56,14 +57,7 @@ def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> S
 
 def in_order(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, cap = _sizes(bare, config)
-    packs: list[list[int]] = []
-    room = 0
-    for item, tokens in enumerate(lengths.tolist()):
-        if tokens > room:
-            packs.append([])
-            room = cap
-        packs[-1].append(item)
-        room -= tokens
+    packs = in_order_bins(lengths.tolist(), cap)
     return _planned(bare, cap, "in_order", _deal(packs, bare.limits.num_ranks))
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from ...core.aliases import Ints
 from ...core.balance.partition import best_fit_decreasing
+from ...core.balance.partition import in_order as in_order_bins
 from ...core.balance.slicing import evenly
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
@@ -119,14 +120,8 @@ def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig)
 
 def in_order(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
     lengths = _lengths(bare)
-    cap, room = max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0))), 0
-    packs: list[Pack] = []
-    for item, tokens in enumerate(lengths.tolist()):
-        if tokens > room:
-            packs.append([])
-            room = cap
-        packs[-1].append(Slice(item, 0, tokens))
-        room -= tokens
+    sizes, cap = lengths.tolist(), max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
+    packs = [[Slice(i, 0, sizes[i]) for i in one] for one in in_order_bins(sizes, cap)]
     ranks = bare.limits.num_ranks
     yield _uncut(bare, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.aliases import Floats
+from ...core.balance.joined import Joined
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.step_plan import StepPlan
@@ -57,26 +58,17 @@ def grouped(plan: StepPlan, context: PlanningContext, config: PipelineConfig) ->
 
 def _chunk_counts(plan: StepPlan) -> list[int]:
     """For each micro-batch the most chunks of a sequence among those that must be in one pipeline with it."""
-    joined = list(range(len(plan.micro_batches)))
-
-    def first_of(number: int) -> int:
-        while joined[number] != number:
-            joined[number] = number = joined[joined[number]]
-        return number
-
+    joined = Joined(len(plan.micro_batches))
     chunks: dict[int, list[int]] = {}
     for number, m in enumerate(plan.micro_batches):
         for s in m.slices:
             if s.sequence in plan.cut:
                 chunks.setdefault(s.sequence, []).append(number)
-    counts = [1] * len(joined)
+    counts = [1] * len(plan.micro_batches)
     for numbers in chunks.values():
-        joining = {first_of(i) for i in numbers}
-        first = min(joining)
-        counts[first] = max(len(numbers), *(counts[i] for i in joining))
-        for one in joining:
-            joined[one] = first
-    return [counts[first_of(i)] for i in range(len(joined))]
+        most = max(len(numbers), *(counts[joined.first(i)] for i in numbers))
+        counts[joined.join(numbers)] = most
+    return [counts[joined.first(i)] for i in range(len(counts))]
 
 
 def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: list[int]) -> Floats:

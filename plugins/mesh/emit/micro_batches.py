@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ....core.aliases import Ints, Ranks
+from ....core.balance.joined import Joined
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..cost_table import CostTable, CpStrategy
 
@@ -45,19 +46,10 @@ def micro_batches(
 
 def _components(cp_groups: list[Ranks], num_ranks: int) -> list[int]:
     """For each rank the first of all ranks that share sequences with it."""
-    parent = list(range(num_ranks))
-
-    def root(rank: int) -> int:
-        while parent[rank] != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
+    joined = Joined(num_ranks)
     for cp_group in {cp_group for cp_group in cp_groups if len(cp_group) > 1}:
-        for rank in cp_group[1:]:
-            a, b = sorted((root(cp_group[0]), root(rank)))
-            parent[b] = a
-    return [root(rank) for rank in range(num_ranks)]
+        joined.join(cp_group)
+    return [joined.first(rank) for rank in range(num_ranks)]
 
 
 def _span(m: MicroBatch, node: int) -> int:

@@ -22,6 +22,7 @@ from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed import stage as engine_stage
 from evenload.integrations.deepspeed.model import build_model
 from evenload.integrations.deepspeed.pipeline import host as pipeline_host
 from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
@@ -279,7 +280,7 @@ def mutants(pp: int) -> dict[str, Any]:
         found = {"sound": errors(), "sound replay": errors(replayed)}
         for name, place, attribute, broken, plan in (
             ("dKV dropped", PrefixStore, "settle", _settle_own_only, cut),
-            ("position restart", pipeline_stage, "build_pack", _positions_from_zero, cut),
+            ("position restart", engine_stage, "build_pack", _positions_from_zero, cut),
             ("W of nothing", WgradStore, "run", _zeros, cut),
             ("tape shifted", Tape, "gather", _shifted, replayed),
             ("loss per micro-batch", pipeline_stage, "summed", _mean, cut),

@@ -11,6 +11,7 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.predict import predict
 from evenload.plugins.packing.config import PackingConfig
@@ -64,17 +65,17 @@ def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int,
 
 @settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 6))
-def test_the_bound_holds_for_every_planner_and_ours_stays_within_its_guarantee(lengths: list[int], ranks: int) -> None:
+def test_the_bound_holds_for_every_planner_and_none_is_faster(lengths: list[int], ranks: int) -> None:
     made = chain(ranks)
     batch = as_lengths(lengths)
     plan = made.plan(batch)
     ours = predict(plan, made.context.costs)
     # The stock plan is left out: its micro-batches are capped in samples, so it may launch fewer.
     capped = [made.baseline(name, batch) for name in made.baseline_names if name != "padded"]
-    others = [predict(plan, made.context.costs) for plan in capped]
+    others = [predict(one, made.context.costs) for one in capped]
     assert all(p.step_s >= plan.bound_s * (1 - 1e-9) for p in (ours, *others))
-    # A greedy can lose to luck on a handful of samples, never by more than its guarantee.
-    assert ours.step_s <= 1.34 * min(p.step_s for p in others)
+    least_s = min(outcome_of(one, made.context).step_s for one in capped)
+    assert outcome_of(plan, made.context).step_s <= least_s * (1 + 1e-9)
 
 
 @given(LENGTHS, st.integers(1, 6), st.randoms())

@@ -1,0 +1,172 @@
+"""The judge: which candidate runs, what a plan comes to is kept, and no plan is slower than a lawful row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from evenload.api import load_plugins
+from evenload.commands.plan import Simulated, over_caps
+from evenload.core.errors import EvenloadError, PlanError
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
+from evenload.core.planning import judge as judging
+from evenload.core.planning.chain import MOST_PASSES, PlanChain
+from evenload.core.planning.judge import (
+    FASTEST,
+    Candidate,
+    Preference,
+    beside,
+    best,
+    fastest,
+    floor_s,
+    judge,
+    judged,
+    outcome_of,
+    rivals_of,
+)
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+
+
+def chain(
+    plugins: dict[str, dict[str, Any]], *, cluster: str = "h100", train: Any = None, **parallel: int
+) -> PlanChain:
+    enabled = {name: {"enabled": True, **section} for name, section in plugins.items()}
+    asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": cluster, "plugins": enabled, "train": train or {}})
+    return PlanChain.of_recipe(asked, asked.layout())
+
+
+SOME = chain({"packing": {"max_tokens": 400}})
+PLAN = SOME.plan(as_lengths([300, 200, 90, 7]))
+
+
+def candidate(step_s: float, missing: float = -1.0, peak: float = 1.0, baseline: str = "") -> Candidate:
+    return Candidate(PLAN, step_s, peak, missing, 0.0, baseline)
+
+
+def test_the_fastest_that_fits_runs() -> None:
+    slow, quick, large = candidate(3.0), candidate(2.0), candidate(1.0, missing=5.0)
+    assert best([slow, quick, large]) is quick
+    assert best([]) is None
+
+
+def test_where_none_fits_the_smallest_runs_or_the_fastest() -> None:
+    small, quick = candidate(3.0, missing=1.0), candidate(2.0, missing=2.0)
+    assert best([quick, small]) is small
+    assert best([quick, small], unfit=fastest) is quick
+
+
+def test_a_preference_is_worth_its_slack_and_no_more() -> None:
+    smaller = Preference(slack=0.1, key=lambda one: one.peak_bytes)
+    quick, small, slow = candidate(1.0, peak=3.0), candidate(1.09, peak=2.0), candidate(1.2, peak=1.0)
+    assert best([quick, small, slow], (smaller,)) is small
+
+
+def test_no_preference_picks_what_is_slower_than_a_baseline() -> None:
+    smaller = Preference(slack=0.1, key=lambda one: one.peak_bytes)
+    quick, small = candidate(1.0, peak=3.0), candidate(1.09, peak=2.0)
+    other = candidate(1.05, peak=4.0, baseline="whole")
+    assert best([quick, small, other], (smaller,)) is quick
+    assert best([small, other], (smaller,)) is other
+
+
+def test_a_preference_that_is_about_no_candidate_leaves_it_to_the_next() -> None:
+    nobody = Preference(slack=1.0, among=lambda one: False)
+    assert best([candidate(2.0), quick := candidate(1.0)], (nobody, FASTEST)) is quick
+
+
+def test_a_plan_is_simulated_once_and_its_caps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[StepPlan] = []
+
+    def counting(plan: StepPlan, *arguments: Any, **options: Any) -> Any:
+        played.append(plan)
+        return simulate(plan, *arguments, **options)
+
+    monkeypatch.setattr(judging, "simulate", counting)
+    plan = replace(PLAN)
+    first = outcome_of(plan, SOME.context)
+    capped = plan.revised(limits=replace(plan.limits, max_tokens=401), notes=("another",))
+    assert outcome_of(capped, SOME.context) is first
+    assert len(played) == 1
+    reversed_ = plan.revised(micro_batches=plan.micro_batches[::-1])
+    assert outcome_of(reversed_, SOME.context) is not first
+    outcome_of(plan, replace(SOME.context))  # another context asks anew
+    assert len(played) == 3
+
+
+def test_what_a_plan_was_chosen_beside_is_forgotten_with_its_micro_batches() -> None:
+    plan = beside(replace(PLAN), ["packing.whole"])
+    assert rivals_of(plan.revised(notes=())) == {"packing.whole"}
+    assert rivals_of(plan.revised(micro_batches=plan.micro_batches[::-1])) == frozenset()
+
+
+def test_plans_whose_ranks_would_wait_for_each_other_are_no_candidates() -> None:
+    staged = chain({"packing": {"max_tokens": 400}}, dp=1, pp=2)
+    plan = staged.plan(as_lengths([300, 200]))
+    forward, backward = ([Op(kind, i) for i in range(len(plan.micro_batches))] for kind in ("F", "B"))
+    circle = plan.revised(order=((*backward, *forward), (*forward, *backward)))
+    with pytest.raises(PlanError, match="deadlocks"):
+        judge(circle, staged.context)
+    assert [one.plan for one in judged([circle, plan], staged.context)] == [plan]
+
+
+LENGTHS = st.lists(st.integers(2, 4000), min_size=2, max_size=40)
+SECTION = {
+    "packing": st.fixed_dictionaries(
+        {"max_tokens": st.sampled_from([500, 2000, 4000]), "slices": st.sampled_from(["auto", "even", "off"])}
+    ),
+    "mesh": st.fixed_dictionaries(
+        {"max_tokens": st.sampled_from([700, 4000]), "engines": st.sampled_from([["ring"], ["ring", "all_to_all"]])},
+        optional={"max_degree": st.sampled_from([1, 2])},
+    ),
+    "pipeline": st.fixed_dictionaries(
+        {"max_tokens": st.sampled_from([600, 4000])}, optional={"chunks": st.sampled_from([1, 4])}
+    ),
+}
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> PlanChain:
+    names = draw(st.sets(st.sampled_from(sorted(SECTION)), min_size=1))
+    sections = {name: draw(SECTION[name]) for name in sorted(names)}
+    cluster = draw(st.sampled_from(["h100", "flexsp-a100"]))
+    train = {"recompute": draw(st.booleans())}
+    dp, pp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 1, 2, 4]))
+    return chain(sections, cluster=cluster, train=train, dp=dp, pp=pp)
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked(), LENGTHS)
+def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of: PlanChain, lengths: list[int]) -> None:
+    batch = as_lengths(lengths)
+    try:
+        ours = of.plan(batch)
+    except EvenloadError:
+        return  # no plan, and no table
+    check(ours)
+    plan = Simulated(ours, outcome_of(ours, of.context))
+    for name in of.baseline_names:
+        try:
+            other = of.baseline(name, batch)
+        except EvenloadError:
+            continue
+        row = Simulated(other, outcome_of(other, of.context))
+        assert floor_s(other, of.context) <= row.outcome.step_s * (1 + 1e-9), name
+        if not of.breaks(name, other) and over_caps(row, plan, of.context) is None:
+            assert plan.outcome.step_s <= row.outcome.step_s * (1 + 1e-9), name
+
+
+def test_a_batch_of_endless_micro_batches_is_refused_at_once() -> None:
+    of = chain({"packing": {"max_tokens": 16}}, pp=4)
+    most = MOST_PASSES * 16 // 4
+    with pytest.raises(EvenloadError, match="too many micro-batches") as refusal:
+        of.plan(as_lengths([most // 2, most]))
+    assert "max_tokens" in refusal.value.do
+    assert math.isfinite(outcome_of(of.plan(as_lengths([160, 16])), of.context).step_s)
