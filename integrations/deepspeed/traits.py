@@ -15,9 +15,10 @@ step on one rank.
 
 from __future__ import annotations
 
+from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
-from ...core.recipe.traits import Rule, States, Trainer, TrainerTraits
+from ...core.recipe.traits import States, Trainer, TrainerTraits
 
 LIVE_WEIGHTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
 
@@ -45,7 +45,7 @@ def check_host() -> str:
 def check_recipe(recipe: Recipe) -> None:
     """Raise EvenloadError for what this integration does not do."""
     p, vocabulary = recipe.parallel, recipe.model.vocab_size
-    rules = [
+    refuse_first(
         (
             p.cp > 1,
             "Megatron's static context parallelism is not used here",
@@ -65,10 +65,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"model.vocab_size {vocabulary}, tp {p.tp}",
             "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
         ),
-    ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)
+    )
 
 
 def join_groups(layout: Layout, seed: int) -> bool:

@@ -116,13 +116,6 @@ def warn_of_one_queue(backend: str) -> None:
         )
 
 
-def rows_of_all(own: Sequence[int]) -> list[Row]:
-    """The pipelines of the world, from each rank's own: world ranks, first stage first. Collective."""
-    rows: list[Row] = [()] * dist.get_world_size()
-    dist.all_gather_object(rows, tuple(own))
-    return sorted(set(rows))
-
-
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:
     """For each F and B in a neighbour's order, how many passes of the other direction it ran before."""
     done = {"F": 0, "B": 0}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
 
 Group = dist.ProcessGroup | None
@@ -61,14 +62,9 @@ def agree(digest: bytes, what: str, step: int, group: Group = None) -> None:
     )
 
 
-def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]:
-    """(world rank, error) of every rank of `group` where something failed, lowest rank first; empty if it worked."""
-    if not dist.is_initialized():
-        return [] if error is None else [(0, error)]
-    errors: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return [(rank, e) for rank, e in zip(ranks, errors, strict=True) if e is not None]
+def first_error(error: str | None) -> list[tuple[int, str]]:
+    """(rank, error) of every rank where something failed, lowest rank first; empty if it worked. Collective."""
+    return [(rank, e) for rank, e in enumerate(everyone(error)) if e is not None]
 
 
 def place() -> tuple[int, int]:
@@ -76,12 +72,18 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def everyone(value: Value) -> list[Value]:
-    """The value of every rank, by rank. Collective."""
-    values = [value] * place()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
+def everyone(value: Value, group: Group = None) -> list[Value]:
+    """The value of every rank of `group`, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def rows_of_all(own: Iterable[int]) -> list[Ranks]:
+    """The rows into which the world is divided, from each rank's own row of world ranks. Collective."""
+    return sorted(set(everyone(tuple(own))))
 
 
 def from_first(work: Callable[[], Value]) -> Value:

@@ -23,7 +23,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from ....core.errors import EvenloadError
+from ....core.errors import refuse_first
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import Pack
@@ -175,6 +175,5 @@ def _refuse_uncut(config: Any, layout: Layout) -> None:
             "choose a pp that divides the number of layers",
         ),
     ]
-    for broken, detail, do in rules:
-        if broken:
-            raise EvenloadError("the model cannot be cut into pipeline stages", detail, do)
+    what = "the model cannot be cut into pipeline stages"
+    refuse_first(*((broken, what, detail, do) for broken, detail, do in rules))

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from ....core.errors import EvenloadError
+from ....core.errors import EvenloadError, refuse_first
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attention.pack import Pack
 
@@ -138,6 +138,4 @@ def _refuse_unsupported(config: Any, mask: AttnMaskType, kind: str, dropout: flo
             "set it to 1; the mesh plugin shares sequences between ranks",
         ),
     ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(f"packed attention does not do {what}", detail, do)
+    refuse_first(*((broken, f"packed attention does not do {what}", detail, do) for broken, what, detail, do in rules))

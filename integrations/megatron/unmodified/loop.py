@@ -40,10 +40,11 @@ from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
-from ....runtime.stage.stage_links import StageLinks, rows_of_all
+from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
+from ..plane import stage_links
 from .forward_step import UserStep
 from .order import run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -150,8 +151,7 @@ class PlannedSteps:
             raise EvenloadError(*loop.only_stock)
         refuse_replays(plan, config)
         if loop.links is None and plan.limits.num_stages > 1:
-            pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
-            loop.links = StageLinks(rows_of_all(dist.get_process_group_ranks(pipeline)))
+            loop.links = stage_links()
         whole = bool(rest.get("force_all_reduce"))
         return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
 

@@ -75,7 +75,7 @@ def run_order(
     if shares > 1:
         trainer.tape = _SharedTape()
     executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
-    with step.listening(), (config.no_sync_func or nullcontext)(), trainer.prepared(program, executor.wgrads):
+    with step.listening(), (config.no_sync_func or nullcontext)():
         executor.run()
     _sum_gradients(chunk, forward.num_tokens, whole)
     if timers is not None:

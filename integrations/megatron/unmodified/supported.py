@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ....core.errors import EvenloadError
+from ....core.errors import EvenloadError, Rule, refuse_first
 from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
@@ -24,7 +24,6 @@ from ..model.rope import TokenRope
 
 log = logging.getLogger("evenload")
 
-Rule = tuple[bool, str, str, str]
 Trouble = tuple[str, str, str]
 """The parts of an `EvenloadError`."""
 
@@ -33,7 +32,7 @@ def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
     """Raise EvenloadError for a model, its config or arguments of the schedule that evenload cannot honour."""
     config = get_model_config(chunk)
     overlap = bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
-    rules: list[Rule] = [
+    refuse_first(
         (
             not config.calculate_per_token_loss,
             "regrouped micro-batches need a loss that is summed over tokens: an average of averages would change",
@@ -66,8 +65,7 @@ def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
             "leave it out, or disable evenload's plugins",
         ),
         *_model_rules(config),
-    ]
-    _raise_first(rules)
+    )
 
 
 def bare_model(chunk: Any) -> Any:
@@ -250,9 +248,3 @@ def _known_attention() -> tuple[type, ...]:
     # Without Transformer Engine the name is bound to a mock, which is no type.
     known = (DotProductAttention, PackedCoreAttention, getattr(transformer_engine, "TEDotProductAttention", None))
     return tuple(attention for attention in known if isinstance(attention, type))
-
-
-def _raise_first(rules: Iterable[Rule]) -> None:
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)
