@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -14,6 +14,17 @@ from ..core.errors import EvenloadError
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def from_module(path: str, *last: Any) -> Callable[..., Any]:
+    """The function ``module:name``, looked up when it is called, so that rows need no trainer; ``last`` follow what it
+    is called with."""
+    module, _, name = path.partition(":")
+
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(module, __package__), name)(*arguments, *last)
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)
