@@ -31,7 +31,7 @@ from evenload.commands._shared.show import emit, grid
 from evenload.core.costs.offload import offload_share
 from evenload.runtime.attention.attention import packed_causal_attention
 from evenload.runtime.measure.memory import peak_bytes
-from evenload.runtime.stage.copier import DirectCopier, HostMemory
+from evenload.runtime.stage.copier import Copier, HostMemory
 from evenload.runtime.stage.offload import Moved, host_memory_of, offloading
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -163,7 +163,7 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
     """A row for each share, between two plain ones."""
     until = time.monotonic() + limit_s
     cuda = device.type == "cuda"
-    host = host_memory_of(device) or HostMemory(DirectCopier(), 1 << 14, 1 << 18)
+    host = host_memory_of(device) or HostMemory(Copier(), 1 << 14, 1 << 18)
     step = Step(shape, device)
     speed = link(device, LINK_BYTES if cuda else 1 << 22)
     plain = row_of(step, 0.0, host)
@@ -203,7 +203,7 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
 
 def layer_seconds(step: Step) -> float:
     """Of one layer's forward."""
-    host = HostMemory(DirectCopier())
+    host = HostMemory(Copier())
     return seconds(lambda: step.forward(0.0, host), step.device) / len(step.layers)
 
 

@@ -121,7 +121,7 @@ class BusyClock:
 
     def _now(self) -> _Moment:
         if self._cuda:
-            event = _event()
+            event = cuda_event()
             return _Moment(event, event)
         return _Moment(self._busy_now(), time.perf_counter())
 
@@ -133,7 +133,8 @@ class BusyClock:
         return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
 
 
-def _event() -> Any:
+def cuda_event() -> Any:
+    """What the device has got to on its current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

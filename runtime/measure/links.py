@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.costs.costs import solve
 from ...core.machine.cluster import Link
 from ..world.agreement import Group, gather_bytes
+from .busy import cuda_event
 
 SIZES = tuple(1024 * 4**k for k in range(9))
 """Bytes of the largest tensor that a rank holds in a call: 1 KiB .. 64 MiB."""
@@ -208,20 +209,14 @@ class _Clock:
     """Seconds since it was made, on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._start: Any = _event() if device.type == "cuda" else time.perf_counter()
+        self._start: Any = cuda_event() if device.type == "cuda" else time.perf_counter()
 
     def stop(self) -> float:
         if isinstance(self._start, float):
             return time.perf_counter() - self._start
-        end = _event()
+        end = cuda_event()
         end.synchronize()
         return float(self._start.elapsed_time(end)) / 1e3
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def _slowest(seconds: float, group: Group) -> float:
