@@ -93,12 +93,6 @@ class PrefixStore:
         starts = self._ranges.get(piece.sequence)
         return piece.start if starts is None else starts[piece.start][rank][0]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now: keys, values and their gradients."""
-        tensors = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in self._entries.values()]
-        return sum(t.untyped_storage().nbytes() for row in tensors for t in row if t is not None)
-
     def write(
         self, layer: int, piece: Slice, k_NGD: Tensor, v_NGD: Tensor, *, frozen: bool = False
     ) -> tuple[Tensor, Tensor]:

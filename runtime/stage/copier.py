@@ -110,11 +110,6 @@ class HostMemory:
         """Less is not worth a block, nor the asking."""
         return self._block_bytes // 4
 
-    @property
-    def free_bytes(self) -> int:
-        """In blocks that nobody has."""
-        return len(self._free) * self._block_bytes
-
     def take(self, num_bytes: int) -> tuple[list[Tensor], list[Any]] | None:
         """(Blocks, moments after which they may be written to); None where the host has no more memory to lock."""
         count = -(-num_bytes // self._block_bytes)

@@ -33,27 +33,25 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [row.tobytes() for row in everyone.cpu().numpy()]
 
 
-def agree(digest: bytes, what: str, step: int, group: Group = None) -> None:
-    """Return if every rank of `group` holds the same digest.
+def agree(digest: bytes, what: str, step: int) -> None:
+    """Return if every rank holds the same digest.
 
     Raises:
         RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
             where there is none. `what` is a plural: "plans", "checkpoints".
     """
-    digests = gather_bytes(digest, group)
+    digests = gather_bytes(digest)
     if len(set(digests)) == 1:
         return
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     sides = Counter(digests).most_common()
     common, votes = sides[0]
     if 2 * votes > len(digests):
-        odd = [rank for rank, d in zip(ranks, digests, strict=True) if d != common]
+        odd = [rank for rank, d in enumerate(digests) if d != common]
         who = f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {votes}"
     else:
         who = "no side has a majority"
     holders = "; ".join(
-        f"{name_ranks(r for r, d in zip(ranks, digests, strict=True) if d == side)}: {side.hex()[:12]}"
-        for side, _ in sides[:8]
+        f"{name_ranks(r for r, d in enumerate(digests) if d == side)}: {side.hex()[:12]}" for side, _ in sides[:8]
     )
     raise RankError(
         f"step {step}: the ranks hold different {what}: {who}",

@@ -7,7 +7,6 @@ plan may ask for is declared up front.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Iterable
 
@@ -24,27 +23,22 @@ class GroupPool:
     Args:
         ranks: the groups, each a tuple of world ranks; repeats and order do not matter.
         backend: as in `dist.new_group`; None takes the world's.
-        timeout_s: of the collectives of these groups; None takes the world's.
 
     Raises:
         RankError: the ranks declared different groups.
         EvenloadError: a group names a rank that is not in the world, or nobody.
     """
 
-    def __init__(self, ranks: Iterable[Ranks], backend: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(self, ranks: Iterable[Ranks], backend: str | None = None) -> None:
         wanted = sorted({tuple(sorted(set(group))) for group in ranks}, key=lambda group: (len(group), group))
         size = dist.get_world_size()
         for group in wanted:
             if not group or group[0] < 0 or group[-1] >= size:
                 raise EvenloadError(f"ranks {group} cannot form a group", f"a world of {size}", f"use 0 to {size - 1}")
         agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
-        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {
-            group: dist.new_group(list(group), timeout=timeout, backend=backend) for group in wanted
+            group: dist.new_group(list(group), backend=backend) for group in wanted
         }
-
-    def __contains__(self, ranks: Ranks) -> bool:
-        return tuple(sorted(ranks)) in self._groups
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup:
         """The group of these ranks; its own numbering follows the sorted ranks, whatever order is asked for.
@@ -68,10 +62,3 @@ class GroupPool:
             if dist.get_rank() in ranks:
                 dist.destroy_process_group(group)
         self._groups = {}
-
-    def __enter__(self) -> GroupPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()

@@ -64,7 +64,7 @@ class Plane:
         self._pool = pool
 
     @classmethod
-    def make(cls, rows: Iterable[Ranks], node_ranks: int = 0, timeout_s: float | None = None) -> Plane:
+    def make(cls, rows: Iterable[Ranks], node_ranks: int = 0) -> Plane:
         """The plane of this process. A collective of the whole world.
 
         Args:
@@ -82,7 +82,7 @@ class Plane:
         backend = None
         if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
             backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
-        pool = GroupPool(rows, backend=backend, timeout_s=timeout_s)
+        pool = GroupPool(rows, backend=backend)
         group = pool.get(own_rows[0])
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
         for device in dict.fromkeys((wire_device(group), _tensor_device(group))):

@@ -139,7 +139,7 @@ def make_host(copier: Copier | None = None) -> HostMemory:
 
 
 def all_is_free(host: HostMemory) -> bool:
-    return host.free_bytes == host.num_bytes // 50_000 * (50_000 // BLOCK * BLOCK)
+    return len(host._free) * BLOCK == host.num_bytes // 50_000 * (50_000 // BLOCK * BLOCK)
 
 
 def forward(model: Decoder, share: float, host: HostMemory, count: int = 40) -> tuple[Tensor, Moved]:

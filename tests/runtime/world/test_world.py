@@ -26,8 +26,10 @@ def test_alone_there_is_a_process_group_all_the_same(no_job):
         x = torch.ones(3, device=world.device)
         dist.all_reduce(x)
         assert x.tolist() == [1.0] * 3
-        with Watchdog(), GroupPool([(0,)]) as pool:
+        with Watchdog():
+            pool = GroupPool([(0,)])
             assert dist.get_world_size(pool.get((0,))) == 1
+            pool.close()
     finally:
         close_world(world)
     assert not dist.is_initialized()
