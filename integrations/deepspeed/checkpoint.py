@@ -35,6 +35,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ...core.errors import EvenloadError
 from ...core.input import reading
 from ...runtime import files
+from ...runtime.attributes import with_attributes
 from ...runtime.unpickling import tensors_only
 from ...runtime.watchdog.watchdog import working
 from ...runtime.world.agreement import first_error
@@ -86,12 +87,8 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
         return
     with working("converting the checkpoint"):
         convert(engine, directory, trust=trust)
-    config, before = engine._config, engine._config.load_universal_checkpoint
-    config.load_universal_checkpoint = True
-    try:
+    with with_attributes(engine._config, load_universal_checkpoint=True):
         _load(engine, directory, UNIVERSAL, trust=trust)
-    finally:
-        config.load_universal_checkpoint = before
 
 
 @contextmanager

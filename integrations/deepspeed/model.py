@@ -4,7 +4,7 @@ downloaded."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
 from ...core.recipe.recipe import Recipe
+from ...runtime.attributes import with_attributes
 from ...runtime.stage.lookup import sum_in_float32
 from . import attention
 from .partial import Parts, build_partly
@@ -117,14 +118,10 @@ def recomputing(blocks: Sequence[Any], layers: int) -> Iterator[None]:
 
     `recompute_layers` must have been called. A layer asks in its forward; its backward does what that was told.
     """
-    had = [block.gradient_checkpointing for block in blocks]
-    for number, block in enumerate(blocks):
-        block.gradient_checkpointing = number < layers
-    try:
+    with ExitStack() as undo:
+        for number, block in enumerate(blocks):
+            undo.enter_context(with_attributes(block, gradient_checkpointing=number < layers))
         yield
-    finally:
-        for block, before in zip(blocks, had, strict=True):
-            block.gradient_checkpointing = before
 
 
 def _read(path: Path) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...runtime.attributes import with_attributes
 from .batch import Batch, LossFunc, run_batch
 from .reduction import Reduction
 
@@ -36,32 +37,18 @@ class Forward:
         return output, counted
 
 
-@contextmanager
-def headless(gpt: Any) -> Iterator[None]:
-    """The GPTModel returns hidden states: a forward that only fills the prefix needs no logits and no loss."""
-    had, gpt.post_process = gpt.post_process, False
-    try:
-        yield
-    finally:
-        gpt.post_process = had
-
-
-@contextmanager
-def recomputing(config: Any, layers: int | None) -> Iterator[None]:
+def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:
     """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
 
     Args:
         config: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
             they were given.
     """
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    had = [getattr(config, name) for name in names]
-    wanted = had if layers is None else ["full", "block", layers] if layers else [None, None, None]
-    _set(config, names, wanted)
-    try:
-        yield
-    finally:
-        _set(config, names, had)
+    if layers is None:
+        return nullcontext()
+    granularity, method, number = ("full", "block", layers) if layers else (None, None, None)
+    names = {"recompute_granularity": granularity, "recompute_method": method, "recompute_num_layers": number}
+    return with_attributes(config, **names)
 
 
 @contextmanager
@@ -81,8 +68,3 @@ def reaching_recomputed(gpt: Any) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-
-
-def _set(config: Any, names: tuple[str, ...], values: list[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        setattr(config, name, value)

@@ -8,7 +8,7 @@ laws have checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from ...core.plan.in_step import Program
 from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack
 from ...runtime.attention.prefix import PrefixStore
+from ...runtime.attributes import with_attributes
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
-from .forward import headless, reaching_recomputed, recomputing
+from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 
 
@@ -67,8 +68,9 @@ class MegatronStage(StageTrainer):
         return self._load(micro_batch, prefix)
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
-        kv_only = action.kind == "forward_kv"
-        with recomputing(self._gpt.config, action.recomputed), headless(self._gpt) if kv_only else nullcontext():
+        # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
+        head = action.kind != "forward_kv" and self._gpt.post_process
+        with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
             output, _ = forward_step(
                 self._step,
                 loaded,
@@ -78,7 +80,7 @@ class MegatronStage(StageTrainer):
                 [],
                 self._config,
                 1,
-                is_last_stage=self._last and not kv_only,
+                is_last_stage=self._last and head,
             )
         result: Tensor = output
         return result

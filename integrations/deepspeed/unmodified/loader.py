@@ -23,6 +23,7 @@ from ....core.errors import EvenloadError
 from ....core.plan.step_plan import MicroBatch, Slice, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
+from ....runtime.world.agreement import everyone
 from .counts import into_exactly
 
 log = logging.getLogger("evenload")
@@ -62,7 +63,7 @@ class PlannedLoader:
         chain: plans a batch, equal on all ranks.
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
-        lives: false once evenload is disabled; the loader is then the stock one again.
+        active: false once evenload is disabled; the loader is then the stock one again.
     """
 
     def __init__(
@@ -120,16 +121,14 @@ class PlannedLoader:
         """Batches of this rank in one step, whose stock samples on this rank are `indices`. Collective."""
         own = {index: self._read(index) for index in indices}
         row = [(index, len(own[index].tokens), own[index].num_targets) for index in indices]
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(rows, row)
-        everyone = [entry for one in rows for entry in one]
-        num_targets = sum(targets for _, _, targets in everyone)
+        samples = [entry for one in everyone(row) for entry in one]
+        num_targets = sum(targets for _, _, targets in samples)
         if num_targets == 0:
-            raise EvenloadError("a batch has no target token", f"{len(everyone)} samples", "check labels and data")
-        micro_batches = self._micro_batches([length for _, length, _ in everyone])
+            raise EvenloadError("a batch has no target token", f"{len(samples)} samples", "check labels and data")
+        micro_batches = self._micro_batches([length for _, length, _ in samples])
 
         def sample(place: int) -> Sample:
-            index, length, _ = everyone[place]
+            index, length, _ = samples[place]
             item = own[index] if index in own else own.setdefault(index, self._read(index))
             if len(item.tokens) != length:
                 raise EvenloadError(

@@ -33,20 +33,21 @@ class PlannedSeqParams(PackedSeqParams):  # type: ignore[misc]
     pack: Pack | None = None
 
 
-def seq_params(pack: Pack) -> PlannedSeqParams:
-    """Parameters for the whole pack as *one* Megatron document.
+def seq_params(pack: Pack, borders: Tensor | None = None, longest: int = 0) -> PlannedSeqParams:
+    """Parameters for the whole pack as *one* Megatron document, or for documents with these borders.
 
-    The borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings, and
-    those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches. The
-    borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
+    Else the borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings,
+    and those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches.
+    Its borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
     """
-    borders, length = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
+    if borders is None:
+        borders, longest = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         pack=pack,
     )
 

@@ -55,28 +55,24 @@ def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp
         parameter.copy_(shard(whole, parameter, tp_rank, tp_size))
 
 
-def whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
+def whole_shape(parameter: Any, tp_size: int) -> list[int]:
     """Shape of the parameter before tensor parallelism cut it."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[_of(parameter, "partition_dim")] *= tp_size
+        shape[parameter.partition_dim] *= tp_size
     return shape
 
 
-def shard(whole: Tensor, parameter: nn.Parameter, tp_rank: int, tp_size: int) -> Tensor:
+def shard(whole: Tensor, parameter: Any, tp_rank: int, tp_size: int) -> Tensor:
     """The part of ``whole`` that this tensor-parallel rank holds.
 
     A gated layer keeps gate and value one after the other (stride 2), so a rank holds a piece of each.
     """
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    dim = _of(parameter, "partition_dim")
-    pieces = whole.chunk(tp_size * _of(parameter, "partition_stride"), dim)
+    dim = parameter.partition_dim
+    pieces = whole.chunk(tp_size * parameter.partition_stride, dim)
     return torch.cat(pieces[tp_rank::tp_size], dim)
-
-
-def _of(parameter: nn.Parameter, attribute: str) -> int:
-    return int(getattr(parameter, attribute))
 
 
 def _seed_of(name: str, seed: int) -> int:

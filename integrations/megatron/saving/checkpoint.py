@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -32,6 +31,7 @@ from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.unpickling import refuse_code, tensors_only
+from ....runtime.world.agreement import everyone
 from ..model.gpt import torch_optimizers
 from .storage import InProcessWriter
 
@@ -130,11 +130,8 @@ def agreed(check: Callable[[], Result]) -> Result:
     except OSError as error:
         fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
     parts = None if fault is None else (fault.what, fault.found, fault.do)
-    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, parts)
-    for first in everyone:
-        if first is not None:
-            raise EvenloadError(*first) from fault
+    for first in filter(None, everyone(parts)):
+        raise EvenloadError(*first) from fault
     assert result is not None
     return result
 

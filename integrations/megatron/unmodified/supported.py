@@ -111,7 +111,7 @@ def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
 
     Args:
-        stranger: who made the schedule that the loop would run, if not Megatron-Core.
+        foreign_owner: who made the schedule that the loop would run, if not Megatron-Core.
     """
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
     if foreign_owner:
@@ -171,7 +171,7 @@ def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
     """Raise EvenloadError unless a loss function returned sums.
 
     Args:
-        told: what it returned.
+        answer: what it returned.
         losses: what it was given, to recompute sum and count; None leaves that out, for it waits for the device.
         loss_mask: of the pack, [1, T].
     """
