@@ -130,8 +130,9 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
         loop = self._loops[gpt]
+        batches = [next(data_iterator) for _ in range(num_microbatches)]
         try:
-            plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+            plan, lay = self._plan_step(batches, loop.chain, gpt)
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -149,13 +150,10 @@ class PlannedSteps:
         whole = bool(rest.get("force_all_reduce"))
         return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
 
-    def _plan_step(
-        self, data_iterator: Any, num_microbatches: int, chain: PlanChain, gpt: Any
-    ) -> tuple[StepPlan, LayOut]:
+    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut]:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
-        batches = [next(data_iterator) for _ in range(num_microbatches)]
         split_batches = [split(batch) for batch in batches]
         lengths_of_ranks = everyone([[len(s["tokens"]) for s in samples] for samples in split_batches], group)
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.

@@ -76,12 +76,12 @@ def exchange(
 
 def lay_out(
     micro_batch: MicroBatch,
+    prefix: PrefixStore | None = None,
+    *,
     samples: Mapping[int, Sample],
     like: Sample,
-    *,
     multiple: int = 1,
     with_mask: bool = False,
-    prefix: PrefixStore | None = None,
     device: torch.device | None = None,
 ) -> UserPack:
     """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
@@ -90,9 +90,9 @@ def lay_out(
     those of the pack begin where it does.
 
     Args:
+        prefix: keys and values of the samples of the step that are cut; None where none is.
         like: any sample, for dtypes and device.
         multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
-        prefix: keys and values of the samples of the step that are cut; None where none is.
         device: of the borders and positions that the model needs; None: where the samples are.
     """
     slices = micro_batch.slices
