@@ -70,8 +70,7 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
 
     Raises:
         EvenloadError: there is no complete checkpoint, it was written under another ZeRO stage or precision, or it
-        holds
-            more than data and is not to be trusted.
+            holds more than data and is not to be trusted.
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
@@ -95,7 +94,6 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
 def _catching(engine: Any) -> Iterator[list[Exception]]:
     """What this rank cannot write inside is noted, and the engine goes on to its barriers, in which its peers wait."""
     errors: list[Exception] = []
-    writer, copy = engine.checkpoint_engine, engine._copy_recovery_script
 
     def caught(write: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -109,24 +107,10 @@ def _catching(engine: Any) -> Iterator[list[Exception]]:
 
         return call
 
-    engine.checkpoint_engine = _Writer(writer, caught)
-    engine._copy_recovery_script = caught(copy)
-    try:
+    writer, copy = engine.checkpoint_engine, caught(engine._copy_recovery_script)
+    guarded = with_attributes(writer, save=caught(writer.save), makedirs=caught(writer.makedirs))
+    with guarded, with_attributes(engine, _copy_recovery_script=copy):
         yield errors
-    finally:
-        engine.checkpoint_engine = writer
-        del engine._copy_recovery_script
-
-
-class _Writer:
-    """DeepSpeed's checkpoint engine with guarded writes."""
-
-    def __init__(self, engine: Any, caught: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._engine = engine
-        self.save, self.makedirs = caught(engine.save), caught(engine.makedirs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
@@ -143,9 +127,8 @@ def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
         command = [sys.executable, "-m", f"{__package__}.to_universal", str(os.getpid()), "--inject_missing_state"]
         command += ["--trust"] if trust else []
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        }
+        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        clean = {name: value for name, value in os.environ.items() if name not in torchrun}
         done = subprocess.run(
             [*command, "--input_folder", str(directory / TAG), "--output_folder", str(scratch)],
             env=clean,

@@ -71,24 +71,13 @@ class MegatronStage(StageTrainer):
         # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
         head = action.kind != "forward_kv" and self._gpt.post_process
         with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
-            output, _ = forward_step(
-                self._step,
-                loaded,
-                self._model,
-                1,
-                received,
-                [],
-                self._config,
-                1,
-                is_last_stage=self._last and head,
-            )
-        result: Tensor = output
-        return result
+            arguments: tuple[Any, ...] = self._step, loaded, self._model, 1, received, [], self._config, 1
+            output: Tensor = forward_step(*arguments, is_last_stage=self._last and head)[0]
+        return output
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
-        handed_down: Tensor | None = backward_step(
-            graph.received, graph.output, gradient, get_model_type(self._model), self._config
-        )
+        kind = get_model_type(self._model)
+        handed_down: Tensor | None = backward_step(graph.received, graph.output, gradient, kind, self._config)
         return handed_down
 
     def empty_like_input(self, pack: Pack) -> Tensor:

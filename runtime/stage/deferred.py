@@ -22,7 +22,7 @@ over, not copied as it would be if it were handed in with a root. Nothing is com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...core.errors import EvenloadError
+from ..attributes import with_attributes
 
 
 class _Left(NamedTuple):
@@ -141,8 +142,7 @@ def deferring(linears: Iterable[nn.Linear], later: WgradStore) -> Iterator[None]
         yield
 
 
-@contextmanager
-def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> AbstractContextManager[None]:
     """One module's own version of a method of its class. Raises EvenloadError where it has one already."""
     if method in vars(module):
         raise EvenloadError(
@@ -150,11 +150,7 @@ def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator
             f"{type(module).__name__}: {vars(module)[method]!r}",
             "keep its weight gradients in the backward (plugins.pipeline.split_backward=off), or take the other out",
         )
-    setattr(module, method, by)
-    try:
-        yield
-    finally:
-        delattr(module, method)
+    return with_attributes(module, **{method: by})
 
 
 def _forward(layer: nn.Linear, later: WgradStore) -> Callable[[Tensor], Tensor]:

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +91,8 @@ def offloading(
     with ExitStack() as undo:
         undo.callback(the_pass.end)
         for number, layer in enumerate(layers):
-            undo.callback(layer.register_forward_pre_hook(partial(_entering, the_pass, number)).remove)
-        undo.callback(layers[-1].register_forward_hook(partial(_leaving_last, the_pass)).remove)
+            undo.callback(layer.register_forward_pre_hook(lambda *_, number=number: the_pass.enter(number)).remove)
+        undo.callback(layers[-1].register_forward_hook(lambda *_: the_pass.enter(len(layers))).remove)
         undo.enter_context(saved_tensors_hooks(the_pass.pack, the_pass.unpack))
         yield moved
 
@@ -329,11 +329,3 @@ class _Pass:
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """A storage as its bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _entering(the_pass: _Pass, number: int, module: nn.Module, args: Any) -> None:
-    the_pass.enter(number)
-
-
-def _leaving_last(the_pass: _Pass, module: nn.Module, args: Any, output: Any) -> None:
-    the_pass.enter(the_pass._last + 1)
