@@ -1,4 +1,4 @@
-"""One forward of a Megatron stage: its loss booked once, and what may differ from pass to pass."""
+"""Forwards of a Megatron stage: the loss booked once, what may differ from pass to pass, Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from ...core.plan.step_plan import Slice
 from ...runtime.attributes import with_attributes
-from .batch import Batch, LossFunc, run_batch
+from ...runtime.measure.busy import BusyClock
+from ..host import Mark
+from .batch import Batch, LossFunc, PlannedBatches, run_batch
 from .reduction import Reduction
 
 
@@ -68,3 +72,34 @@ def reaching_recomputed(gpt: Any) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
+
+
+def run_stock(
+    ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
+) -> list[Slice]:
+    """Megatron's own schedule over a rank's micro-batches in launch order, for plans without an order, and the gradient
+    sum; the slices that ran."""
+    numbers = iter(batches.numbers)
+
+    def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
+        batch, number = next(data), next(numbers, -1)
+        mark("forward and backward")
+        with clock.running("F", number):
+            output, loss_func = forward(batch, model)
+        clock.watch_backward(output, number)
+        return output, loss_func
+
+    if not len(batches):
+        reduction.finalize([ddp])  # the stock schedule always runs one micro-batch
+        return []
+    with reduction.computing():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    return batches.executed

@@ -25,7 +25,7 @@ from ..foreign_plans import refuse_foreign
 from ..host import Host, Mark, StepResult, TokensOf
 from ..textbook import AdamState
 from .batch import Batch, PlannedBatches
-from .forward import Forward
+from .forward import Forward, run_stock
 from .model.attention import seq_params
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
@@ -35,7 +35,6 @@ from .saving import checkpoint
 from .saving.states import optimizer_states
 from .setup import check_host, check_recipe, join_groups, leave_groups
 from .stage import MegatronStage
-from .stock import run_stock
 
 
 class MegatronHost(Host):

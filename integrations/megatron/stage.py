@@ -1,8 +1,8 @@
 """A pipeline stage of Megatron-Core for the executor: its own forward and backward step around the passes of a plan.
 
-Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches or activations are
-offloaded: then it is Megatron's order that the executor runs, over links that never wait for a send, which is what the
-laws have checked.
+Plans without an order run in Megatron's own schedule (`forward.run_stock`), unless ranks share micro-batches or
+activations are offloaded: then the executor runs Megatron's order over links that never wait for a send, which is what
+the laws have checked.
 """
 
 from __future__ import annotations

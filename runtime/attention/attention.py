@@ -10,7 +10,6 @@ each query, and reads keys and values from the store again in backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from .kernels import Kernel, KernelCall, choose_kernel
 from .pack import Pack, SegmentRun
 from .prefix import PrefixStore
 from .sharing.attention import shared_attention
+from .sharing.running_job import joined
 
 
 def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scale: float) -> Tensor:
@@ -49,15 +49,11 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     outs = [q_THD.new_zeros(()).expand(span.size, *q_THD.shape[1:]) for span in spans]
     for number, run in enumerate(pack.runs):
         places = [place for place, span in enumerate(spans) if span.run == number]
-        q, k, v = (_joined([part[i] for i in places]) for part in parts)
+        q, k, v = (joined([part[i] for i in places]) for part in parts)
         out_NHD = _attend(q, k, v, run, pack.prefix, layer, scale)
         for place, out in zip(places, torch.split(out_NHD, [spans[i].size for i in places]), strict=True):
             outs[place] = out
     return torch.cat(outs)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def _attend(
@@ -98,7 +94,7 @@ class _CutAttention(torch.autograd.Function):
             keys, values = cut.store.write(cut.layer, piece, k, v, frozen=cut.frozen)
             done.append(cut.block.forward(Inputs(q, keys, values, True, cut.scale)))
         outs, lses = zip(*done, strict=True)
-        out_NHD = _joined(outs)
+        out_NHD = joined(outs)
         ctx.cut = cut
         ctx.save_for_backward(q_NHD, out_NHD, *lses)
         return out_NHD

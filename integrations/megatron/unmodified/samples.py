@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,16 +109,14 @@ def lay_out(
     rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
     device = device or like["tokens"].device
-    pack = Pack(
+    pack = Pack.of(
+        lengths,
+        segments,
         tokens_T=rows["tokens"],
         labels_T=torch.where(target_T, rows["labels"], IGNORE),
         positions_T=torch.cat(positions).to(device),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
-        segments=segments,
-        max_seqlen=max(lengths),
         num_targets=int(target_T.sum()),
         slices=slices,
-        padding=(*[0] * (len(lengths) - 1), padding) if padding else (),
         prefix=prefix,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
