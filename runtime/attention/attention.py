@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...core.plan.step_plan import Slice
 from .blocks import BlockKernel, Inputs, choose_block
-from .kernels import Kernel, KernelCall, choose_kernel
+from .kernels import KernelCall, choose_kernel
 from .pack import Pack, SegmentRun
 from .prefix import PrefixStore
 from .sharing.attention import shared_attention
@@ -41,13 +41,13 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     """
     if pack.shared:
         return shared_attention(q_THD, k_TGD, v_TGD, pack.shared, layer, scale)
-    spans = pack.spans
+    runs, spans = pack.layout
     if len(spans) == 1:
-        return _attend(q_THD, k_TGD, v_TGD, pack.runs[0], pack.prefix, layer, scale)
+        return _attend(q_THD, k_TGD, v_TGD, runs[0], pack.prefix, layer, scale)
     # split, not a slice per span: see `kernels`.
     parts = [torch.split(x, [span.size for span in spans]) for x in (q_THD, k_TGD, v_TGD)]
     outs = [q_THD.new_zeros(()).expand(span.size, *q_THD.shape[1:]) for span in spans]
-    for number, run in enumerate(pack.runs):
+    for number, run in enumerate(runs):
         places = [place for place, span in enumerate(spans) if span.run == number]
         q, k, v = (joined([part[i] for i in places]) for part in parts)
         out_NHD = _attend(q, k, v, run, pack.prefix, layer, scale)
@@ -60,9 +60,8 @@ def _attend(
     q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, store: PrefixStore | None, layer: int, scale: float
 ) -> Tensor:
     if not run.pieces:
-        return packed_causal_attention(
-            q_NHD, k_NGD, v_NGD, run.cu_seqlens, max(run.lengths), scale, segments=run.segments
-        )
+        call = KernelCall(q_NHD, k_NGD, v_NGD, run.cu_seqlens, run.segments, max(run.lengths), scale)
+        return choose_kernel(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1]).run(call)
     assert store is not None
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_NHD, k_NGD, v_NGD))
     block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
@@ -113,30 +112,3 @@ class _CutAttention(torch.autograd.Function):
             grads.append((dq, dk.to(keys.dtype), dv.to(values.dtype)))
         dq, dk, dv = (torch.cat(row) for row in zip(*grads, strict=True))
         return dq, dk, dv, None
-
-
-def packed_causal_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-    kernel: Kernel | None = None,
-    segments: tuple[int, ...] | None = None,
-) -> Tensor:
-    """softmax(scale * q k^T) v over the earlier tokens of the same segment; differentiable.
-
-    Args:
-        q_THD, k_TGD, v_TGD: packed queries, keys and values; a query head h reads key/value head h // (H / G).
-        cu_seqlens: int32 [S + 1], borders of the segments, on the device of q.
-        max_seqlen: slots of the longest segment.
-        scale: of the scores, usually D ** -0.5.
-        kernel: a row of `kernels.KERNELS`; None takes `choose_kernel`'s answer.
-        segments: `cu_seqlens` as Python integers; spares the CPU path and fallback a device sync.
-
-    Returns:
-        out_THD.
-    """
-    kernel = kernel or choose_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
-    return kernel.run(KernelCall(q_THD, k_TGD, v_TGD, cu_seqlens, segments, max_seqlen, scale))

@@ -62,7 +62,7 @@ class SlotSpan(NamedTuple):
 
     size: int
     run: int | None
-    """Place of their run in `Pack.runs`; None: padding, which attention leaves alone."""
+    """Place of their run in `Pack.layout`; None: padding, which attention leaves alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,18 +129,10 @@ class Pack:
             ids[first : first + piece.length] = piece.sequence
         return torch.from_numpy(ids).to(self.tokens_T.device)
 
-    @property
-    def runs(self) -> tuple[SegmentRun, ...]:
-        """The attention calls of this pack. Raises EvenloadError for a slice whose prefix is nowhere."""
-        return self._layout[0]
-
-    @property
-    def spans(self) -> tuple[SlotSpan, ...]:
-        """The pack from left to right; neighbours belong to different runs, or one of them is padding."""
-        return self._layout[1]
-
     @cached_property
-    def _layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
+    def layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
+        """The attention calls of this pack, and its slots from left to right: neighbours belong to different calls, or
+        one of them is padding. Raises EvenloadError for a slice whose prefix is nowhere."""
         slots = [end - first for first, end in pairwise(self.segments)]
         pieces = [self._cut_piece(place) for place in range(len(slots))]
         lengths = [piece.length if piece else n for piece, n in zip(pieces, self.lengths, strict=True)]

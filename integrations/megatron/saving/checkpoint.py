@@ -102,7 +102,8 @@ def load(host: Job, directory: Path) -> None:
     host.model.load_state_dict(loaded["model"])
     load_optimizer(host.optimizer, loaded["optimizer"])
     if same_layout:
-        _restore_random(loaded["random"])
+        for name, (_, restore) in _generators().items():
+            restore(loaded["random"][name])
 
 
 @torch.no_grad()
@@ -169,7 +170,7 @@ def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dic
     if with_random:
         state["random"] = ShardedObject(
             "random",
-            None if loading else _random_state(),
+            None if loading else {name: state() for name, (state, _) in _generators().items()},
             (host.layout.pp, host.layout.tp),
             (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
             replica_id=host.dp_cp_rank,
@@ -217,17 +218,12 @@ def _difference(saved: Any, here: Any) -> str:
     return f"{saved!r}, now {here!r}"
 
 
-def _random_state() -> dict[str, Any]:
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How the state of each random generator is read and set."""
+    tracker = get_cuda_rng_tracker()
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "python": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "megatron": (tracker.get_states, tracker.set_states),
     }
-
-
-def _restore_random(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
