@@ -49,11 +49,8 @@ DATA = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def save(engine: Any, directory: Path) -> None:
-    """Write model and optimizer into an existing directory. Collective, also where a rank cannot write.
-
-    Raises:
-        OSError, RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote.
-    """
+    """Write model and optimizer into an existing directory. Collective, also where a rank cannot write. Raises OSError,
+    RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote."""
     with _catching(engine) as errors:
         engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
     if errors:
@@ -65,12 +62,9 @@ def save(engine: Any, directory: Path) -> None:
 def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """Read what `save` wrote, also on another number of ranks. Collective.
 
-    Args:
-        trust: load files that hold more than data, which may run code.
-
-    Raises:
-        EvenloadError: there is no complete checkpoint, it was written under another ZeRO stage or precision, or it
-            holds more than data and is not to be trusted.
+    ``trust``: load files that hold more than data, which may run code. Raises EvenloadError: there is no complete
+    checkpoint, it was written under another ZeRO stage or precision, or it holds more than data and is not to be
+    trusted.
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
@@ -114,11 +108,8 @@ def _catching(engine: Any) -> Iterator[list[Exception]]:
 
 
 def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
-    """Make ``directory/universal`` if it is not there, whole. Collective; rank 0 works, in a process of its own.
-
-    Raises:
-        EvenloadError: the conversion failed, on every rank.
-    """
+    """Make ``directory/universal`` if it is not there, whole. Collective; rank 0 works, in a process of its own. Raises
+    EvenloadError: the conversion failed, on every rank."""
     error = None
     if engine.global_rank == 0 and not _is_converted(directory):
         scratch = directory / f"{UNIVERSAL}.tmp"

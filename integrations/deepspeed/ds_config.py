@@ -47,11 +47,8 @@ _TIMED = ("wall_clock_breakdown", "flops_profiler")
 
 
 def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` is given.
-
-    Raises:
-        EvenloadError: ``deepspeed.config`` holds a key that evenload owns, or what ends a pipeline.
-    """
+    """The dictionary that `deepspeed.initialize` is given. Raises EvenloadError: ``deepspeed.config`` holds a key that
+    evenload owns, or what ends a pipeline."""
     extra = recipe.deepspeed.config
     for key, do in OWNED.items():
         if key in extra:

@@ -56,11 +56,7 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
 
 
 class Reduction:
-    """What `one_reduction` has to be told while the passes of a step run.
-
-    Args:
-        num_backwards: of this rank in this step.
-    """
+    """What `one_reduction` has to be told while the ``num_backwards`` backwards of this rank in a step run."""
 
     def __init__(self, engine: Any, num_backwards: int) -> None:
         self.num_backwards, self.started = num_backwards, 0

@@ -19,11 +19,8 @@ from .reduction import Reduction
 
 
 class Forward:
-    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded.
-
-    Args:
-        books: whether this rank books losses: one tensor-parallel rank of the last stage does.
-    """
+    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded. ``books``: whether this rank books
+    losses: one tensor-parallel rank of the last stage does."""
 
     def __init__(self, reduction: Reduction, *, books: bool) -> None:
         self._reduction, self._books = reduction, books
@@ -44,9 +41,8 @@ class Forward:
 def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:
     """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
 
-    Args:
-        config: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
-            they were given.
+    ``config``: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
+    they were given.
     """
     if layers is None:
         return nullcontext()

@@ -15,10 +15,7 @@ from ...runtime.world.plane import Plane
 
 def open_plane(node_ranks: int = 0) -> Plane:
     """This rank's plane: Megatron's data-parallel ranks, who hold the same part of the model. Collective.
-
-    Args:
-        node_ranks: neighbouring plane ranks that share a node; 0: all do.
-    """
+    ``node_ranks``: neighbouring plane ranks that share a node; 0: all do."""
     return Plane.make(_rows(parallel_state.get_data_parallel_group(with_context_parallel=True)), node_ranks)
 
 

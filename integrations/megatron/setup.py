@@ -71,10 +71,8 @@ def check_recipe(recipe: Recipe) -> None:
 def join_groups(layout: Layout, seed: int) -> bool:
     """Make Megatron's process groups for a layout, or take those that are there; whether they were made.
 
-    Megatron's random states are seeded in both cases: its modules draw from them and refuse to run without.
-
-    Raises:
-        EvenloadError: groups of another layout exist already.
+    Megatron's random states are seeded in both cases: its modules draw from them and refuse to run without. Raises
+    EvenloadError: groups of another layout exist already.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -64,11 +64,8 @@ def counts_waiting(device: torch.device) -> bool:
 
 
 class BusyClock:
-    """Sums the seconds of one step, from here on.
-
-    Args:
-        record: whether anyone will ask for `spans`; what is no compute is noted only then.
-    """
+    """Sums the seconds of one step, from here on. ``record``: whether anyone will ask for `spans`; what is no compute
+    is noted only then."""
 
     def __init__(self, device: torch.device, *, record: bool = False) -> None:
         self._cuda, self._record = device.type == "cuda", record

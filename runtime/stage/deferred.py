@@ -78,23 +78,16 @@ class WgradStore:
         return wanted and not torch.is_autocast_enabled(x.device.type)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, sum_over: Any = None) -> Tensor:
-        """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left.
-
-        Args:
-            sum_over: process group over whose ranks dx is summed, where they hold parts of the outputs (tensor
-                parallelism).
-        """
+        """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left. ``sum_over``: process
+        group over whose ranks dx is summed, where they hold parts of the outputs (tensor parallelism)."""
         assert self._open is not None
         layer = _Layer(weight, self._open, sum_over)
         result: Tensor = _Linear.apply(x, bias, layer)  # type: ignore[no-untyped-call]
         return result
 
     def run(self, number: int) -> None:
-        """Add up what backward ``number`` left, last layer first, and free each when it is done.
-
-        Raises:
-            EvenloadError: that backward left nothing to do, or it was done before.
-        """
+        """Add up what backward ``number`` left, last layer first, and free each when it is done. Raises EvenloadError:
+        that backward left nothing to do, or it was done before."""
         left = self._left.pop(number, None)
         if left is None:
             raise EvenloadError(

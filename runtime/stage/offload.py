@@ -98,11 +98,8 @@ def offloading(
 
 
 def layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a decoder: the longest list of modules that is in no other one; the first of equals.
-
-    Raises:
-        EvenloadError: there is no list of modules.
-    """
+    """The layers of a decoder: the longest list of modules that is in no other one; the first of equals. Raises
+    EvenloadError: there is no list of modules."""
     layer_lists: list[Sequence[nn.Module]] = []
 
     def walk(module: nn.Module) -> None:

@@ -54,12 +54,8 @@ class StageLinks:
         self._in_step = False
 
     def begin(self) -> None:
-        """Call it before the first pass of a step.
-
-        Raises:
-            EvenloadError: the step before never came to `finish`. What its stages sent and nobody took would be taken
-                for what this step sends.
-        """
+        """Call it before the first pass of a step. Raises EvenloadError: the step before never came to `finish`. What
+        its stages sent and nobody took would be taken for what this step sends."""
         if self._in_step:
             raise EvenloadError(
                 "the step before failed halfway, and what its pipeline stages sent is still on the way",
@@ -76,11 +72,8 @@ class StageLinks:
         self._sent[op.kind].append((work, tensor))
 
     def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
-        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind.
-
-        Args:
-            taken: how many tensors of the other direction the neighbour had taken before this pass (`taken_before`).
-        """
+        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind. ``taken``: how
+        many tensors of the other direction the neighbour had taken before this pass (`taken_before`)."""
         (peer,) = self._source[op.kind]
         dist.recv(like, peer, group=self._groups[op.kind], tag=op.micro_batch)
         self._release("B" if op.kind == "F" else "F", taken)

@@ -36,9 +36,8 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
 def agree(digest: bytes, what: str, step: int) -> None:
     """Return if every rank holds the same digest.
 
-    Raises:
-        RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
-            where there is none. `what` is a plural: "plans", "checkpoints".
+    Raises RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
+    where there is none. `what` is a plural: "plans", "checkpoints".
     """
     digests = gather_bytes(digest)
     if len(set(digests)) == 1:

@@ -41,11 +41,8 @@ class GroupPool:
         }
 
     def get(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The group of these ranks; its own numbering follows the sorted ranks, whatever order is asked for.
-
-        Raises:
-            EvenloadError: it was not declared.
-        """
+        """The group of these ranks; its own numbering follows the sorted ranks, whatever order is asked for. Raises
+        EvenloadError: it was not declared."""
         group = self._groups.get(tuple(sorted(ranks)))
         if group is None:
             known = ", ".join(map(str, self._groups)) or "none"

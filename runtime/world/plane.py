@@ -92,9 +92,8 @@ class Plane:
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> Pending:
         """Start messages to and from plane ranks; empty ones are left out on both sides.
 
-        Args:
-            tag: the same on both ends, `FIRST_TAG` or more. Where the backend knows tags, ranks that disagree about
-                what comes next then wait, and the watchdog tells so, instead of taking each other's numbers.
+        ``tag``: the same on both ends, `FIRST_TAG` or more. Where the backend knows tags, ranks that disagree about
+        what comes next then wait, and the watchdog tells so, instead of taking each other's numbers.
         """
         sends, receives = ([(peer, t) for peer, t in row if t.numel()] for row in (sends, receives))
         ops = [dist.P2POp(dist.isend, t, self.ranks[peer], self.group, tag) for peer, t in sends]

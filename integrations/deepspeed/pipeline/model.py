@@ -54,11 +54,7 @@ class _Parts(NamedTuple):
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]
-    """The layers of one stage.
-
-    Args:
-        parts: of the whole model; those of this stage hold weights.
-    """
+    """The layers of one stage. ``parts``: of the whole model; those of this stage hold weights."""
 
     def __init__(self, parts: _Parts, layout: Layout, device: torch.device) -> None:
         super().__init__(parts.layers, topology=_topology(layout))
@@ -114,11 +110,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
 
 
 def build_stage(recipe: Recipe, layout: Layout, rank: int, device: torch.device) -> StageModule:
-    """This rank's stage, in float32 on the device. Collective.
-
-    Raises:
-        EvenloadError: the model cannot be cut into these stages.
-    """
+    """This rank's stage, in float32 on the device. Collective. Raises EvenloadError where it cannot be cut out."""
     parts = _take_apart(recipe, layout, _topology(layout).get_coord(rank).pipe)
     prepare_deepspeed()
     deepspeed.init_distributed()

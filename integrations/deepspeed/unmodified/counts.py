@@ -10,10 +10,8 @@ from ....core.plan.step_plan import MicroBatch, StepPlan
 def into_exactly(plan: StepPlan, count: int) -> tuple[tuple[MicroBatch, ...], ...]:
     """`count` micro-batches for every rank, dummies where the plan has fewer: ``result[rank][k]``.
 
-    For trainers whose number of micro-batches a step is fixed (``gradient_accumulation_steps``).
-
-    Raises:
-        EvenloadError: a rank has more, or shares one with others, or layers are to be recomputed.
+    For trainers whose number of micro-batches a step is fixed (``gradient_accumulation_steps``). Raises EvenloadError:
+    a rank has more, or shares one with others, or layers are to be recomputed.
     """
     if any(layers for row in plan.recompute for layers in row):
         raise EvenloadError(

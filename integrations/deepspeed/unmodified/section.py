@@ -42,11 +42,7 @@ def section_type() -> type[Section]:
 
 
 def parse_section(data: Any) -> Section:
-    """Validate the section.
-
-    Raises:
-        EvenloadError: names the key, what was found and the nearest key that exists.
-    """
+    """Validate the section. Raises EvenloadError: names the key, what was found and the nearest key that exists."""
     if not isinstance(data, Mapping):
         raise EvenloadError(
             f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
@@ -66,10 +62,7 @@ def parse_section(data: Any) -> Section:
 
 def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
     """The recipe that a script asks for: the section over its recipe file over `base`; None if it asks for nothing.
-
-    Raises:
-        EvenloadError: the recipe file is missing or wrong.
-    """
+    Raises EvenloadError: the recipe file is missing or wrong."""
     if section is None:
         return base
     recipe = recipes.load(section.recipe) if section.recipe else base or recipes.parse({})

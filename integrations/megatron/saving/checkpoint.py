@@ -75,11 +75,8 @@ _INDEX_NAMES = {
 
 
 def save(host: Job, directory: Path) -> None:
-    """Write model, optimizer and random states into an existing directory. Collective.
-
-    Raises:
-        EvenloadError: the directory is missing or holds something, or the disk refused; the same on every rank.
-    """
+    """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
+    directory is missing or holds something, or the disk refused; the same on every rank."""
     agreed(lambda: _expect_empty(directory))
     state = _sharded_state(host, loading=False)
     state[ABOUT] = _about(host)
@@ -88,11 +85,8 @@ def save(host: Job, directory: Path) -> None:
 
 
 def load(host: Job, directory: Path) -> None:
-    """Read what `save` wrote. Collective.
-
-    Raises:
-        EvenloadError: there is no checkpoint, it is torn, or it holds another model or precision; nothing is changed.
-    """
+    """Read what `save` wrote. Collective. Raises EvenloadError: there is no checkpoint, it is torn, or it holds another
+    model or precision; nothing is changed."""
     trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
     about = agreed(lambda: _read_about(host, directory, what))
     same_layout = about["layout"] == _about(host)["layout"]

@@ -89,11 +89,8 @@ class PlannedSteps:
         _all.add(self)
 
     def around(self, stock: Callable[..., Any], foreign_owner: str = "") -> Callable[..., Any]:
-        """What `get_forward_backward_func` gives to its caller in place of ``stock``.
-
-        Args:
-            foreign_owner: who made ``stock``, if not Megatron-Core; no order of a plan can take the place of that.
-        """
+        """What `get_forward_backward_func` gives to its caller in place of ``stock``. ``foreign_owner``: who made
+        ``stock``, if not Megatron-Core; no order of a plan can take the place of that."""
 
         @wraps(stock)
         def forward_backward(*args: Any, **call: Any) -> Any:

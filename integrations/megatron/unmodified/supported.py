@@ -109,10 +109,7 @@ def why_whole(gpt: Any) -> str:
 
 def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
-
-    Args:
-        foreign_owner: who made the schedule that the loop would run, if not Megatron-Core.
-    """
+    ``foreign_owner``: who made the schedule that the loop would run, if not Megatron-Core."""
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
     if foreign_owner:
         return (

@@ -194,11 +194,8 @@ class RunningJob(ABC):
     def backward_tiles(
         self, number: int, tiles: Sequence[Tile], keys: Pair, dout_NHD: Tensor, dq_NHD: Tensor, sums: Pair | None
     ) -> Pair:
-        """Add the gradients of a slice over what is there of it to dq and to those of the keys and values.
-
-        Args:
-            sums: in float32 at least; None: there are none yet.
-        """
+        """Add the gradients of a slice over what is there of it to dq and to those of the keys and values. ``sums``: in
+        float32 at least; None: there are none yet."""
         first = self._starts[number]
         lse_HN = self.lse_HN[:, first : self._starts[number + 1]]
         for tile in tiles:
