@@ -174,20 +174,18 @@ _EXPERT_ROWS = (
     ),
 )
 
-_CHECKPOINT_ROWS = (
-    _of_megatron(
-        name="cpu.checkpoint.init_data",
-        target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
-        why="Fully parallel loading asks for shards on 'cuda'. Other devices are passed on.",
-        wrapper=_stand_in("init_data_on_cpu"),
-        expects=("device", "init_fn"),
-    ),
+_CHECKPOINT_ROW = _of_megatron(
+    name="cpu.checkpoint.init_data",
+    target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+    why="Fully parallel loading asks for shards on 'cuda'. Other devices are passed on.",
+    wrapper=_stand_in("init_data_on_cpu"),
+    expects=("device", "init_fn"),
 )
 
 
 def rows() -> tuple[Patch, ...]:
     """Every row of the bridge, in the order in which they go on."""
-    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, *_CHECKPOINT_ROWS)
+    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, _CHECKPOINT_ROW)
 
 
 def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:

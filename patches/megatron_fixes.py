@@ -59,11 +59,8 @@ def _with_state(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
     adam = optimizer.optimizer
     if isinstance(adam, torch.optim.Adam) and not adam.state:
         for param in (param for group in adam.param_groups for param in group["params"]):
-            adam.state[param] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
+            moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[param] = {"step": torch.tensor(0.0), **moments}
     return wrapped(*args, **kwargs)
 
 

@@ -74,20 +74,15 @@ class Patch:
 def check_version(row: Patch) -> None:
     """Raise `EvenloadError` unless a supported version of the row's distribution is installed; imports nothing."""
     needs = Requirement(row.supports)
+    what, install = f"patch '{row.name}' is made for {row.supports}", f"pip install '{needs.name}{needs.specifier}'"
     try:
         installed = metadata.version(needs.name)
     except metadata.PackageNotFoundError:
-        raise EvenloadError(
-            f"patch '{row.name}' is made for {row.supports}",
-            f"{needs.name} is not installed",
-            f"pip install '{needs.name}{needs.specifier}', or leave the patch out",
-        ) from None
+        do = f"{install}, or leave the patch out"
+        raise EvenloadError(what, f"{needs.name} is not installed", do) from None
     if not needs.specifier.contains(installed, prereleases=True):
-        raise EvenloadError(
-            f"patch '{row.name}' is made for {row.supports}",
-            f"{needs.name} {installed}",
-            f"pip install '{needs.name}{needs.specifier}', or use a version of evenload that supports {installed}",
-        )
+        do = f"{install}, or use a version of evenload that supports {installed}"
+        raise EvenloadError(what, f"{needs.name} {installed}", do)
 
 
 def check_signature(row: Patch, value: Any) -> None:

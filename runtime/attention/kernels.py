@@ -55,8 +55,8 @@ class Kernel(NamedTuple):
 
 
 def on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether FlashAttention 2 and its descendants take these inputs."""
-    # Half precision, Ampere or newer, head dimension a multiple of 8 up to 256.
+    """Whether FlashAttention 2 and its descendants take these inputs: half precision, Ampere or newer, head dimension a
+    multiple of 8 up to 256."""
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

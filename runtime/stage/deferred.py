@@ -3,20 +3,19 @@
 The backward of y = x W^T is two products: dx = dy W, which the layer before and the pipeline stage before wait for, and
 dW = dy^T x, which nobody waits for (zero-bubble pipelines, Qi et al., arXiv 2401.10241, section 2).
 
-    later = WeightGradients()
-    with leaving(linears, later):          # nn.Linear; other modules call `linear` themselves
+    with deferring(linears, later):        # nn.Linear; other modules call `WgradStore.linear` themselves
         with later.splitting(7):
             loss = model(...)
         with later.splitting(7):
             loss.backward()                # dx alone; x and dy of every linear layer are booked
         later.run(7)                       # dW
 
-Around the forward it keeps the weight out of the graph: the hooks that trainers hang at a weight's AccumulateGrad fire
+Around the forward `splitting` keeps the weight out of the graph: hooks of trainers at a weight's AccumulateGrad fire
 with every backward that reaches it, gradient or not, and then may miss it. Around the backward it does the same for
-layers that are recomputed there. Passes outside of it run the layers' own code.
+layers that are recomputed there.
 
 `run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as ever, and dW is taken
-over, not copied as it would be if it were handed in with a root. Nothing is computed twice.
+over, not copied as it would be if it were handed in with a root.
 """
 
 from __future__ import annotations

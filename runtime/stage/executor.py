@@ -62,12 +62,7 @@ class Graph(NamedTuple):
 
 
 class StageTrainer(ABC):
-    """How a trainer runs the packs of its stage.
-
-    Args:
-        blocks: the decoder layers of the stage, in order.
-        device: where they are.
-    """
+    """How a trainer runs the packs of its stage, whose decoder layers are ``blocks`` on ``device``."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.blocks, self.device, self.tape = blocks, device, Tape()

@@ -68,12 +68,9 @@ def offloading(
     """Let a share of what the inner layers save in the forward inside wait in host memory.
 
     Args:
-        share: of the bytes, 0 to 1.
+        share: of the bytes, 0 to 1; EvenloadError for another number.
         layers: of the stage, in the order in which they run; see `layers_of`.
         host: where to; by default `host_memory_of` the device. Where there is none, nothing moves, which is said once.
-
-    Raises:
-        EvenloadError: the share is no share.
     """
     if not 0 <= share <= 1:
         raise EvenloadError("a share of the activations to offload is not between 0 and 1", f"{share}", "plan again")

@@ -8,7 +8,7 @@ megatron-core 0.16 has two faults with torch's Adam, both kept out here without 
 distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError). And every parameter is given
 the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second wrong.
 
-The caller makes the directory, and commits it (manifest, rename) when every rank is done.
+The caller, a `host.MegatronHost`, makes the directory, and commits it (manifest, rename) when every rank is done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,26 +28,12 @@ from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import EvenloadError
-from ....core.machine.layout import Layout
-from ....core.recipe.recipe import Recipe
 from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import everyone
 from ..model.gpt import torch_optimizers
 from .storage import InProcessWriter
 
 Result = TypeVar("Result")
-
-
-class Job(Protocol):
-    """What of a rank's job is saved and loaded: a `host.MegatronHost` has it all."""
-
-    recipe: Recipe
-    layout: Layout
-    model: Any
-    ddp: Any
-    optimizer: Any
-    tp_rank: int
-    dp_cp_rank: int
 
 
 METADATA = {
@@ -74,7 +60,7 @@ _INDEX_NAMES = {
 """What torch's index of a checkpoint is made of; it is a pickle that torch reads as it is."""
 
 
-def save(host: Job, directory: Path) -> None:
+def save(host: Any, directory: Path) -> None:
     """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
     directory is missing or holds something, or the disk refused; the same on every rank."""
     agreed(lambda: _expect_empty(directory))
@@ -84,7 +70,7 @@ def save(host: Job, directory: Path) -> None:
         dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
-def load(host: Job, directory: Path) -> None:
+def load(host: Any, directory: Path) -> None:
     """Read what `save` wrote. Collective. Raises EvenloadError: there is no checkpoint, it is torn, or it holds another
     model or precision; nothing is changed."""
     trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
@@ -156,7 +142,7 @@ def _expect_empty(directory: Path) -> bool:
     return True
 
 
-def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     model = host.model.sharded_state_dict(metadata=metadata)
     optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
@@ -172,7 +158,7 @@ def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dic
     return state
 
 
-def _about(host: Job) -> dict[str, Any]:
+def _about(host: Any) -> dict[str, Any]:
     layout = host.layout
     return {
         "layout": [layout.tp, layout.pp, layout.dp],
@@ -182,7 +168,7 @@ def _about(host: Job) -> dict[str, Any]:
     }
 
 
-def _read_about(host: Job, directory: Path, what: str) -> dict[str, Any]:
+def _read_about(host: Any, directory: Path, what: str) -> dict[str, Any]:
     trust = host.recipe.checkpoint.trust
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise EvenloadError(
