@@ -69,14 +69,7 @@ class MegatronHost(Host):
         config = transformer_config(recipe, self.layout)
         first = parallel_state.is_pipeline_first_stage()
         self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
-        initialise(
-            self.model,
-            recipe.train.seed,
-            num_layers=config.num_layers,
-            tp_rank=self.tp_rank,
-            tp_size=self.layout.tp,
-            std=config.init_method_std,
-        )
+        initialise(self.model, config, recipe.train.seed, self.tp_rank)
         self.ddp: Any = wrap_model(recipe, config, self.model)
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
 

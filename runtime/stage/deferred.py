@@ -43,14 +43,6 @@ class _Left(NamedTuple):
     """[..., outputs]."""
 
 
-class _Layer(NamedTuple):
-    """What autograd is not to look into: it would put the weight into the graph."""
-
-    weight: Tensor
-    left: list[_Left]
-    sum_over: Any
-
-
 class WgradStore:
     """What backwards have left for later, by their numbers."""
 
@@ -80,7 +72,7 @@ class WgradStore:
         """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left. ``sum_over``: process
         group over whose ranks dx is summed, where they hold parts of the outputs (tensor parallelism)."""
         assert self._open is not None
-        layer = _Layer(weight, self._open, sum_over)
+        layer = weight, self._open, sum_over  # not one by one: autograd would put the weight into the graph
         result: Tensor = _Linear.apply(x, bias, layer)  # type: ignore[no-untyped-call]
         return result
 
@@ -158,10 +150,10 @@ class _Linear(torch.autograd.Function):
     """A linear layer whose backward leaves dW; its weight is out of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: tuple[Tensor, list[_Left], Any]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return nn.functional.linear(x, layer.weight, bias)
+        return nn.functional.linear(x, layer[0], bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
@@ -38,20 +39,19 @@ def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp_size: int, std: float = 0.02) -> None:
-    """Fill every matrix of this stage: normal(0, std), and std / sqrt(2 layers) where a layer joins the residual.
+def initialise(model: nn.Module, config: TransformerConfig, seed: int, tp_rank: int) -> None:
+    """Fill every matrix of this stage: normal(0, ``init_method_std``), and std / sqrt(2 layers) into the residual.
 
     Vectors (norms, biases) keep what their modules set: ones and zeros, the same on every layout. The draw is made on
     the CPU in float32, so devices and dtypes agree, too, up to their rounding.
     """
+    tp_size, std = config.tensor_model_parallel_size, config.init_method_std
     for name, parameter in global_parameters(model):
         if parameter.dim() < 2:
             continue
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
-        whole = torch.empty(whole_shape(parameter, tp_size))
-        whole.normal_(
-            0.0, std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std, generator=generator
-        )
+        scale = std / math.sqrt(2 * config.num_layers) if name.endswith(_INTO_RESIDUAL) else std
+        whole = torch.empty(whole_shape(parameter, tp_size)).normal_(0.0, scale, generator=generator)
         parameter.copy_(shard(whole, parameter, tp_rank, tp_size))
 
 

@@ -20,7 +20,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ..model.attention import PlannedSeqParams, seq_params
 from ..model.rope import TokenRope
-from .samples import OneBatch, UserPack
+from .samples import UserPack, one_batch
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]
@@ -56,7 +56,7 @@ class UserStep:
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         """(output, loss function) of the user's function for a pack."""
         self._params = seq_params(packed.pack) if self._by_token else by_borders(packed.pack)
-        output, loss_func = self._function(OneBatch(packed.fields), chunk, *more)
+        output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed.fields["loss_mask"])
 
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:

@@ -123,21 +123,14 @@ def lay_out(
     return UserPack({**fields, MASK: None} if with_mask else fields, pack)
 
 
-class OneBatch(Iterator[dict[str, Any]]):
+def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The data iterator of one micro-batch: gives its fields once."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields: dict[str, Any] | None = fields
-
-    def __next__(self) -> dict[str, Any]:
-        fields, self._fields = self._fields, None
-        if fields is None:
-            raise EvenloadError(
-                "forward_step takes more than one batch from its data iterator",
-                "a second next(data_iterator) in one call",
-                "take one batch per call, as Megatron's schedules expect",
-            )
-        return fields
+    yield fields
+    raise EvenloadError(
+        "forward_step takes more than one batch from its data iterator",
+        "a second next(data_iterator) in one call",
+        "take one batch per call, as Megatron's schedules expect",
+    )
 
 
 def _bytes(sample: Sample, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.samples import FIELDS, OneBatch, exchange, lay_out, split
+from evenload.integrations.megatron.unmodified.samples import FIELDS, exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 
@@ -83,7 +83,7 @@ def test_any_dtype_of_a_loss_mask_is_kept(dtype):
 
 
 def test_a_batch_is_given_once():
-    data = OneBatch({"tokens": 1})
+    data = one_batch({"tokens": 1})
     assert next(data) == {"tokens": 1}
     with pytest.raises(EvenloadError, match="more than one batch"):
         next(data)
