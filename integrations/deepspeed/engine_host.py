@@ -30,14 +30,8 @@ from .unmodified.supported import refuse_unequal_replay
 
 
 class EngineHost(Host):
-    """A host but for the passes. Making one is collective.
-
-    Args:
-        recipe: with ``model.vocab_size`` resolved, or ``model.config``.
-        world: this process.
-
-    Raises:
-        EvenloadError: the recipe asks for what DeepSpeed cannot honour here.
+    """A host but for the passes, of a recipe with ``model.vocab_size`` resolved, or ``model.config``. Making one is
+    collective. Raises EvenloadError for a recipe that DeepSpeed cannot honour here.
     """
 
     engine: Any
@@ -65,7 +59,6 @@ class EngineHost(Host):
         checkpoint.save(self.engine, directory)
 
     def load(self, directory: Path) -> None:
-        """See `Host.load`. Raises EvenloadError where there is nothing to load."""
         checkpoint.load(self.engine, directory, trust=self.recipe.checkpoint.trust)
 
     def describe(self) -> dict[str, Any]:

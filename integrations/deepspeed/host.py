@@ -74,7 +74,15 @@ class DeepSpeedHost(EngineHost):
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         program = lower(plan, 0, self.dp_cp_rank, "in step" if self.stage == 3 else "idle")
         added = sum(action.op.micro_batch < 0 for action in program) if self.stage == 3 else 0
-        self._tell_of_dummies(added, len(program))
+        if added and not self._warned_of_dummies:
+            self._warned_of_dummies = True
+            log.warning(
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "%d are dummies that keep it in step",
+                added,
+                len(program),
+                self.dp_cp_rank,
+            )
         plane = self._plane_of(plan)
         share = self.world.size if self.stage == 3 else 1
         with ExitStack() as open_step:
@@ -98,15 +106,3 @@ class DeepSpeedHost(EngineHost):
 
     def _open_plane(self) -> Plane:
         return Plane.make([tuple(range(self.world.size))])
-
-    def _tell_of_dummies(self, added: int, num_passes: int) -> None:
-        """Warn once where ZeRO 3 makes ranks run passes for nothing."""
-        if added and not self._warned_of_dummies:
-            self._warned_of_dummies = True
-            log.warning(
-                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
-                "%d are dummies that keep it in step",
-                added,
-                num_passes,
-                self.dp_cp_rank,
-            )

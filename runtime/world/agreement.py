@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -110,12 +111,8 @@ def wire_device(group: Group = None) -> torch.device:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 2`` or ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    rows = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    runs = [(members[0], members[-1]) for _, row in rows if (members := [rank for _, rank in row])]
     shown = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:20]]
     more = ", ..." if len(runs) > 20 else ""
     many = len(runs) > 1 or (bool(runs) and runs[0][0] != runs[0][1])

@@ -59,8 +59,6 @@ class PlannedLoader:
     """Stands in for `DeepSpeedDataLoader`; what it does not know itself it asks the stock loader.
 
     Args:
-        stock: the loader that DeepSpeed made.
-        chain: plans a batch, equal on all ranks.
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
         active: false once evenload is disabled; the loader is then the stock one again.

@@ -78,21 +78,18 @@ def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str
     if model_config.hidden_size % heads:
         # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
         heads = groups = 1
-    shape = {
-        "num_layers": model_config.num_hidden_layers,
-        "hidden_size": model_config.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "ffn_hidden_size": getattr(model_config, "intermediate_size", None),
-        "vocab_size": model_config.vocab_size,
-        "family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
-    }
     return recipe.changed(
         {
             "trainer": "deepspeed",
             "train.dtype": dtype,
             "deepspeed.zero_stage": zero_stage,
             "parallel": {},
-            **{f"model.{key}": value for key, value in shape.items()},
+            "model.num_layers": model_config.num_hidden_layers,
+            "model.hidden_size": model_config.hidden_size,
+            "model.num_attention_heads": heads,
+            "model.num_query_groups": groups,
+            "model.ffn_hidden_size": getattr(model_config, "intermediate_size", None),
+            "model.vocab_size": model_config.vocab_size,
+            "model.family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
         }
     )

@@ -27,11 +27,9 @@ UserFunction = Callable[..., tuple[Any, Any]]
 
 
 class UserStep:
-    """The user's function in one training call.
+    """The user's ``forward_step_func`` in one training call.
 
     Args:
-        function: ``forward_step_func``.
-        gpt: the bare GPTModel.
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
     """

@@ -52,7 +52,6 @@ def run_order(
     Args:
         plan: with equally many micro-batches on all ranks (`with_dummies`).
         chunk: Megatron's DistributedDataParallel around ``gpt``.
-        links: to the neighbouring stages; None where there is one stage.
         lay: a micro-batch of the plan in the user's form.
         whole: leave the whole gradient sum on every rank, ``force_all_reduce`` of Megatron's schedules.
     """

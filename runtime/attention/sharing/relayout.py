@@ -100,12 +100,8 @@ class Relayout(NamedTuple):
     def to_tokens(
         self, jobs: Mapping[int, Sequence[Tensor]], specs: Sequence[TensorSpec], like: Tensor
     ) -> list[Tensor]:
-        """The way back, to tensors of the pack; what comes from several ranks is summed.
-
-        Args:
-            jobs: for each job of this rank its tensors, in the order of `specs`.
-            like: any tensor on the device.
-        """
+        """The way back from the tensors of each job, in the order of `specs`, to tensors of the pack on the device of
+        ``like``; what comes from several ranks is summed."""
         rank = self.plane.rank
         if self._stays:
             (tensors,) = jobs.values()
