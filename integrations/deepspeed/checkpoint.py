@@ -120,13 +120,8 @@ def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
         torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         clean = {name: value for name, value in os.environ.items() if name not in torchrun}
-        done = subprocess.run(
-            [*command, "--input_folder", str(directory / TAG), "--output_folder", str(scratch)],
-            env=clean,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command += ["--input_folder", str(directory / TAG), "--output_folder", str(scratch)]
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
         if done.returncode:
             error = (done.stderr.strip() or "no message").splitlines()[-1]
         else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 
@@ -88,14 +89,8 @@ class DeepSpeedHost(EngineHost):
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)
             reduction = open_step.enter_context(one_reduction(self.engine, num_backwards))
-            trainer = EngineStage(
-                self.engine,
-                reduction,
-                plane=plane,
-                tokens_of=tokens_of,
-                weight=share / num_targets,
-                recomputes=self.recipe.train.recompute,
-            )
+            of_step: dict[str, Any] = {"plane": plane, "tokens_of": tokens_of, "weight": share / num_targets}
+            trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
             place = plan, 0, self.dp_cp_rank
             executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
             executor.run()

@@ -27,7 +27,7 @@ LIVE_WEIGHTS = 1_000_000_000
 def traits(recipe: Recipe) -> TrainerTraits:
     stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
     return TrainerTraits(
-        states=_states(recipe),
+        states=_states(stage, value, recipe.train.dtype),
         sharding="parameters" if stage == 3 else "optimizer" if stage else "none",
         summed_bytes=value,
         equal_counts=stage == 3,
@@ -35,13 +35,12 @@ def traits(recipe: Recipe) -> TrainerTraits:
     )
 
 
-def _states(recipe: Recipe) -> States:
-    stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
+def _states(stage: int, value: int, dtype: str) -> States:
     adam = 2 * max(4, value)
     if stage == 3:
         everything = value + value + 4 + adam
         return States(everything, everything, gathered=value, most_gathered=LIVE_WEIGHTS)
-    master = 4 if recipe.train.dtype == "bf16" or stage else 0
+    master = 4 if dtype == "bf16" or stage else 0
     return States(value + master + adam, master + adam if stage else 0, late=value)
 
 

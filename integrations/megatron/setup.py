@@ -80,12 +80,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-    there = Layout(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        cp=parallel_state.get_context_parallel_world_size(),
-        dp=parallel_state.get_data_parallel_world_size(),
-    )
+    there = current_layout()
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
@@ -94,6 +89,18 @@ def join_groups(layout: Layout, seed: int) -> bool:
         )
     model_parallel_cuda_manual_seed(seed)
     return is_ours
+
+
+def current_layout() -> Layout:
+    """The layout of Megatron's process groups."""
+    from megatron.core import parallel_state
+
+    return Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+    )
 
 
 def leave_groups() -> None:

@@ -35,7 +35,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
-from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
@@ -46,6 +45,7 @@ from ....runtime.world.agreement import agree, everyone
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import stage_links
+from ..setup import current_layout
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -226,11 +226,7 @@ _all: set[PlannedSteps] = set()
 
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) -> _Loop:
-    layout = Layout(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp=parallel_state.get_data_parallel_world_size(),
-    )
+    layout = current_layout()
     # A stage may hold what others do not, and all of them must make one plan.
     reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
