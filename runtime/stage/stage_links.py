@@ -19,30 +19,24 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op
-from ..world.groups import GroupPool
+from ..world.groups import own_group
 
 log = logging.getLogger("evenload")
-
-Row = tuple[int, ...]
 
 
 class StageLinks:
     """The links of this rank to the stages before and after it; lives as long as its host. Made by all ranks together.
 
-    Args:
-        rows: every pipeline of the world: its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
-
-    Raises:
-        EvenloadError: a row names a rank that is not in the world.
-        RankError: the ranks gave different rows.
+    ``rows``: every pipeline of the world, its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
+    Raises as `own_group`.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._pools = {"F": GroupPool(rows), "B": GroupPool(rows)}
-        (ranks,) = {row for row in rows if dist.get_rank() in row}
-        self._groups = {kind: pool.get(ranks) for kind, pool in self._pools.items()}
+    def __init__(self, rows: Sequence[Ranks]) -> None:
+        (ranks, up), (_, down) = own_group(rows), own_group(rows)
+        self._groups = {"F": up, "B": down}
         stage = ranks.index(dist.get_rank())
         if stage == 0:
             warn_of_one_queue(dist.get_backend(self._groups["F"]))
@@ -89,9 +83,9 @@ class StageLinks:
     def close(self) -> None:
         """Destroy the groups; on every rank."""
         self._sent = {"F": deque(), "B": deque()}
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
         self._groups = {}
-        for pool in self._pools.values():
-            pool.close()
 
     def _release(self, kind: str, taken: int) -> None:
         while self._taken[kind] < taken:

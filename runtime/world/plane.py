@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.aliases import Ranks
-from ...core.errors import EvenloadError, RankError
+from ...core.errors import RankError
 from .agreement import Group, wire_device
-from .groups import GroupPool
+from .groups import own_group
 
 Transfer = tuple[int, Tensor]
 """A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
@@ -46,40 +46,31 @@ class Plane:
     """The ranks of one tensor-parallel rank and pipeline stage, numbered as plans number them.
 
     Args:
-        pool: has a process group of all of them; None: they exchange nothing.
+        group: a process group of all of them; None: they exchange nothing.
         ranks: the world rank of each plane rank.
         rank: the plane rank of this process.
         node_ranks: neighbouring plane ranks that share a node; 0: all do.
     """
 
-    def __init__(self, pool: GroupPool | None, ranks: Ranks, rank: int, node_ranks: int = 0) -> None:
-        self._pool, self.ranks, self.rank, self.node_ranks = pool, ranks, rank, node_ranks
-        self.group = pool.get(ranks) if pool else None
+    def __init__(self, group: Group, ranks: Ranks, rank: int, node_ranks: int = 0) -> None:
+        self.group, self.ranks, self.rank, self.node_ranks = group, ranks, rank, node_ranks
 
     @classmethod
     def make(cls, rows: Iterable[Ranks], node_ranks: int = 0) -> Plane:
         """The plane of this process. A collective of the whole world.
 
         Args:
-            rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order.
-
-        Raises:
-            RankError: the ranks declared different planes.
-            EvenloadError: this rank is in none or several of them.
+            rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order. Raises as
+                `own_group`.
         """
-        rows = [tuple(row) for row in rows]
-        own_rows = [row for row in rows if dist.get_rank() in row]
-        if len(own_rows) != 1:
-            count = f"rank {dist.get_rank()} is in {len(own_rows)} of {len(rows)} planes"
-            raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
         backend = None
         if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
             backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
-        plane = cls(GroupPool(rows, backend), own_rows[0], own_rows[0].index(dist.get_rank()), node_ranks)
+        own, group = own_group(rows, backend)
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
-        for device in dict.fromkeys((wire_device(plane.group), _tensor_device(plane.group))):
-            dist.all_reduce(torch.zeros(1, device=device), group=plane.group)
-        return plane
+        for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return cls(group, own, own.index(dist.get_rank()), node_ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> Pending:
         """Start messages to and from plane ranks; empty ones are left out on both sides.
@@ -117,9 +108,9 @@ class Plane:
 
     def close(self) -> None:
         """Destroy the group; call it on every rank, with nothing under way."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = self.group = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 def _pass_name(message: Tensor) -> str:
