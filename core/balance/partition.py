@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,20 +178,32 @@ def in_order(tokens: list[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def best_fit_decreasing(tokens: list[int], cap: int) -> list[list[int]]:
-    """Few bins of at most ``cap`` tokens: largest first into the bin that it fills best (Johnson, 1973)."""
+def best_fit_decreasing(tokens: Sequence[int] | Ints, cap: int, items: Iterable[int] | None = None) -> list[list[int]]:
+    """Few bins of at most ``cap`` tokens: largest first into the bin that it fills best (Johnson, 1973).
+
+    ``items``: those of the places in ``tokens`` that are put into bins; None: all.
+    """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    for item in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        place = bisect_left(rooms, (tokens[item], -1))
-        if place < len(rooms):
-            space, b = rooms.pop(place)
+    spaces: list[tuple[int, int]] = []  # (space, bin), ascending
+    sizes = {item: int(tokens[item]) for item in (range(len(tokens)) if items is None else items)}
+    for item in sorted(sizes, key=lambda i: (-sizes[i], i)):
+        place = bisect_left(spaces, (sizes[item], -1))
+        if place < len(spaces):
+            space, b = spaces.pop(place)
         else:
             space, b = cap, len(bins)
             bins.append([])
         bins[b].append(item)
-        insort(rooms, (space - tokens[item], b))
+        insort(spaces, (space - sizes[item], b))
     return bins
+
+
+def members(bins: Ints, num_bins: int) -> list[list[int]]:
+    """The items of each bin, ascending; ``bins`` int64 [K]: the bin of each item."""
+    items: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, b in enumerate(bins.tolist()):
+        items[b].append(item)
+    return items
 
 
 def karmarkar_karp(costs: list[float], num_bins: int) -> list[list[int]]:

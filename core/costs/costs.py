@@ -168,6 +168,11 @@ class Costs(_Frozen):
         """Constant seconds of one micro-batch, forward and backward together."""
         return self.forward.launch_s + self.backward.launch_s
 
+    @property
+    def both(self) -> PassCost:
+        """A pass forward and a pass backward, one after the other."""
+        return self.forward.plus(self.backward)
+
     def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
         if is_even(micro_batch):
@@ -210,12 +215,11 @@ class Costs(_Frozen):
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
-        again = self.forward.plus(self.backward)
         whole = self.memory.activation_bytes_per_token
         memory = self.memory.model_copy(
             update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
         )
-        return self.model_copy(update={"backward": again, "memory": memory, "recompute": True})
+        return self.model_copy(update={"backward": self.both, "memory": memory, "recompute": True})
 
     def kept(self) -> Costs:
         """What `recomputed` started from."""

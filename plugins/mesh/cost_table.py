@@ -9,13 +9,14 @@ The table depends on the situation alone and is kept; reading it for 8,192 seque
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Floats, Ints, Ranks
 from ...core.costs.attention_comm import SharedLoad, load_of
 from ...core.costs.context import Direction, PlanningContext
 from ...core.costs.exposed import attention_s, exposed_s, gathering_s
@@ -37,6 +38,12 @@ class CpStrategy(NamedTuple):
     cp_comm: CpComm
     ulysses_degree: int = 0
     routed: bool = False
+
+    def micro_batch(
+        self, slices: Iterable[Slice], ranks: Ranks, cp_groups: tuple[Ranks, ...] = (), *, remap: bool = False
+    ) -> MicroBatch:
+        """Slices on ranks that share attention in this way."""
+        return MicroBatch(tuple(slices), ranks, 0, self.cp_comm, self.ulysses_degree, cp_groups, remap, self.routed)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class CostTable:
         tokens = np.empty(shape, dtype=np.int64)
         costs = self.context.costs
         whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
-        mine = np.arange(len(lengths))
+        rows = np.arange(len(lengths))
         for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self.columns, strict=True)):
             tokens[:, j] = most_tokens(lengths, d)
             if not numbers:  # none of the cp_comm types allows so many
@@ -139,8 +146,8 @@ class CostTable:
             exposed_f = np.array([np.interp(n, self.grid, row) for row in first])
             exposed_b = np.array([np.interp(n, self.grid, row) for row in second])
             best = (exposed_f + exposed_b).argmin(axis=0)
-            forward[:, j] = whole_f / d + exposed_f[best, mine]
-            backward[:, j] = whole_b / d + exposed_b[best, mine]
+            forward[:, j] = whole_f / d + exposed_f[best, rows]
+            backward[:, j] = whole_b / d + exposed_b[best, rows]
             strategy[:, j] = np.array(numbers)[best]
             if d > 1:
                 few = n < LEAST_TOKENS * d
@@ -232,19 +239,13 @@ _KNOWN: list[CostTable] = []
 def cost_table_of(context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> CostTable:
     """The table of a situation, made anew only when something that it depends on has changed."""
     for known in _KNOWN:
-        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.context)
-        if longest <= known.longest and same == (
-            limits.num_ranks,
-            limits.heads,
-            limits.node_ranks,
-            config,
-            context,
-        ):
+        own = known.limits.num_ranks, known.limits.heads, known.limits.node_ranks
+        same = own == (limits.num_ranks, limits.heads, limits.node_ranks) and known.config == config
+        if longest <= known.longest and same and known.context == context:
             return known
-    made = CostTable(context, limits, config, longest)
-    _KNOWN.insert(0, made)
+    _KNOWN.insert(0, CostTable(context, limits, config, longest))
     del _KNOWN[4:]
-    return made
+    return _KNOWN[0]
 
 
 def shares_heads(heads: int, ranks: int) -> bool:
@@ -254,11 +255,7 @@ def shares_heads(heads: int, ranks: int) -> bool:
 
 def most_tokens(lengths: Ints, degree: int) -> Ints:
     """The most tokens of a sequence that one of so many ranks has, in every engine's layout."""
-    return (
-        np.where(lengths % (2 * degree), lengths // degree + (2 if degree > 1 else 0), lengths // degree)
-        if degree > 1
-        else lengths
-    )
+    return np.where(lengths % (2 * degree), lengths // degree + 2, lengths // degree) if degree > 1 else lengths
 
 
 def _degrees(num_ranks: int, node: int, config: MeshConfig) -> list[int]:

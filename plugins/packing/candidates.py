@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.aliases import Ints
-from ...core.balance.partition import best_fit_decreasing, longest_first
+from ...core.balance.partition import longest_first, members
+from ...core.balance.slicing import in_chunks
 from ...core.balance.work import Work
 from ...core.costs.costs import Costs, PassCost
 from ...core.plan.limits import Limits
@@ -51,9 +52,7 @@ def portfolio(
         yield whole(bare, lengths, limits, costs, bound_s)
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
-        yield assemble(
-            bare, limits, _filled(items, None, lengths, costs.forward.plus(costs.backward), limits, config, work)
-        )
+        yield assemble(bare, limits, _filled(items, None, lengths, costs.both, limits, config, work))
         yield chunked(bare, lengths, limits, costs, config.block_tokens)
 
 
@@ -69,19 +68,13 @@ def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: 
 
     A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
     """
-    ranks = longest_first(costs.sequence_s(lengths), limits.num_ranks)
-    items = [np.flatnonzero(ranks == rank).tolist() for rank in range(limits.num_ranks)]
-    return assemble(bare, limits, [_chunks_of(mine, lengths, limits.max_tokens, block) for mine in items])
+    items = members(longest_first(costs.sequence_s(lengths), limits.num_ranks), limits.num_ranks)
+    return assemble(bare, limits, [_chunks_of(of_rank, lengths, limits.max_tokens, block) for of_rank in items])
 
 
 def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
     """The micro-batches of one rank."""
-    chunk = cap // block * block or cap
-    mine = [(i, int(lengths[i])) for i in items]
-    cut = [[Slice(i, start, min(start + chunk, n))] for i, n in mine if n > cap for start in range(0, n, chunk)]
-    short = [(i, n) for i, n in mine if n <= cap]
-    filled = best_fit_decreasing([n for _, n in short], cap)
-    return cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled]
+    return in_chunks(items, lengths, cap // block * block or cap, cap)
 
 
 def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
@@ -114,7 +107,7 @@ def _even(
     Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
     its micro-batch at once, so under a memory cap both forms are offered.
     """
-    forms: list[tuple[PassCost, ...]] = [(costs.forward.plus(costs.backward),)]
+    forms: list[tuple[PassCost, ...]] = [(costs.both,)]
     if config.asymmetric and costs.recompute:
         forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
     for prices in forms:

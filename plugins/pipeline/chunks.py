@@ -25,11 +25,13 @@ import numpy as np
 
 from ...core.aliases import Floats, Ints
 from ...core.balance.level import level
+from ...core.balance.partition import members
 from ...core.balance.slicing import evenly
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
+from ...core.plan.order import in_turn
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from .config import PipelineConfig
 
@@ -56,7 +58,7 @@ def chunkings(bare: StepPlan, limits: Limits, context: PlanningContext, config: 
     most = 1 if limits.whole_sequences else config.chunks
     if most == 1:
         refuse_longer(lengths, limits)
-    price = context.costs.forward.plus(context.costs.backward)
+    price = context.costs.both
     ranks = dealt(lengths, price, limits.num_ranks)
     seen: set[tuple[MicroBatch, ...]] = set()
     for count in counts(lengths, price, limits):
@@ -86,7 +88,7 @@ def dealt(lengths: Ints, price: PassCost, num_ranks: int) -> list[list[int]]:
     if num_ranks == 1:
         return [list(range(len(lengths)))]
     ranks = level(price.seconds(lengths * 1.0)[None], np.ones((1, num_ranks)), np.zeros((1, num_ranks)))
-    return [np.flatnonzero(ranks == rank).tolist() for rank in range(num_ranks)]
+    return members(ranks, num_ranks)
 
 
 def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
@@ -186,11 +188,5 @@ def _growing(pack: Pack, price: PassCost, num_stages: int) -> list[Pack]:
 
 def assembled(bare: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
     """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank."""
-    rows = [mine or [[]] for mine in packs]
-    micro_batches = tuple(
-        MicroBatch(tuple(mine[k]), (rank,))
-        for k in range(max(map(len, rows)))
-        for rank, mine in enumerate(rows)
-        if k < len(mine)
-    )
-    return bare.with_micro_batches(micro_batches, limits, "pipeline")
+    launched = in_turn([of_rank or [[]] for of_rank in packs])
+    return bare.with_micro_batches((MicroBatch(tuple(pack), (rank,)) for rank, pack in launched), limits, "pipeline")

@@ -12,10 +12,10 @@ import numpy as np
 
 from ....core.aliases import Ints
 from ....core.balance.partition import best_fit_decreasing
-from ....core.plan.step_plan import MicroBatch
+from ....core.plan.step_plan import MicroBatch, Slice
 from ..assign import Assignment, Frame, placed
 from ..cost_table import CostTable, SequenceCosts
-from ..emit.micro_batches import common_way, packs, whole
+from ..emit.micro_batches import common_way, in_packs
 
 _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
@@ -25,32 +25,20 @@ def gangs(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int)
     """The micro-batches in launch order; None where a sequence fits nowhere. lengths int64 [K], ``shares`` theirs."""
     priced = shares.launching(*cost_table.launch, cap)
     frame = Frame(cost_table.limits.num_ranks, cost_table.node, _ANY, queued=True)
-    found = placed(priced, np.arange(len(lengths)), frame)
-    return None if found is None else _launched(lengths, found, cost_table, cap)
+    assignment = placed(priced, np.arange(len(lengths)), frame)
+    return None if assignment is None else _launched(lengths, assignment, cost_table, cap)
 
 
-def _launched(lengths: Ints, found: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
-    pieces = whole(lengths, np.arange(len(lengths)))
-    mine: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
+def _launched(lengths: Ints, assignment: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
+    alone: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
     shared: list[int] = []
-    for k, cp_group in enumerate(found.cp_groups):
-        if len(cp_group) == 1:
-            mine[cp_group[0]].append(k)
-        else:
-            shared.append(k)
-    out: list[MicroBatch] = []
-    for k in sorted(shared, key=lambda k: found.turn[k]):
-        cp_group = found.cp_groups[k]
-        strategy = common_way([(pieces[k].length, cp_group)], cost_table)
+    for k, cp_group in enumerate(assignment.cp_groups):
+        (alone[cp_group[0]] if len(cp_group) == 1 else shared).append(k)
+    launched: list[MicroBatch] = []
+    for k in sorted(shared, key=lambda k: assignment.turn[k]):
+        piece, cp_group = Slice(k, 0, int(lengths[k])), assignment.cp_groups[k]
+        strategy = common_way([(piece.length, cp_group)], cost_table)
         if strategy is None:
             return None
-        out.append(
-            MicroBatch((pieces[k],), cp_group, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
-        )
-    local: list[list[MicroBatch]] = []
-    for rank, numbers in enumerate(mine):
-        bins = best_fit_decreasing([pieces[k].length for k in numbers], cap)
-        local.append(packs(pieces, rank, [[numbers[i] for i in one] for one in bins]))
-    for place in range(max(map(len, local), default=0)):
-        out += [row[place] for row in local if place < len(row)]
-    return out
+        launched.append(strategy.micro_batch((piece,), cp_group))
+    return launched + in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])
