@@ -159,7 +159,7 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
         data = reading.read_json(path, name, _DO, reading.PLAN_BYTES)
     except EvenloadError as error:
         raise PlanError(error.what, error.found, error.do) from error
-    file = _form(data, _File, f"{name} is no plan.json")
+    file = described(data, _File, f"{name} is no plan.json", _DO, PlanError)
     caps = [cap.max_tokens for cap in file.caps.values() if cap.max_tokens is not None]
     plans = []
     for number, row in enumerate(file.steps):
@@ -179,7 +179,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     Raises:
         PlanError: it is no step, digest or checksum are those of another, or nobody says its limits.
     """
-    row = _form(data, _Step, "this is no step of a plan.json")
+    row = described(data, _Step, "this is no step of a plan.json", _DO, PlanError)
     own = None if row.limits is None else _limits(row.limits)
     held_to = limits or own
     if held_to is None:
@@ -209,14 +209,6 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     return plan
 
 
-def _form(data: Any, form: type[Any], fault: str) -> Any:
-    """``data`` as a form; what is wrong with it raises PlanError."""
-    try:
-        return described(data, form, fault, _DO)
-    except EvenloadError as error:
-        raise PlanError(error.what, error.found, error.do) from error
-
-
 def _limits_json(limits: Limits) -> dict[str, Any]:
     scalars = {f.name: getattr(limits, f.name) for f in _SCALARS}
     if limits.max_activation_bytes == float("inf"):
@@ -230,7 +222,7 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
 
 
 def _limits(values: dict[str, Any]) -> Limits:
-    form = _form(values, _Limits, "the limits in plan.json are none").model_dump()
+    form = described(values, _Limits, "the limits in plan.json are none", _DO, PlanError).model_dump()
     amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
     divided = _MEMORY | _BESIDE
     layers = form["layers_per_stage"]

@@ -88,12 +88,11 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
         return free
     cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
     by_cost = np.argsort(-costs, kind="stable").tolist()
-    bins = _fill(by_cost, costs.tolist(), tokens.tolist(), cap, num_bins)
-    if bins is None:
+    chosen = fill(by_cost, costs.tolist(), tokens.tolist(), [cap] * num_bins, [0.0] * num_bins)
+    if chosen is None:
         return free
     capped = np.zeros(len(costs), dtype=np.int64)
-    for b, items in enumerate(bins):
-        capped[items] = b
+    capped[by_cost] = chosen
     return capped if loads(capped).max() < free_loads.max() else free
 
 
@@ -138,29 +137,43 @@ def into_bins(costs: list[float], tokens: list[int], cap: int, num_bins: int) ->
 
     Largest cost first onto the cheapest bin with room; if that fails, largest tokens first onto the emptiest.
     """
-    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    bins = _fill(by_cost, costs, tokens, cap, num_bins)
-    if bins is not None:
-        return bins
-    by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], i))
-    return _fill(by_tokens, tokens, tokens, cap, num_bins)
+    weights: list[Any]
+    for weights in (costs, tokens):
+        items = sorted(range(len(costs)), key=lambda i: (-weights[i], i))
+        chosen = fill(items, weights, tokens, [cap] * num_bins, [0.0] * num_bins)
+        if chosen is not None:
+            bins: list[list[int]] = [[] for _ in range(num_bins)]
+            for item, b in zip(items, chosen, strict=True):
+                bins[b].append(item)
+            return bins
+    return None
 
 
-def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num_bins: int) -> list[list[int]] | None:
-    """Each item onto the bin of least weight that has room for it."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    space = [cap] * num_bins
-    heap = [(0.0, b) for b in range(num_bins)]
+def fill(
+    items: list[int], weights: list[Any], tokens: list[int], spaces: list[int], loads: list[float], cap: int = 0
+) -> list[int] | None:
+    """The bin of each item: the one of least load that has room for it.
+
+    Args:
+        spaces: tokens for which each bin has room; filled bins are reduced.
+        cap: tokens of a further bin, opened where none has room. 0: none is opened, and None is returned there.
+    """
+    heap = [(load, b) for b, load in enumerate(loads)]
+    heapq.heapify(heap)
+    bins: list[int] = []
     for item in items:
         full = []
-        while heap and space[heap[0][1]] < tokens[item]:
+        while heap and spaces[heap[0][1]] < tokens[item]:
             full.append(heapq.heappop(heap))
-        if not heap:
+        if not heap and not cap:
             return None
-        weight, b = heapq.heappop(heap)
-        bins[b].append(item)
-        space[b] -= tokens[item]
-        for entry in (*full, (weight + weights[item], b)):
+        if not heap:
+            heap.append((0.0, len(spaces)))
+            spaces.append(cap)
+        load, b = heapq.heappop(heap)
+        bins.append(b)
+        spaces[b] -= tokens[item]
+        for entry in (*full, (load + weights[item], b)):
             heapq.heappush(heap, entry)
     return bins
 

@@ -41,8 +41,7 @@ import numpy.typing as npt
 from ..aliases import Floats
 from ..machine.cluster import Cluster
 from ..plan.step_plan import CpComm, MicroBatch
-from .context import Direction, PlanningContext
-from .traffic import Traffic
+from .context import Direction, PlanningContext, Traffic
 
 
 class Load(NamedTuple):

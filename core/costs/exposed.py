@@ -18,7 +18,7 @@
                    all-gather of the updated weights; with sharded parameters (ZeRO 3) instead all-gather of weights in
                    every pass and reduce-scatter of gradients in every backward, hidden by nothing here
 
-All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.traffic`).
+All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.context`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..aliases import Floats
 from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..plan.step_plan import MicroBatch
-from ..plan.token_layout import tokens_of_ranks
+from ..plan.token_layout import token_counts
 from .attention_comm import Load, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
 from .context import Direction, PlanningContext
 from .costs import is_even
@@ -60,7 +60,7 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
         return np.full(len(ranks), exposed_s(context, direction, micro_batch))
     total = np.zeros(len(ranks))
     if context.layout.tp > 1 or context.layout.ep > 1:
-        total += _modules_s(context, direction, ranks[0], _tokens(micro_batch))
+        total += _modules_s(context, direction, ranks[0], token_counts(micro_batch))
     number = {rank: i for i, rank in enumerate(ranks)}
     local_s = np.zeros(len(ranks))
     cp_groups = []
@@ -74,11 +74,6 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
     if micro_batch.remap:
         total += _remap_s(context, direction.stage, micro_batch)
     return total
-
-
-def _tokens(micro_batch: MicroBatch) -> Floats:
-    """Of every rank of a micro-batch [ranks]."""
-    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
 
 def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any) -> Any:
@@ -111,17 +106,17 @@ def _remap_s(context: PlanningContext, stage: int, micro_batch: MicroBatch) -> F
     token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
     total = np.zeros(len(micro_batch.ranks))
     nodes = [rank // cluster.ranks_per_node for rank in context.layout.world_ranks(stage, micro_batch.ranks)]
-    for link, count in zip((cluster.intra, cluster.inter), moved_tokens(micro_batch, nodes), strict=True):
+    for link, count in zip((cluster.intra, cluster.inter), movedtoken_counts(micro_batch, nodes), strict=True):
         total += np.where(count > 0, link.send_s(count * token_bytes, 2 * traffic.layers), 0.0)
     return total
 
 
-def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats, Floats]:
+def movedtoken_counts(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats, Floats]:
     """Tokens that a remap takes from or gives to each rank inside its node, and across: float64 [ranks] each.
 
     As `token_layout.layout_of` moves them: inside a node first, ranks of the plane in ascending order.
     """
-    spare = _tokens(micro_batch._replace(remap=False)) - _tokens(micro_batch)
+    spare = token_counts(micro_batch._replace(remap=False)) - token_counts(micro_batch)
     inside = np.zeros(len(nodes))
     by_node: dict[int, list[int]] = {}
     for place in np.argsort(micro_batch.ranks).tolist():

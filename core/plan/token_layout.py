@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..aliases import Ranks
+from ..aliases import Floats, Ranks
 from .step_plan import MicroBatch, Slice
 
 Pieces = tuple[Slice, ...]
@@ -107,6 +107,11 @@ def tokens_of_ranks(micro_batch: MicroBatch) -> dict[int, int]:
             for rank, count in zip(cp_group, row, strict=True):
                 counts[rank] += count
     return counts
+
+
+def token_counts(micro_batch: MicroBatch) -> Floats:
+    """`tokens_of_ranks`, in the order of the ranks: float64 [ranks]."""
+    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
 
 def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, ulysses_degree: int) -> npt.NDArray[np.int64]:

@@ -2,8 +2,8 @@
 
 This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
 planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
-share. Which traffic the sharing costs is `traffic`'s to say; an all-to-all, which nothing hides and which grows with
-the tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
+share. What the sharing costs is said in `costs.exposed`; an all-to-all, which nothing hides and which grows with the
+tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a plan in simulated time: every pass of every rank at every stage, what moves between them, what they hold.
 
-When passes start and end is `events`, what they take `passes`, what moves and what hides it `traffic`, what is held
+When passes start and end is `events`, what they take `passes`, what moves and what hides it `costs.exposed`, what is held
 `memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward
 where the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and
 between the ranks of a host, and the data loader.

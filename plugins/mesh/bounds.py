@@ -113,11 +113,7 @@ class _Areas:
         degrees = cost_table.degrees
         priced = [_from_below(lengths, cost_table, j) for j in range(len(degrees))]
         exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
-        gaps = (
-            np.flatnonzero(np.diff(degrees) > 1)
-            if not cost_table.config.powers_of_two
-            else np.array([], dtype=np.int64)
-        )
+        gaps = np.flatnonzero((np.diff(degrees) > 1) & (not cost_table.config.powers_of_two))
         least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
         # No degree between two priced ones exposes less than the better of both.
         exposed, never_hidden = (
@@ -172,10 +168,7 @@ class _Areas:
         beside = step(np.where(possible, beside_s[..., 0], np.inf), waits, both)
         after_s = one.time + two.time
         ends = []
-        for common in (
-            np.maximum(1, one.degree + two.degree - ranks),
-            np.minimum(one.degree, two.degree),
-        ):
+        for common in (np.maximum(1, one.degree + two.degree - ranks), np.minimum(one.degree, two.degree)):
             waits = np.maximum(0, ranks - one.degree - two.degree + common) * np.maximum(0.0, after_s - rate * cap)
             waits = waits + (one.degree - common) * np.maximum(0.0, after_s - one.used)
             ends.append(waits + (two.degree - common) * np.maximum(0.0, after_s - two.used))

@@ -22,56 +22,53 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
-from ...core.plan.step_plan import Slice, StepPlan
-from .assemble import assemble
-from .candidates import chunked
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
+from .candidates import chunked, uncut
+from .candidates import whole as whole_plan
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
-from .whole import whole_packs
 
 Packs = list[list[list[int]]]
 
 
 def whole(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
-    limits = replace(bare.limits, max_tokens=cap)
-    bound_s = lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    return _planned(bare, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
+    limits = _holding_longest(bare, config)
+    bound_s = lower_bound_s(bare.lengths, limits, context.costs, context.head_frac)
+    return whole_plan(bare, limits, context.costs, bound_s, "whole")
 
 
 def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, longest = _sizes(bare, config)
     limits = config.capped(bare.limits)
     if limits.whole_sequences:
-        limits = replace(limits, max_tokens=longest)
-    plan = replace(chunked(bare, lengths, limits, context.costs, config.block_tokens), made_by="chunks")
+        limits = replace(limits, max_tokens=_holding_longest(bare, config).max_tokens)
+    plan = replace(chunked(bare, bare.lengths, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
-        return fit_memory(plan)
+        plan = fit_memory(plan)
     return plan
 
 
 def in_order(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
-    packs = in_order_bins(lengths.tolist(), cap)
-    return _planned(bare, cap, "in_order", _deal(packs, bare.limits.num_ranks))
+    limits = _holding_longest(bare, config)
+    packs = in_order_bins(bare.lengths.tolist(), limits.max_tokens)
+    return uncut(bare, limits, _deal(packs, limits.num_ranks), "in_order")
 
 
 def best_fit(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
-    packs = best_fit_decreasing(lengths.tolist(), cap)
-    return _planned(bare, cap, "best_fit", _deal(packs, bare.limits.num_ranks))
+    limits = _holding_longest(bare, config)
+    packs = best_fit_decreasing(bare.lengths, limits.max_tokens)
+    return uncut(bare, limits, _deal(packs, limits.num_ranks), "best_fit")
 
 
 def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
-    seconds = context.costs.sequence_s(lengths)
+    lengths, limits = bare.lengths, _holding_longest(bare, config)
+    seconds, cap = context.costs.sequence_s(lengths), limits.max_tokens
     packs: Packs = []
-    for items in karmarkar_karp(seconds.tolist(), bare.limits.num_ranks):
+    for items in karmarkar_karp(seconds.tolist(), limits.num_ranks):
         tokens = [int(lengths[i]) for i in items]
         for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
@@ -80,7 +77,7 @@ def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig
                 break
         else:
             packs.append([])
-    return _planned(bare, cap, "karmarkar_karp", packs)
+    return uncut(bare, limits, packs, "karmarkar_karp")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
@@ -104,13 +101,7 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
     return [packs[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _sizes(bare: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
-    """Lengths int64 [K], and the token cap: one that holds the longest."""
-    lengths = bare.lengths
-    return lengths, max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
-
-
-def _planned(bare: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
-    lengths = bare.lengths.tolist()
-    slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in mine] for mine in packs]
-    return assemble(bare, replace(bare.limits, max_tokens=cap), slices, made_by=name)
+def _holding_longest(bare: StepPlan, config: PackingConfig) -> Limits:
+    """The host's limits with the section's token cap, or one that holds the longest sequence."""
+    cap = max(config.capped(bare.limits).max_tokens, int(bare.lengths.max(initial=0)))
+    return replace(bare.limits, max_tokens=cap)

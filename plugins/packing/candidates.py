@@ -17,14 +17,13 @@ import numpy as np
 from ...core.aliases import Ints
 from ...core.balance.partition import longest_first, members
 from ...core.balance.slicing import in_chunks
-from ...core.balance.work import Work
 from ...core.costs.costs import Costs, PassCost
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
 from .dispatch import dispatch, slots
-from .slicing import Packs, fill
+from .slicing import Packs, Work, fill
 from .whole import by_launches, whole_packs
 
 _MOST_COUNTS = 64
@@ -45,22 +44,27 @@ def portfolio(
     work = Work(max(_LEAST_WORK, _WORK * len(lengths)))
     fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
     if fits and config.slices == "auto":
-        yield whole(bare, lengths, limits, costs, bound_s)
+        yield whole(bare, limits, costs, bound_s)
     for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
         yield from _even(bare, lengths, limits, costs, config, per_rank, work)
     if fits and config.slices != "auto":
-        yield whole(bare, lengths, limits, costs, bound_s)
+        yield whole(bare, limits, costs, bound_s)
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
         yield assemble(bare, limits, _filled(items, None, lengths, costs.both, limits, config, work))
         yield chunked(bare, lengths, limits, costs, config.block_tokens)
 
 
-def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
+def whole(bare: StepPlan, limits: Limits, costs: Costs, bound_s: float, made_by: str = "packing") -> StepPlan:
     """The plan that cuts nothing."""
-    sizes = lengths.tolist()
-    packs = whole_packs(lengths, limits, costs, bound_s)
-    return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
+    return uncut(bare, limits, whole_packs(bare.lengths, limits, costs, bound_s), made_by)
+
+
+def uncut(bare: StepPlan, limits: Limits, packs: list[list[list[int]]], made_by: str) -> StepPlan:
+    """The plan of whole sequences, by their numbers: ``packs[r][k]`` are those of micro-batch k of rank r."""
+    sizes = bare.lengths.tolist()
+    slices = [[[Slice(i, 0, sizes[i]) for i in pack] for pack in of_rank] for of_rank in packs]
+    return assemble(bare, limits, slices, made_by=made_by)
 
 
 def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: int) -> StepPlan:

@@ -49,7 +49,7 @@ def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> Ste
     drafts = portfolio(bare, lengths, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: DoesNotFitError | None = None
-    for draft in drafts if cuts else [whole(bare, lengths, limits, costs, bound_s)]:
+    for draft in drafts if cuts else [whole(bare, limits, costs, bound_s)]:
         try:
             candidate = judge(fit_memory(draft), context)
         except DoesNotFitError as error:

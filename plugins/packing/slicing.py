@@ -21,7 +21,6 @@ import math
 from ...core.aliases import Ints
 from ...core.balance.partition import into_bins
 from ...core.balance.slicing import Line
-from ...core.balance.work import Work
 from ...core.costs.costs import PassCost
 from ...core.plan.step_plan import Slice
 
@@ -29,6 +28,18 @@ Packs = list[list[Slice]]
 
 EVEN = 0.005
 """Excess over the mean at which a micro-batch counts as even."""
+
+
+class Work:
+    """Units of work that are left, about a microsecond each: counted, so that all ranks stop at the same place."""
+
+    def __init__(self, units: int) -> None:
+        self._left = units
+
+    def spend(self, units: int) -> bool:
+        """Take so many; False where no more are left."""
+        self._left -= units
+        return self._left >= 0
 
 
 def fill(

@@ -16,16 +16,15 @@ O(K log K) for K sequences and each T.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Ints
 from ...core.balance.level import level
-from ...core.balance.partition import members
+from ...core.balance.partition import fill, members
 from ...core.balance.slicing import evenly
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
@@ -130,30 +129,13 @@ def chunks_of(
     more = max(0, math.ceil(wanted_s / slice_s - TOLERANCE)) if slice_s else 1
     packs += [[] for _ in range(more)]
     loads += [0.0] * more
-    _spread(short, seconds, lengths, packs, loads, cap)
+    spaces = [cap - sum(s.length for s in pack) for pack in packs]
+    chosen = fill(short, seconds.tolist(), lengths.tolist(), spaces, loads, cap)
+    assert chosen is not None
+    packs += [[] for _ in spaces[len(packs) :]]
+    for item, b in zip(short, chosen, strict=True):
+        packs[b].append(Slice(item, 0, int(lengths[item])))
     return [pack for pack in packs if pack]
-
-
-def _spread(short: list[int], seconds: Floats, lengths: Ints, packs: list[Pack], loads: list[float], cap: int) -> None:
-    """Whole sequences onto the pack of least time that has room, further packs where none has; changes ``packs``."""
-    tokens = [sum(s.length for s in pack) for pack in packs]
-    heap = [(load, b) for b, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for item in short:
-        length = int(lengths[item])
-        full = []
-        while heap and tokens[heap[0][1]] + length > cap:
-            full.append(heapq.heappop(heap))
-        if heap:
-            load, b = heapq.heappop(heap)
-        else:
-            load, b = 0.0, len(packs)
-            packs.append([])
-            tokens.append(0)
-        packs[b].append(Slice(item, 0, length))
-        tokens[b] += length
-        for entry in (*full, (load + float(seconds[item]), b)):
-            heapq.heappush(heap, entry)
 
 
 def taper(packs: list[Pack], price: PassCost, num_stages: int) -> list[Pack]:

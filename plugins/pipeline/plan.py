@@ -179,21 +179,17 @@ class _Portfolio:
         if chosen is None or not chosen.fits:
             if self._problem:
                 raise refused(self._problem, incoming, self._context, self._config)
-            raise self._too_large()
+            raise EvenloadError(
+                "no order of the pipeline fits into memory",
+                f"the best one is {min(one.missing_bytes for one in self._candidates) / GIB:.3g} GiB over",
+                "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
+            )
         own = [self._note] if self._note else []
         plan = chosen.plan.revised(
             notes=(*chosen.plan.notes, *_notes(chosen.plan), *own),
             bound_s=_bound_s(chosen.plan, incoming, self._context),
         )
         return beside(plan, (f"pipeline.{name}" for name in BASELINES))
-
-    def _too_large(self) -> EvenloadError:
-        least = min(one.missing_bytes for one in self._candidates)
-        return EvenloadError(
-            "no order of the pipeline fits into memory",
-            f"the best one is {least / GIB:.3g} GiB over",
-            "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
-        )
 
 
 def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> float:

@@ -8,10 +8,9 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from evenload.core.balance.slicing import evenly
-from evenload.core.costs.context import PlanningContext
+from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
-from evenload.core.costs.traffic import Traffic
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
