@@ -230,14 +230,9 @@ class Costs(Frozen):
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
         compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
-        return self.model_copy(
-            update={
-                "forward": self.forward.scaled(compute, launch),
-                "backward": self.backward.scaled(compute, launch),
-                "memory": self.memory.of_stage(layout),
-                "update_s": self.update_s * compute,
-            }
-        )
+        forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
+        changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute}
+        return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
 
 def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float = 0.0, **rest: Any) -> Costs:

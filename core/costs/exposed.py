@@ -106,12 +106,12 @@ def _remap_s(context: PlanningContext, stage: int, micro_batch: MicroBatch) -> F
     token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
     total = np.zeros(len(micro_batch.ranks))
     nodes = [rank // cluster.ranks_per_node for rank in context.layout.world_ranks(stage, micro_batch.ranks)]
-    for link, count in zip((cluster.intra, cluster.inter), movedtoken_counts(micro_batch, nodes), strict=True):
+    for link, count in zip((cluster.intra, cluster.inter), moved_tokens(micro_batch, nodes), strict=True):
         total += np.where(count > 0, link.send_s(count * token_bytes, 2 * traffic.layers), 0.0)
     return total
 
 
-def movedtoken_counts(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats, Floats]:
+def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats, Floats]:
     """Tokens that a remap takes from or gives to each rank inside its node, and across: float64 [ranks] each.
 
     As `token_layout.layout_of` moves them: inside a node first, ranks of the plane in ascending order.

@@ -63,7 +63,7 @@ class Cluster(Frozen):
     memory_bytes: PositiveFloat
     intra: Link
     inter: Link
-    all_to_all_bytes_per_s: dict[RankCount, PositiveFloat] = Field({})
+    all_to_all_bytes_per_s: dict[RankCount, PositiveFloat] = Field(default={})
     """Measured rates of all-to-all by group size, where known: bytes that a rank sends in total, a second."""
     host_bytes_per_s: PositiveFloat | None = None
     """From a device's memory to its host's, the slower direction; None: nothing can be left there."""

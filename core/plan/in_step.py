@@ -9,6 +9,7 @@ ever, as that peer waits for it in the gather of that round.
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from typing import Literal
 
 from ..errors import EvenloadError
 from .action import DUMMY, Action
@@ -56,11 +57,9 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
     return tuple(tuple(_without_graph(a, set(left)) for a in row) for row, left in zip(result, spare, strict=True))
 
 
-def dummy(kind: str, graph: int) -> Action:
+def dummy(kind: Literal["forward", "backward"], graph: int) -> Action:
     """A forward or a backward of one token without weight."""
-    return Action(
-        "forward" if kind == "forward" else "backward", Op("F" if kind == "forward" else "B", -1), DUMMY, graph
-    )
+    return Action(kind, Op("F" if kind == "forward" else "B", -1), DUMMY, graph)
 
 
 def _are_in_step(rows: Row[Row[Action]]) -> bool:

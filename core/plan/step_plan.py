@@ -246,22 +246,11 @@ class StepPlan:
         return other
 
     def with_micro_batches(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        limits: Limits,
-        made_by: str,
-        order: tuple[tuple[Op, ...], ...] = (),
+        self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
-        """A plan of the same sequences in these micro-batches; nothing else of this plan stays."""
-        return StepPlan(
-            self.lengths,
-            tuple(micro_batches),
-            limits,
-            order,
-            made_by=made_by,
-            bound_s=self.bound_s,
-            tenants=self.tenants,
-        )
+        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound."""
+        batches, tenants = tuple(micro_batches), self.tenants
+        return StepPlan(self.lengths, batches, limits, order, made_by=made_by, bound_s=self.bound_s, tenants=tenants)
 
     @fact("micro_batches", "backward", "replayed")
     def forward_of(self) -> tuple[int | None, ...]:

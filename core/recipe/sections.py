@@ -145,5 +145,5 @@ class Megatron(Section):
 
 class DeepSpeed(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
-    config: dict[str, Any] = Field({})
+    config: dict[str, Any] = Field(default={})
     """Further ds_config keys; what evenload must own (batch sizes, precision, clipping) is refused here."""

@@ -46,7 +46,7 @@ def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> S
     limits = config.capped(bare.limits)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=_holding_longest(bare, config).max_tokens)
-    plan = replace(chunked(bare, bare.lengths, limits, context.costs, config.block_tokens), made_by="chunks")
+    plan = replace(chunked(bare, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
         plan = fit_memory(plan)
     return plan

@@ -11,6 +11,7 @@ chunked otherwise: the longest are cut into slices of as many tokens as the cap 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,25 +35,35 @@ _MOST_TRIES = 8
 """Numbers of micro-batches tried where the first leaves too much in one of them."""
 
 
+class _Task(NamedTuple):
+    """What is to be planned, and what the search for slices of equal cost may take."""
+
+    bare: StepPlan
+    limits: Limits
+    costs: Costs
+    config: PackingConfig
+    work: Work
+
+
 def portfolio(
-    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
+    bare: StepPlan, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
 ) -> Iterator[StepPlan]:
-    """The candidates, those most likely to be taken first. lengths int64 [K].
+    """The candidates, those most likely to be taken first.
 
     Slices of equal cost are searched for within `_LEAST_WORK`, or `_WORK` for each sequence; then ranks run chunks.
     """
-    work = Work(max(_LEAST_WORK, _WORK * len(lengths)))
-    fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
+    lengths = bare.lengths
+    task = _Task(bare, limits, costs, config, Work(max(_LEAST_WORK, _WORK * len(lengths))))
+    fits = int(lengths.max(initial=0)) <= limits.max_tokens
     if fits and config.slices == "auto":
         yield whole(bare, limits, costs, bound_s)
     for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
-        yield from _even(bare, lengths, limits, costs, config, per_rank, work)
+        yield from _even(task, per_rank)
     if fits and config.slices != "auto":
         yield whole(bare, limits, costs, bound_s)
     if not fits:
-        items = by_launches(lengths, limits, costs, bound_s)
-        yield assemble(bare, limits, _filled(items, None, lengths, costs.both, limits, config, work))
-        yield chunked(bare, lengths, limits, costs, config.block_tokens)
+        yield assemble(bare, limits, _filled(task, by_launches(lengths, limits, costs, bound_s), None, costs.both))
+        yield chunked(bare, limits, costs, config.block_tokens)
 
 
 def whole(bare: StepPlan, limits: Limits, costs: Costs, bound_s: float, made_by: str = "packing") -> StepPlan:
@@ -67,13 +78,13 @@ def uncut(bare: StepPlan, limits: Limits, packs: list[list[list[int]]], made_by:
     return assemble(bare, limits, slices, made_by=made_by)
 
 
-def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: int) -> StepPlan:
+def chunked(bare: StepPlan, limits: Limits, costs: Costs, block: int) -> StepPlan:
     """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit.
 
     A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
     """
-    items = members(longest_first(costs.sequence_s(lengths), limits.num_ranks), limits.num_ranks)
-    return assemble(bare, limits, [_chunks_of(of_rank, lengths, limits.max_tokens, block) for of_rank in items])
+    items = members(longest_first(costs.sequence_s(bare.lengths), limits.num_ranks), limits.num_ranks)
+    return assemble(bare, limits, [_chunks_of(of_rank, bare.lengths, limits.max_tokens, block) for of_rank in items])
 
 
 def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
@@ -103,73 +114,57 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
     return tried[:2]
 
 
-def _even(
-    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int, work: Work
-) -> Iterator[StepPlan]:
+def _even(task: _Task, per_rank: int) -> Iterator[StepPlan]:
     """Equal micro-batches, more of them until none is over the cap.
 
     Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
     its micro-batch at once, so under a memory cap both forms are offered.
     """
+    costs = task.costs
     forms: list[tuple[PassCost, ...]] = [(costs.both,)]
-    if config.asymmetric and costs.recompute:
-        forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
+    if task.config.asymmetric and costs.recompute:
+        capped = task.limits.max_activation_bytes < float("inf")
+        forms = [(costs.forward, costs.backward), *(forms if capped else [])]
     for prices in forms:
         for more in range(_MOST_TRIES):
-            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more, work)
+            plan, fits = _in_slots(task, prices, per_rank + more)
             if fits:
                 break
         yield plan
 
 
-def _in_slots(
-    bare: StepPlan,
-    lengths: Ints,
-    limits: Limits,
-    config: PackingConfig,
-    prices: tuple[PassCost, ...],
-    per_rank: int,
-    work: Work,
-) -> tuple[StepPlan, bool]:
+def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple[StepPlan, bool]:
     """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them.
 
     One price groups both directions alike; two are those of the forward and the backward, each with its own groups.
     """
-    order = np.argsort(-lengths, kind="stable")
-    weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
-    ways = slots(weights, limits.num_ranks, per_rank)
-    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
+    bare, limits = task.bare, task.limits
+    order = np.argsort(-bare.lengths, kind="stable")
+    weights = np.array([price.seconds(bare.lengths[order] * 1.0) for price in prices])
+    slots_of = slots(weights, limits.num_ranks, per_rank)
+    items = [order[places].tolist() for places in dispatch(weights, slots_of)]
     fits, grouped = True, []
-    for way, price in zip(ways, prices, strict=True):
-        wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
-        packs = _filled(items, wanted, lengths, price, limits, config, work)
-        fits = fits and all(len(mine) <= count for mine, count in zip(packs, wanted, strict=True))
+    for own, price in zip(slots_of, prices, strict=True):
+        wanted = [max(own.counts)] * limits.num_ranks if limits.equal_counts else own.counts
+        packs = _filled(task, items, wanted, price)
+        fits = fits and all(len(of_rank) <= count for of_rank, count in zip(packs, wanted, strict=True))
         grouped.append(packs)
-    if len(grouped) == 1:
-        return assemble(bare, limits, grouped[0]), fits
-    forward, backward = grouped
-    return assemble(bare, limits, forward, [mine[::-1] for mine in backward]), fits
+    backward = [of_rank[::-1] for of_rank in grouped[1]] if len(grouped) > 1 else None
+    return assemble(bare, limits, grouped[0], backward), fits
 
 
-def _filled(
-    items: list[list[int]],
-    counts: list[int] | None,
-    lengths: Ints,
-    price: PassCost,
-    limits: Limits,
-    config: PackingConfig,
-    work: Work,
-) -> list[Packs]:
+def _filled(task: _Task, items: list[list[int]], counts: list[int] | None, price: PassCost) -> list[Packs]:
     """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands).
 
     Chunks where no number of them is found: slices of equal cost may leave room for less than a block in each.
     """
-    cap, block, even = limits.max_tokens, config.block_tokens, counts is not None
-    out = []
-    for rank, mine in enumerate(items):
-        count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
-        numbers = (n for n in range(count, count + _MOST_COUNTS) if work.spend(len(mine)))
-        tried = (fill(mine, lengths, price, n, cap, block, even=even, work=work) for n in numbers)
-        packs = next((packs for packs in tried if packs is not None), None) if mine else []
-        out.append(_chunks_of(mine, lengths, cap, block) if packs is None else packs)
-    return out
+    lengths, work, even = task.bare.lengths, task.work, counts is not None
+    cap, block = task.limits.max_tokens, task.config.block_tokens
+    filled = []
+    for rank, own in enumerate(items):
+        count = max(counts[rank] if counts else 1, -(-int(lengths[own].sum()) // cap), 1)
+        numbers = (n for n in range(count, count + _MOST_COUNTS) if work.spend(len(own)))
+        tried = (fill(own, lengths, price, n, cap, block, even=even, work=work) for n in numbers)
+        packs = next((packs for packs in tried if packs is not None), None) if own else []
+        filled.append(_chunks_of(own, lengths, cap, block) if packs is None else packs)
+    return filled

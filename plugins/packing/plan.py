@@ -46,7 +46,7 @@ def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> Ste
     if not cuts:
         refuse_longer(lengths, limits, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    drafts = portfolio(bare, lengths, limits, costs, config, bound_s)
+    drafts = portfolio(bare, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: DoesNotFitError | None = None
     for draft in drafts if cuts else [whole(bare, limits, costs, bound_s)]:
