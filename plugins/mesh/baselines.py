@@ -30,19 +30,19 @@ from .candidates.slice_chains import chained
 from .config import MeshConfig
 from .cost_table import CostTable, CpStrategy, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
-from .emit.micro_batches import common_way, in_packs, whole
+from .emit.micro_batches import common_strategy, in_packs, whole
 from .emit.step import limits_for, step
 
 
-def cp_all(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = bare.lengths, limits_for(bare, context, config)
+def cp_all(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     ranks = tuple(range(limits.num_ranks))
     # Uneven chunks may add two tokens of each sequence on one of the ranks.
     packs = in_order_bins((lengths + 2 * len(ranks)).tolist(), limits.max_tokens * len(ranks))
-    cost_table = _cost_table(bare, context, config)
+    cost_table = _cost_table(incoming, context, config)
     micro_batches = [_on_all(whole(lengths, np.array(pack)), ranks, cost_table) for pack in packs]
     cap = max([limits.max_tokens, *(-(-m.num_tokens // len(m.ranks)) + 2 * len(m.slices) for m in micro_batches)])
-    return step(bare, replace(limits, max_tokens=cap), micro_batches, "cp_all")
+    return step(incoming, replace(limits, max_tokens=cap), micro_batches, "cp_all")
 
 
 def _on_all(pack: list[Slice], ranks: tuple[int, ...], cost_table: CostTable) -> MicroBatch:
@@ -55,40 +55,40 @@ def _on_all(pack: list[Slice], ranks: tuple[int, ...], cost_table: CostTable) ->
     return _strategy(tokens, ranks, cost_table).micro_batch(pack, ranks, remap=short)
 
 
-def cp_1(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = bare.lengths, limits_for(bare, context, config)
+def cp_1(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     if lengths.max(initial=0) > limits.max_tokens and not limits.whole_sequences:
-        sliced = _sliced(bare, limits, context, config)
+        sliced = _sliced(incoming, limits, context, config)
         if sliced is not None:
             return sliced
     cap, costs = limits.max_tokens, context.costs
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
     items = members(ranks, limits.num_ranks)
-    return _single(bare, limits, [best_fit_decreasing(lengths, cap, of_rank) for of_rank in items], "cp_1")
+    return _single(incoming, limits, [best_fit_decreasing(lengths, cap, of_rank) for of_rank in items], "cp_1")
 
 
-def _sliced(bare: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan | None:
+def _sliced(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan | None:
     """With chains of slices on single ranks; None where the cap is too small for a slice."""
     alone = config.model_copy(update={"max_degree": 1})
-    divisions = chained(bare.lengths, cost_table_of(context, limits, alone, int(bare.lengths.max())), limits)
+    divisions = chained(incoming.lengths, cost_table_of(context, limits, alone, int(incoming.lengths.max())), limits)
     price, stages = context.costs.both, limits.num_stages
     blocks = min(divisions, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
     if blocks is None:
         return None
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
-    return fitted(in_blocks(bare, limits, blocks, "cp_1"), budget_bytes)
+    return fitted(in_blocks(incoming, limits, blocks, "cp_1"), budget_bytes)
 
 
-def in_order(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    limits = limits_for(bare, context, config)
-    packs = in_order_bins(bare.lengths.tolist(), limits.max_tokens)
-    return _single(bare, limits, [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)], "in_order")
+def in_order(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    limits = limits_for(incoming, context, config)
+    packs = in_order_bins(incoming.lengths.tolist(), limits.max_tokens)
+    return _single(incoming, limits, [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)], "in_order")
 
 
-def memory_degree(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = bare.lengths, limits_for(bare, context, config)
+def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     cap, costs, num_ranks = limits.max_tokens, context.costs, limits.num_ranks
-    cost_table = _cost_table(bare, context, config)
+    cost_table = _cost_table(incoming, context, config)
     seconds = costs.sequence_s(lengths).tolist()
     most = 1 << (num_ranks.bit_length() - 1)
     load = np.zeros(num_ranks)
@@ -107,7 +107,7 @@ def memory_degree(bare: StepPlan, context: PlanningContext, config: MeshConfig) 
             gangs.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
     packs = in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])
     held = [-(-m.num_tokens // len(m.ranks)) + 2 for m in gangs] + [s.length for m in packs for s in m.slices]
-    return step(bare, replace(limits, max_tokens=max([cap, *held])), [*gangs, *packs], "memory_degree")
+    return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*gangs, *packs], "memory_degree")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]] = {
@@ -118,15 +118,15 @@ BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]
 }
 
 
-def _single(bare: StepPlan, limits: Limits, bins_of_ranks: list[list[list[int]]], name: str) -> StepPlan:
+def _single(incoming: StepPlan, limits: Limits, bins_of_ranks: list[list[list[int]]], name: str) -> StepPlan:
     """Packs on single ranks, under a cap that holds the longest sequence."""
-    cap = max(limits.max_tokens, int(bare.lengths.max(initial=0)))
-    return step(bare, replace(limits, max_tokens=cap), in_packs(bare.lengths, bins_of_ranks), name)
+    cap = max(limits.max_tokens, int(incoming.lengths.max(initial=0)))
+    return step(incoming, replace(limits, max_tokens=cap), in_packs(incoming.lengths, bins_of_ranks), name)
 
 
 def _strategy(tokens: int, ranks: tuple[int, ...], cost_table: CostTable) -> CpStrategy:
-    return common_way([(tokens, ranks)], cost_table) or CpStrategy("ring")
+    return common_strategy([(tokens, ranks)], cost_table) or CpStrategy("ring")
 
 
-def _cost_table(bare: StepPlan, context: PlanningContext, config: MeshConfig) -> CostTable:
-    return cost_table_of(context, bare.limits, config, int(bare.lengths.max(initial=1)))
+def _cost_table(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> CostTable:
+    return cost_table_of(context, incoming.limits, config, int(incoming.lengths.max(initial=1)))

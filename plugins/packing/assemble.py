@@ -30,7 +30,11 @@ class _Rank(NamedTuple):
 
 
 def assemble(
-    bare: StepPlan, limits: Limits, forward: list[Packs], backward: list[Packs] | None = None, made_by: str = "packing"
+    incoming: StepPlan,
+    limits: Limits,
+    forward: list[Packs],
+    backward: list[Packs] | None = None,
+    made_by: str = "packing",
 ) -> StepPlan:
     """The plan of ``forward[r][k]``, micro-batch k of rank r in launch order (an empty one is a dummy).
 
@@ -44,7 +48,7 @@ def assemble(
         backward = None
     forward = [packs or [[]] for packs in forward]
     micro_batches, numbers = _launch_order(forward)
-    plan = bare.with_micro_batches(micro_batches, limits, made_by)
+    plan = incoming.with_micro_batches(micro_batches, limits, made_by)
     if backward is None:
         if not plan.cut:
             return plan

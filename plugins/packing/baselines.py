@@ -36,36 +36,36 @@ from .replay import DoesNotFitError, fit_memory
 Packs = list[list[list[int]]]
 
 
-def whole(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    limits = _holding_longest(bare, config)
-    bound_s = lower_bound_s(bare.lengths, limits, context.costs, context.head_frac)
-    return whole_plan(bare, limits, context.costs, bound_s, "whole")
+def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    limits = _holding_longest(incoming, config)
+    bound_s = lower_bound_s(incoming.lengths, limits, context.costs, context.head_frac)
+    return whole_plan(incoming, limits, context.costs, bound_s, "whole")
 
 
-def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    limits = config.capped(bare.limits)
+def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    limits = config.capped(incoming.limits)
     if limits.whole_sequences:
-        limits = replace(limits, max_tokens=_holding_longest(bare, config).max_tokens)
-    plan = replace(chunked(bare, limits, context.costs, config.block_tokens), made_by="chunks")
+        limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
+    plan = replace(chunked(incoming, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
         plan = fit_memory(plan)
     return plan
 
 
-def in_order(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    limits = _holding_longest(bare, config)
-    packs = in_order_bins(bare.lengths.tolist(), limits.max_tokens)
-    return uncut(bare, limits, _deal(packs, limits.num_ranks), "in_order")
+def in_order(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    limits = _holding_longest(incoming, config)
+    packs = in_order_bins(incoming.lengths.tolist(), limits.max_tokens)
+    return uncut(incoming, limits, _deal(packs, limits.num_ranks), "in_order")
 
 
-def best_fit(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    limits = _holding_longest(bare, config)
-    packs = best_fit_decreasing(bare.lengths, limits.max_tokens)
-    return uncut(bare, limits, _deal(packs, limits.num_ranks), "best_fit")
+def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    limits = _holding_longest(incoming, config)
+    packs = best_fit_decreasing(incoming.lengths, limits.max_tokens)
+    return uncut(incoming, limits, _deal(packs, limits.num_ranks), "best_fit")
 
 
-def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, limits = bare.lengths, _holding_longest(bare, config)
+def differencing(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, limits = incoming.lengths, _holding_longest(incoming, config)
     seconds, cap = context.costs.sequence_s(lengths), limits.max_tokens
     packs: Packs = []
     for items in karmarkar_karp(seconds.tolist(), limits.num_ranks):
@@ -77,7 +77,7 @@ def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig
                 break
         else:
             packs.append([])
-    return uncut(bare, limits, packs, "karmarkar_karp")
+    return uncut(incoming, limits, packs, "karmarkar_karp")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
@@ -101,7 +101,7 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
     return [packs[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _holding_longest(bare: StepPlan, config: PackingConfig) -> Limits:
+def _holding_longest(incoming: StepPlan, config: PackingConfig) -> Limits:
     """The host's limits with the section's token cap, or one that holds the longest sequence."""
-    cap = max(config.capped(bare.limits).max_tokens, int(bare.lengths.max(initial=0)))
-    return replace(bare.limits, max_tokens=cap)
+    cap = max(config.capped(incoming.limits).max_tokens, int(incoming.lengths.max(initial=0)))
+    return replace(incoming.limits, max_tokens=cap)

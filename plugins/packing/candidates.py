@@ -38,7 +38,7 @@ _MOST_TRIES = 8
 class _Task(NamedTuple):
     """What is to be planned, and what the search for slices of equal cost may take."""
 
-    bare: StepPlan
+    incoming: StepPlan
     limits: Limits
     costs: Costs
     config: PackingConfig
@@ -46,45 +46,46 @@ class _Task(NamedTuple):
 
 
 def portfolio(
-    bare: StepPlan, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
+    incoming: StepPlan, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
 ) -> Iterator[StepPlan]:
     """The candidates, those most likely to be taken first.
 
     Slices of equal cost are searched for within `_LEAST_WORK`, or `_WORK` for each sequence; then ranks run chunks.
     """
-    lengths = bare.lengths
-    task = _Task(bare, limits, costs, config, Work(max(_LEAST_WORK, _WORK * len(lengths))))
+    lengths = incoming.lengths
+    task = _Task(incoming, limits, costs, config, Work(max(_LEAST_WORK, _WORK * len(lengths))))
     fits = int(lengths.max(initial=0)) <= limits.max_tokens
     if fits and config.slices == "auto":
-        yield whole(bare, limits, costs, bound_s)
+        yield whole(incoming, limits, costs, bound_s)
     for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
         yield from _even(task, per_rank)
     if fits and config.slices != "auto":
-        yield whole(bare, limits, costs, bound_s)
+        yield whole(incoming, limits, costs, bound_s)
     if not fits:
-        yield assemble(bare, limits, _filled(task, by_launches(lengths, limits, costs, bound_s), None, costs.both))
-        yield chunked(bare, limits, costs, config.block_tokens)
+        yield assemble(incoming, limits, _filled(task, by_launches(lengths, limits, costs, bound_s), None, costs.both))
+        yield chunked(incoming, limits, costs, config.block_tokens)
 
 
-def whole(bare: StepPlan, limits: Limits, costs: Costs, bound_s: float, made_by: str = "packing") -> StepPlan:
+def whole(incoming: StepPlan, limits: Limits, costs: Costs, bound_s: float, made_by: str = "packing") -> StepPlan:
     """The plan that cuts nothing."""
-    return uncut(bare, limits, whole_packs(bare.lengths, limits, costs, bound_s), made_by)
+    return uncut(incoming, limits, whole_packs(incoming.lengths, limits, costs, bound_s), made_by)
 
 
-def uncut(bare: StepPlan, limits: Limits, packs: list[list[list[int]]], made_by: str) -> StepPlan:
+def uncut(incoming: StepPlan, limits: Limits, packs: list[list[list[int]]], made_by: str) -> StepPlan:
     """The plan of whole sequences, by their numbers: ``packs[r][k]`` are those of micro-batch k of rank r."""
-    sizes = bare.lengths.tolist()
+    sizes = incoming.lengths.tolist()
     slices = [[[Slice(i, 0, sizes[i]) for i in pack] for pack in of_rank] for of_rank in packs]
-    return assemble(bare, limits, slices, made_by=made_by)
+    return assemble(incoming, limits, slices, made_by=made_by)
 
 
-def chunked(bare: StepPlan, limits: Limits, costs: Costs, block: int) -> StepPlan:
+def chunked(incoming: StepPlan, limits: Limits, costs: Costs, block: int) -> StepPlan:
     """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit.
 
     A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
     """
-    items = members(longest_first(costs.sequence_s(bare.lengths), limits.num_ranks), limits.num_ranks)
-    return assemble(bare, limits, [_chunks_of(of_rank, bare.lengths, limits.max_tokens, block) for of_rank in items])
+    lengths, cap = incoming.lengths, limits.max_tokens
+    items = members(longest_first(costs.sequence_s(lengths), limits.num_ranks), limits.num_ranks)
+    return assemble(incoming, limits, [_chunks_of(of_rank, lengths, cap, block) for of_rank in items])
 
 
 def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
@@ -138,9 +139,9 @@ def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple
 
     One price groups both directions alike; two are those of the forward and the backward, each with its own groups.
     """
-    bare, limits = task.bare, task.limits
-    order = np.argsort(-bare.lengths, kind="stable")
-    weights = np.array([price.seconds(bare.lengths[order] * 1.0) for price in prices])
+    incoming, limits = task.incoming, task.limits
+    order = np.argsort(-incoming.lengths, kind="stable")
+    weights = np.array([price.seconds(incoming.lengths[order] * 1.0) for price in prices])
     slots_of = slots(weights, limits.num_ranks, per_rank)
     items = [order[places].tolist() for places in dispatch(weights, slots_of)]
     fits, grouped = True, []
@@ -150,7 +151,7 @@ def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple
         fits = fits and all(len(of_rank) <= count for of_rank, count in zip(packs, wanted, strict=True))
         grouped.append(packs)
     backward = [of_rank[::-1] for of_rank in grouped[1]] if len(grouped) > 1 else None
-    return assemble(bare, limits, grouped[0], backward), fits
+    return assemble(incoming, limits, grouped[0], backward), fits
 
 
 def _filled(task: _Task, items: list[list[int]], counts: list[int] | None, price: PassCost) -> list[Packs]:
@@ -158,7 +159,7 @@ def _filled(task: _Task, items: list[list[int]], counts: list[int] | None, price
 
     Chunks where no number of them is found: slices of equal cost may leave room for less than a block in each.
     """
-    lengths, work, even = task.bare.lengths, task.work, counts is not None
+    lengths, work, even = task.incoming.lengths, task.work, counts is not None
     cap, block = task.limits.max_tokens, task.config.block_tokens
     filled = []
     for rank, own in enumerate(items):

@@ -27,7 +27,7 @@ def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
     if limits.equal_counts:
         return _in_rounds(seconds, lengths, limits)
     items = by_launches(lengths, limits, costs, bound_s)
-    return [_pack(mine, seconds, lengths, limits, costs) for mine in items]
+    return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]
 
 
 def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:

@@ -59,9 +59,9 @@ class Baseline:
     order: Change
     finish: Change
 
-    def __call__(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-        refuse_ranks_in_step(bare.limits)
-        drafts = list(self.drafts(bare, context, config))
+    def __call__(self, incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+        refuse_ranks_in_step(incoming.limits)
+        drafts = list(self.drafts(incoming, context, config))
         fastest = self.best(drafts, context, config)
         if fastest is None or not fastest.fits:
             # A yardstick may hold more than the section's cap: what it holds is told beside its seconds.
@@ -69,11 +69,13 @@ class Baseline:
             fastest = self.best(drafts, context, config)
         return fastest.plan if fastest else self.order(drafts[0], context, config)
 
-    def below(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig, bar_s: float) -> StepPlan | None:
+    def below(
+        self, incoming: StepPlan, context: PlanningContext, config: PipelineConfig, bar_s: float
+    ) -> StepPlan | None:
         """Its best plan under the section's caps and settings if that takes less than ``bar_s``; else perhaps None."""
-        refuse_ranks_in_step(bare.limits)
-        cap = config.capped(bare.limits).max_tokens
-        drafts = (one for one in self.drafts(bare, context, config) if one.limits.max_tokens <= cap)
+        refuse_ranks_in_step(incoming.limits)
+        cap = config.capped(incoming.limits).max_tokens
+        drafts = (one for one in self.drafts(incoming, context, config) if one.limits.max_tokens <= cap)
         allowed = (one for one in drafts if not breaks(one, config))
         fastest = self.best(_first_ones(allowed), context, config, bar_s)
         return fastest.plan if fastest else None
@@ -110,19 +112,19 @@ def _first_ones(drafts: Iterable[StepPlan]) -> Iterator[StepPlan]:
         yield draft
 
 
-def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    yield _uncut(bare, config, [[i] for i in range(len(bare.lengths))], "whole_1f1b")
+def whole_1f1b(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    yield _uncut(incoming, config, [[i] for i in range(len(incoming.lengths))], "whole_1f1b")
 
 
-def in_order(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    cap = max(config.capped(bare.limits).max_tokens, int(bare.lengths.max(initial=0)))
-    yield _uncut(bare, config, in_order_bins(bare.lengths.tolist(), cap), "in_order")
+def in_order(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    cap = max(config.capped(incoming.limits).max_tokens, int(incoming.lengths.max(initial=0)))
+    yield _uncut(incoming, config, in_order_bins(incoming.lengths.tolist(), cap), "in_order")
 
 
-def fixed_chunks(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths, longest = bare.lengths, int(bare.lengths.max(initial=1))
-    uncut = bare.limits.whole_sequences or config.chunks == 1
-    limits = config.capped(bare.limits) if uncut else limits_for(bare, config)
+def fixed_chunks(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths, longest = incoming.lengths, int(incoming.lengths.max(initial=1))
+    uncut = incoming.limits.whole_sequences or config.chunks == 1
+    limits = config.capped(incoming.limits) if uncut else limits_for(incoming, config)
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
     items = dealt(lengths, context.costs.both, limits.num_ranks)
@@ -132,17 +134,17 @@ def fixed_chunks(bare: StepPlan, context: PlanningContext, config: PipelineConfi
         size = (limits.max_tokens >> halving) // block * block
         if not halving or size >= least:
             packs = [_fixed(of_rank, lengths, size) for of_rank in items]
-            yield replace(assembled(bare, limits, packs), made_by="fixed_chunks")
+            yield replace(assembled(incoming, limits, packs), made_by="fixed_chunks")
 
 
-def algorithm_1(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    limits, lengths, price = limits_for(bare, config), bare.lengths, context.costs.both
+def algorithm_1(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    limits, lengths, price = limits_for(incoming, config), incoming.lengths, context.costs.both
     if limits.whole_sequences or config.chunks == 1:
         raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")
     items = dealt(lengths, price, limits.num_ranks)
     for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
         packs = [on_one_mesh(own, lengths, price, count, limits.max_tokens, config.block_tokens) for own in items]
-        yield replace(assembled(bare, limits, packs), made_by="algorithm_1")
+        yield replace(assembled(incoming, limits, packs), made_by="algorithm_1")
 
 
 def as_the_host(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -217,7 +219,13 @@ def on_one_mesh(items: list[int], lengths: Ints, price: PassCost, count: int, ca
 
 
 def _buckets(
-    packs: list[Pack], tails: list[int], short: list[int], lengths: Ints, price: PassCost, slice_s: float, room: int
+    packs: list[Pack],
+    tails: list[int],
+    short: list[int],
+    lengths: Ints,
+    price: PassCost,
+    slice_s: float,
+    free_tokens: int,
 ) -> list[Pack]:
     """Short sequences, longest first, into the tails' chunks and further ones."""
     open_ = list(tails)
@@ -225,7 +233,7 @@ def _buckets(
     seconds = {k: sum(float(price.seconds(s.length, s.start)) for s in packs[k]) for k in open_}
     for item in sorted(short, key=lambda i: (-int(lengths[i]), i)):
         length, item_s = int(lengths[item]), float(price.seconds(int(lengths[item])))
-        roomy = [k for k in open_ if tokens[k] + length <= room]
+        roomy = [k for k in open_ if tokens[k] + length <= free_tokens]
         if roomy:
             roomy.sort(key=lambda k: (seconds[k] / tokens[k], k))
             chosen = next((k for k in roomy if seconds[k] + item_s <= slice_s), None)
@@ -261,10 +269,10 @@ def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
     return in_chunks(sorted(items, key=lambda i: (-int(lengths[i]), i)), lengths, size, size)
 
 
-def _uncut(bare: StepPlan, config: PipelineConfig, bins: list[list[int]], name: str) -> StepPlan:
+def _uncut(incoming: StepPlan, config: PipelineConfig, bins: list[list[int]], name: str) -> StepPlan:
     """Packs of whole sequences, dealt out in turn, in the host's own schedule, under a cap that holds the longest."""
-    limits, lengths = config.capped(bare.limits), bare.lengths.tolist()
+    limits, lengths = config.capped(incoming.limits), incoming.lengths.tolist()
     packs = [[Slice(i, 0, lengths[i]) for i in numbers] for numbers in bins]
     dealt_out = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
     cap = max([limits.max_tokens, *lengths])
-    return replace(assembled(bare, replace(limits, max_tokens=cap), dealt_out), made_by=name)
+    return replace(assembled(incoming, replace(limits, max_tokens=cap), dealt_out), made_by=name)

@@ -69,12 +69,12 @@ def _remedies(incoming: StepPlan, context: PlanningContext, config: PipelineConf
 
 
 def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
-    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
-    bare = StepPlan(incoming.lengths, (), limits)
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    batch = StepPlan(incoming.lengths, (), limits)
     with suppress(EvenloadError):  # a sequence that is longer than a micro-batch, and may not be cut
-        for chunked in islice(chunkings(bare, limits, context, config), _CHUNKINGS):
+        for chunked in islice(chunkings(batch, limits, context, config), _CHUNKINGS):
             plan = ordered(chunked, context)
-            if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= room:
+            if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= budget_bytes:
                 return True
     return False
 

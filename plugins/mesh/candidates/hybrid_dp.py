@@ -15,7 +15,7 @@ from ....core.balance.partition import best_fit_decreasing
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..assign import Assignment, Frame, placed
 from ..cost_table import CostTable, SequenceCosts
-from ..emit.micro_batches import common_way, in_packs
+from ..emit.micro_batches import common_strategy, in_packs
 
 _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
@@ -37,7 +37,7 @@ def _launched(lengths: Ints, assignment: Assignment, cost_table: CostTable, cap:
     launched: list[MicroBatch] = []
     for k in sorted(shared, key=lambda k: assignment.turn[k]):
         piece, cp_group = Slice(k, 0, int(lengths[k])), assignment.cp_groups[k]
-        strategy = common_way([(piece.length, cp_group)], cost_table)
+        strategy = common_strategy([(piece.length, cp_group)], cost_table)
         if strategy is None:
             return None
         launched.append(strategy.micro_batch((piece,), cp_group))

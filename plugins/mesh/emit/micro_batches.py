@@ -62,14 +62,14 @@ def joined(placed: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBat
     slices = tuple(piece for piece, _ in placed)
     if len(ranks) == 1:
         return MicroBatch(slices, ranks)
-    strategy = common_way([(piece.length, cp_group) for piece, cp_group in placed], cost_table)
+    strategy = common_strategy([(piece.length, cp_group) for piece, cp_group in placed], cost_table)
     if strategy is None:
         return None
     cp_groups = tuple(cp_group for _, cp_group in placed)
     return strategy.micro_batch(slices, ranks, () if set(cp_groups) == {ranks} else cp_groups)
 
 
-def common_way(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
+def common_strategy(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
     """The fastest way for sequences (tokens, CP group) that run in one micro-batch; None where none suits all."""
     costs = cost_table.context.costs
     forward, backward = (dict.fromkeys((r for _, cp_group in sequences for r in cp_group), 0.0) for _ in range(2))
@@ -98,7 +98,7 @@ def _suiting(shared: list[tuple[int, Ranks]], cost_table: CostTable) -> Iterator
     degrees = sorted({len(cp_group) for _, cp_group in shared})
     across = max(degrees, default=1) > cost_table.node
     most = len({rank for _, cp_group in shared for rank in cp_group})
-    for strategy in cost_table.ways[1:]:
+    for strategy in cost_table.strategies[1:]:
         if strategy.cp_comm == "hybrid" and (
             any(d % strategy.ulysses_degree for d in degrees) or strategy.ulysses_degree >= most
         ):
