@@ -24,7 +24,7 @@ from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
 from .plan.limits import Limits
-from .plan.memory_cost import MemoryCost
+from .plan.memory_cost import NOT_OF_ALL_LAYERS, MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"
@@ -53,23 +53,13 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_MEMORY = {
-    "activation_bytes_per_token": True,
-    "kv_bytes_per_token": True,
-    "kv_grad_bytes_per_token": True,
-    "replay_bytes_per_token": True,
-    "input_bytes_per_token": False,
-    "deferred_bytes_per_token": True,
-}
-"""Fields of the memory record that stand among the limits in plan.json, and whether they are divided by the layers."""
-_BESIDE = {
-    "cut_saves_bytes_per_token": True,
-    "head_bytes_per_token": False,
-    "head_working_bytes_per_token": False,
-    "working_bytes_per_token": False,
-    "pass_bytes": False,
-    "gradient_bytes": False,
-}
+_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred"))
+"""Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
+_BESIDE = (
+    *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
+    "pass_bytes",
+    "gradient_bytes",
+)
 """Those that stand under ``beside``."""
 
 _beside: dict[str, Any] = dict.fromkeys(_BESIDE, (Amount, ...))
@@ -214,9 +204,8 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 
-    def written(table: dict[str, bool]) -> dict[str, float]:
-        values = {name: getattr(limits.memory, name) for name in table}
-        return {name: value / limits.layers_per_stage if table[name] else value for name, value in values.items()}
+    def written(names: Iterable[str]) -> dict[str, float]:
+        return {name: getattr(limits.memory, name) / _divisor(name, limits.layers_per_stage) for name in names}
 
     return {**scalars, **written(_MEMORY), "beside": written(_BESIDE)}
 
@@ -224,12 +213,16 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
 def _limits(values: dict[str, Any]) -> Limits:
     form = described(values, _Limits, "the limits in plan.json are none", _DO, PlanError).model_dump()
     amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
-    divided = _MEMORY | _BESIDE
     layers = form["layers_per_stage"]
-    memory = MemoryCost(**{name: value * layers if divided[name] else value for name, value in amounts.items()})
+    memory = MemoryCost(**{name: value * _divisor(name, layers) for name, value in amounts.items()})
     if form["max_activation_bytes"] is None:
         form["max_activation_bytes"] = float("inf")
     return Limits(**form, memory=memory)
+
+
+def _divisor(name: str, layers: int) -> int:
+    """By what a field of the memory record is divided in plan.json, which has bytes of one layer."""
+    return layers if name.endswith("_per_token") and name not in NOT_OF_ALL_LAYERS else 1
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:

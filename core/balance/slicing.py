@@ -1,7 +1,7 @@
 """Where sequences are cut: slices of equal cost, at multiples of a block, under a token cap.
 
-A slice of n tokens after a prefix of p costs u n + w n (p + n/2), so late slices of equal cost hold fewer tokens; where
-a cost is reached is the root of a quadratic (`PassCost.tokens_within`). Plans of every kind cut here.
+Late slices of equal cost hold fewer tokens; where a cost is reached says `PassCost.tokens_within`. Plans of every kind
+cut here.
 """
 
 from __future__ import annotations

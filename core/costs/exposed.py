@@ -4,13 +4,8 @@
     tensor         two all-reduces of the hidden states a layer and direction, one more at the embedding and at the
                    output layer, over the tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053, section 3); nothing
                    hides them
-    attention      a micro-batch on d ranks of the plane, by cp_comm (`attention_comm` has the formulas):
-                     ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
-                     all_to_all  Q, K, V and the output change from sequence to head shards and back
-                                 (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
-                     hybrid      all_to_all inside groups, a ring across them
-                     all_gather  K and V of all tokens to all (backward: their gradients summed back); not hidden
-                   with `MicroBatch.remap` what moved tokens have goes there and back, in each direction
+    attention      a micro-batch on several ranks of the plane, by cp_comm (`attention_comm`); with `MicroBatch.remap`
+                   what moved tokens have goes there and back, in each direction
     host           activations that wait there for the backward, hidden behind compute
     experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
                    behind its compute

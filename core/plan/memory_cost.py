@@ -56,7 +56,7 @@ class MemoryCost(Frozen):
 
         Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
         """
-        parts = {name: layout.tp * (1 if name in _NOT_OF_ALL_LAYERS else layout.pp) for name in AMOUNTS}
+        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else layout.pp) for name in AMOUNTS}
         return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
 
     def folded(self, layout: Layout) -> MemoryCost:
@@ -72,7 +72,7 @@ class MemoryCost(Frozen):
 
 AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
 """The fields that are bytes."""
-_NOT_OF_ALL_LAYERS = frozenset(
+NOT_OF_ALL_LAYERS = frozenset(
     {
         "head_bytes_per_token",
         "head_working_bytes_per_token",

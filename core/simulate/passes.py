@@ -51,7 +51,8 @@ class PassTimes:
         self.compute = _compute(plan, context, self._of_ranks, kv)
         """By stage, direction and micro-batch, on its busiest ranks."""
         self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
-        self._whole_again = _forward_again(plan, self._costs)
+        backwards = range(len(plan.passes("B")))
+        self._whole_again = frozenset(backwards if self._costs.recompute else plan.replayed)
         self._heads = _head_of_stages(context, plan.limits.num_stages)
         self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
         self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
@@ -85,17 +86,16 @@ class PassTimes:
         split = op.kind == "B" and self._plan.split and op.micro_batch in self._plan.split[stage]
         return self._weights_s[op.micro_batch] if split else 0.0
 
-    def _again_s(self, stage: int, op: Op) -> float:
-        """Forward that runs again inside a pass whose ranks have equal work."""
+    def _again_s(self, stage: int, op: Op) -> Any:
+        """Forward that runs again inside a pass: a number where its ranks have equal work, else float64 [ranks]."""
         if op.kind != "B":
             return 0.0
-        share = self._layers_again[stage].get(op.micro_batch, 0.0)
-        micro_batch = self._plan.passes("B")[op.micro_batch]
-        layers_s = share * self._costs.layers_s(micro_batch, self._at.head_frac) if share else 0.0
+        costs, micro_batch, again_s = self._costs, self._plan.passes("B")[op.micro_batch], 0.0
         if op.micro_batch in self._whole_again:
-            head_s = self._heads[stage] * self._costs.forward.token_s * _tokens_each(self._plan, op)
-            return self._whole_again[op.micro_batch] + head_s + layers_s
-        return layers_s
+            forward_s = costs.micro_batch_s(micro_batch) if is_even(micro_batch) else costs.rank_s(micro_batch)
+            again_s = forward_s[0] + self._heads[stage] * costs.forward.token_s * _tokens_of(micro_batch)
+        share = self._layers_again[stage].get(op.micro_batch, 0.0)
+        return again_s + share * _layers_of(micro_batch, self._at, costs) if share else again_s
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
@@ -166,12 +166,7 @@ class PassTimes:
                 exposed += share * exposed_of_ranks(at, direction, micro_batch)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
-            again = np.zeros_like(compute_s)
-            if op.kind == "B" and op.micro_batch in self._whole_again:
-                again += self._costs.rank_s(micro_batch)[0]
-                again += self._heads[stage] * self._costs.forward.token_s * token_counts(micro_batch)
-            if op.kind == "B" and op.micro_batch in self._layers_again[stage]:
-                again += self._layers_again[stage][op.micro_batch] * _layers_of_ranks(micro_batch, at, self._costs)
+            again = np.zeros_like(compute_s) + self._again_s(stage, op)
             places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
             self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
         return self._unlike[stage, op]
@@ -241,15 +236,17 @@ def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -
         rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
         for stage in range(stages) if kind == "B" else ():
             if number in again[stage]:
-                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, context, costs)
+                rows[stage] = rows[stage] + again[stage][number] * _layers_of(micro_batch, context, costs)
         if kind == "F" and number in kv:
             rows[-1] = kv[number]
         result[op] = rows
     return result
 
 
-def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Floats:
-    """Forward seconds of the layers on each rank of a micro-batch."""
+def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Any:
+    """Forward seconds of the layers on each rank: a number where all have equal work, else float64 [ranks]."""
+    if is_even(micro_batch):
+        return costs.layers_s(micro_batch, context.head_frac)
     return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
 
 
@@ -292,9 +289,3 @@ def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[flo
     """Of the weight gradients of every backward on its busiest rank; empty where none is a pass of its own."""
     backwards = plan.passes("B") if any(plan.split) else ()
     return [float(costs.weights_s(np.max(_tokens_of(m)), head_frac)) for m in backwards]
-
-
-def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
-    """Seconds of the forward inside each backward that runs all of it: replays, and all where the recipe recomputes."""
-    wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
-    return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}

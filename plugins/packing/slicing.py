@@ -8,8 +8,7 @@ what its own sequences leave of
 
 and the cut falls where that is reached, in the middle of a sequence at a multiple of ``block`` tokens. Slices are thus
 of equal *cost*: late ones, which attend to a long prefix, hold fewer tokens. At most one cut per micro-batch, slices of
-a sequence in neighbouring micro-batches, in order. With n tokens after a prefix of p costing u n + w n (p + n/2), the
-cut solves a quadratic. O(K log K + m) for K sequences in m micro-batches.
+a sequence in neighbouring micro-batches, in order. O(K log K + m) for K sequences in m micro-batches.
 
 After SlimPack (arXiv 2509.26246), whose MicroPacks this reconstructs; ChunkFlow (arXiv 2503.02356) cuts equal tokens.
 """
