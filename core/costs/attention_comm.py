@@ -6,7 +6,7 @@ pairs:
 
     inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction (Jacobs et
                     al., arXiv 2309.14509, section 3); nothing hides it. A key head that query heads of several ranks
-                    read travels to each of them. Where u does not divide the heads, all wait for the rank that has most.
+                    read travels to each of them. Where u does not divide the heads, all wait for the rank of most.
     ring            K and V of R / d tokens a rank hop on while the block at hand is computed, P / (d g) pairs:
                         forward     g - 1 times  max(0, hop - block)
                         backward    K and V as above; their gradients follow one block later, g hops, the last of

@@ -147,19 +147,18 @@ def algorithm_1(incoming: StepPlan, context: PlanningContext, config: PipelineCo
         yield replace(assembled(incoming, limits, packs), made_by="algorithm_1")
 
 
-def as_the_host(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """In the order of the host's own schedule."""
-    return plan
-
-
-def elastically(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """1F1B over chunks."""
-    return ordered(plan, context)
-
-
-def in_groups(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """Pipelines by the dynamic program, one after the other."""
-    return flushed(plan, grouped(plan, context, config), context)
+def flushed(chunked: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+    """Groups of micro-batches one after the other, each a pipeline that drains before the next one fills (`groups`)."""
+    groups = grouped(chunked, context, config)
+    if len(groups) < 2:
+        return ordered(chunked, context)
+    order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
+    for group in groups:
+        numbers = sorted(group)
+        alone = ordered(chunked.revised(micro_batches=tuple(chunked.micro_batches[i] for i in numbers)), context)
+        for ops, of_group in zip(order, alone.order, strict=True):
+            ops += [Op(op.kind, numbers[op.micro_batch]) for op in of_group]
+    return chunked.revised(order=tuple(map(tuple, order)))
 
 
 def statically_recomputed(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -173,7 +172,8 @@ def statically_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
         return plan.revised(recompute=((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
 
     def fits(count: int) -> bool:
-        return all(p <= budget_bytes for stage in stages for p, _ in peaks_of_stage(recomputing(count), stage))
+        trial = recomputing(count)
+        return all(peak <= budget_bytes for stage in stages for peak, _ in peaks_of_stage(trial, stage))
 
     return recomputing(bisect_left(range(plan.limits.layers_per_stage), True, key=fits))
 
@@ -184,10 +184,10 @@ def adaptively_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
 
 
 BASELINES: dict[str, Baseline] = {
-    "whole_1f1b": Baseline(whole_1f1b, as_the_host, statically_recomputed),
-    "in_order": Baseline(in_order, as_the_host, statically_recomputed),
-    "fixed_chunks": Baseline(fixed_chunks, elastically, statically_recomputed),
-    "algorithm_1": Baseline(algorithm_1, in_groups, adaptively_recomputed),
+    "whole_1f1b": Baseline(whole_1f1b, lambda plan, *_: plan, statically_recomputed),
+    "in_order": Baseline(in_order, lambda plan, *_: plan, statically_recomputed),
+    "fixed_chunks": Baseline(fixed_chunks, lambda plan, context, _: ordered(plan, context), statically_recomputed),
+    "algorithm_1": Baseline(algorithm_1, flushed, adaptively_recomputed),
 }
 
 
@@ -249,19 +249,6 @@ def _buckets(
         tokens[chosen] += length
         seconds[chosen] += item_s
     return packs
-
-
-def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext) -> StepPlan:
-    """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
-    if len(groups) < 2:
-        return ordered(chunked, context)
-    order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
-    for group in groups:
-        numbers = sorted(group)
-        alone = ordered(chunked.revised(micro_batches=tuple(chunked.micro_batches[i] for i in numbers)), context)
-        for ops, of_group in zip(order, alone.order, strict=True):
-            ops += [Op(op.kind, numbers[op.micro_batch]) for op in of_group]
-    return chunked.revised(order=tuple(map(tuple, order)))
 
 
 def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
