@@ -26,6 +26,11 @@ Place = tuple[int, int]
 """(pipeline stage, plane rank)."""
 
 
+def name_of(place: Place, num_stages: int) -> str:
+    """A row of a picture in words."""
+    return f"stage {place[0]}, rank {place[1]}" if num_stages > 1 else f"rank {place[1]}"
+
+
 class Waits(NamedTuple):
     """Seconds that one rank of one stage waits."""
 
