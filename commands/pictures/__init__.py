@@ -31,7 +31,7 @@ def draw(outlook: Outlook, *, trace: Path | None = None, plot: Path | None = Non
         from .outlook import about, tracks_of
         from .trace import write_trace
 
-        write_trace(trace, list(tracks_of(outlook)), about(outlook))
+        write_trace(trace, tracks_of(outlook), about(outlook))
     if plot is not None:
         from .plot import write_plot
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from ..plan import Outlook, PlannedStep, Simulated
@@ -29,13 +28,15 @@ def names(outlook: Outlook) -> list[str]:
     return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
 
 
-def tracks_of(outlook: Outlook) -> Iterator[Track]:
+def tracks_of(outlook: Outlook) -> list[Track]:
     """All steps of all planners, a planner's steps without gaps."""
+    tracks = []
     for name in names(outlook):
         begin_s = 0.0
         for one in (planners(step)[name] for step in outlook.steps):
-            yield Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s)
+            tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
             begin_s += one.outcome.step_s
+    return tracks
 
 
 def about(outlook: Outlook) -> dict[str, Any]:

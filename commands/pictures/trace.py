@@ -14,14 +14,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
-from .._shared.bubbles import Place, name_of
+from .._shared.bubbles import Place, by_place, name_of
 from .files import open_text, whole
 from .trace_args import TellPass, tell_bubbles
 
@@ -104,8 +104,7 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
         steps[track.name] += 1
         tell = TellPass(track.plan)
         wanted = _wanted(track, every)
-        of_rank = sorted(track.spans, key=lambda span: (span.stage, span.rank, span.start_s))
-        for place, spans in groupby(of_rank, key=lambda span: span[:2]):
+        for place, spans in by_place(track.spans):
             if place not in wanted:
                 continue
             if place not in threads:
