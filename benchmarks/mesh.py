@@ -39,7 +39,7 @@ from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import CpStrategy, cost_table_of
-from evenload.plugins.mesh.emit.micro_batches import common_way
+from evenload.plugins.mesh.emit.micro_batches import common_strategy
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).with_name("published"))]
 import flexsp
@@ -201,7 +201,7 @@ def plan_of(group: list[list[int]], batch: Batch, chain: PlanChain) -> StepPlan:
     cost_table = cost_table_of(chain.context, chain.limits, MeshConfig(), int(batch.max()))
     micro_batches = []
     for i, ranks in order.items():
-        strategy = common_way([(int(batch[i]), tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
+        strategy = common_strategy([(int(batch[i]), tuple(ranks))], cost_table) if len(ranks) > 1 else CpStrategy("")
         assert strategy is not None
         piece = Slice(number[i], 0, int(batch[i]))
         micro_batches.append(

@@ -167,13 +167,13 @@ def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num
 def in_order(tokens: list[int], cap: int) -> list[list[int]]:
     """Bins filled in the order of the items, the next one where an item has no room; one over the cap is alone."""
     bins: list[list[int]] = []
-    room = -1
+    space = -1
     for item, count in enumerate(tokens):
-        if count > room:
+        if count > space:
             bins.append([])
-            room = cap
+            space = cap
         bins[-1].append(item)
-        room -= count
+        space -= count
     return bins
 
 

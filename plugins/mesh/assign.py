@@ -103,9 +103,9 @@ def placed(shares: SequenceCosts, numbers: Ints, frame: Frame) -> Assignment | N
         columns = np.zeros(len(numbers), dtype=np.int64)
         split = np.flatnonzero(shares.alone[numbers] > theta * target)
         columns[split], _ = columns_for(shares, numbers[split], theta * target)
-        found = on_ranks(shares, numbers, columns, frame)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+        assignment = on_ranks(shares, numbers, columns, frame)
+        if assignment is not None and (best is None or assignment.seconds < best.seconds):
+            best = assignment
     return best
 
 

@@ -87,10 +87,10 @@ def lower_bound_s(
         area = areas.least(seconds - beside_s, mixed=cuts)
         return rest + area + ranks * launches_s <= ranks * seconds
 
-    found = max(linear * total / ranks + rounds * cost_table.launch_s, search(possible, rest / ranks + launches_s))
+    bound_s = max(linear * total / ranks + rounds * cost_table.launch_s, search(possible, rest / ranks + launches_s))
     if limits.equal_counts and bound_to_ranks and long.any():
-        found = max(found, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
-    return found
+        bound_s = max(bound_s, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
+    return bound_s
 
 
 class _Long(NamedTuple):
@@ -145,9 +145,9 @@ class _Areas:
         return max(self._of_two(pair, ranks, cap, alone, lengths) for pair in pairs)
 
     def _of_two(self, pair: tuple[int, int], ranks: int, cap: float, alone: Floats, lengths: Ints) -> float:
-        mine = list(dict.fromkeys(pair))
-        area = np.concatenate([np.delete(self._area.min(axis=1), mine), alone])
-        tokens = np.concatenate([np.delete(self._lengths, mine), lengths])
+        both_numbers = list(dict.fromkeys(pair))
+        area = np.concatenate([np.delete(self._area.min(axis=1), both_numbers), alone])
+        tokens = np.concatenate([np.delete(self._lengths, both_numbers), lengths])
         rate = np.quantile(area / tokens, _QUANTILES) if len(area) else np.zeros(1)
         work = np.minimum(area[:, None], tokens[:, None] * rate).sum(axis=0)
         one, two = (self._column_of(k, rate, cap, axis) for axis, k in enumerate(pair))
@@ -159,7 +159,7 @@ class _Areas:
         def wait(of: _Long) -> Floats:
             return np.maximum(0, ranks - of.degree) * np.maximum(0.0, of.time - rate * cap)
 
-        if len(mine) == 1:
+        if len(both_numbers) == 1:
             return step(one.time[..., 0], wait(one), one.area[..., 0])
         both = (one.area + two.area)[..., 0]
         apart = step((one.time + two.time)[..., 0], wait(one) + wait(two), both)
@@ -197,15 +197,15 @@ class _Areas:
         ``mixed``: a sequence may run on several degrees in turn.
         """
         time, area = self._time, self._area
-        found = np.where(time <= seconds, area, np.inf).min(axis=1, initial=np.inf)
-        if mixed and len(found) and np.isfinite(found).all():
+        areas = np.where(time <= seconds, area, np.inf).min(axis=1, initial=np.inf)
+        if mixed and len(areas) and np.isfinite(areas).all():
             time, area = np.where(np.isfinite(time), time, _NEVER), np.where(np.isfinite(area), area, _NEVER)
             slow, fast = time[:, :, None], time[:, None, :]
             pairs = (slow > seconds) & (fast <= seconds)
             share = (seconds - fast) / np.where(pairs, slow - fast, 1.0)
             both = share * area[:, :, None] + (1 - share) * area[:, None, :]
-            found = np.minimum(found, np.where(pairs, both, np.inf).min(axis=(1, 2)))
-        return float(found.sum())
+            areas = np.minimum(areas, np.where(pairs, both, np.inf).min(axis=(1, 2)))
+        return float(areas.sum())
 
 
 def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floats, Floats]:
@@ -226,10 +226,10 @@ def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floa
     chord = rows[:, at] + slope[:, at] * start
     before = rows[:, at] + slope[:, left] * start
     after = rows[:, at + 1] + slope[:, right] * end
-    found = np.maximum(0.0, np.minimum(np.minimum(chord, before), after))
-    found = np.where(lengths < grid[0], 0.0, found)
-    hides = np.array([cost_table.ways[number].cp_comm in ("ring", "hybrid") for number in numbers])
-    return found.min(axis=0), np.where(hides[:, None], 0.0, found).min(axis=0)
+    seconds = np.maximum(0.0, np.minimum(np.minimum(chord, before), after))
+    seconds = np.where(lengths < grid[0], 0.0, seconds)
+    hides = np.array([cost_table.strategies[number].cp_comm in ("ring", "hybrid") for number in numbers])
+    return seconds.min(axis=0), np.where(hides[:, None], 0.0, seconds).min(axis=0)
 
 
 def search(possible: Callable[[float], bool], least: float) -> float:

@@ -51,7 +51,7 @@ class SequenceCosts:
     """[K, D] seconds on each of the ranks; infinite where so many ranks may not share it."""
     backward: Floats
     strategy: Ints
-    """[K, D]: number of the best way in `CostTable.ways`."""
+    """[K, D]: number of the best way in `CostTable.strategies`."""
 
     @cached_property
     def seconds(self) -> Floats:
@@ -103,7 +103,7 @@ class CostTable:
         octaves = int(np.log2(self.longest / LEAST_TOKENS))
         self.grid = self.longest / 2.0 ** (np.arange(_GRID * octaves, -1, -1) / _GRID)
         """Lengths of the table, ascending."""
-        self.ways: list[CpStrategy] = [CpStrategy("")]
+        self.strategies: list[CpStrategy] = [CpStrategy("")]
         self.launch = (
             context.costs.forward.launch_s + self._one_rank(1, 1) + gathering_s(context, 1),
             context.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(context, 2),
@@ -130,7 +130,7 @@ class CostTable:
         tokens = np.empty(shape, dtype=np.int64)
         costs = self.context.costs
         whole_f, whole_b = costs.forward.seconds(n), costs.backward.seconds(n)
-        mine = np.arange(len(lengths))
+        rows = np.arange(len(lengths))
         for j, (d, (numbers, first, second)) in enumerate(zip(self.degrees.tolist(), self.columns, strict=True)):
             tokens[:, j] = most_tokens(lengths, d)
             if not numbers:  # none of the cp_comm types allows so many
@@ -139,8 +139,8 @@ class CostTable:
             exposed_f = np.array([np.interp(n, self.grid, row) for row in first])
             exposed_b = np.array([np.interp(n, self.grid, row) for row in second])
             best = (exposed_f + exposed_b).argmin(axis=0)
-            forward[:, j] = whole_f / d + exposed_f[best, mine]
-            backward[:, j] = whole_b / d + exposed_b[best, mine]
+            forward[:, j] = whole_f / d + exposed_f[best, rows]
+            backward[:, j] = whole_b / d + exposed_b[best, rows]
             strategy[:, j] = np.array(numbers)[best]
             if d > 1:
                 few = n < LEAST_TOKENS * d
@@ -157,25 +157,25 @@ class CostTable:
             known = self.degrees.tolist()
             self._others[degree] = self.columns[known.index(degree)] if degree in known else self._column(degree)
         numbers, first, second = self._others[degree]
-        names = [self.ways[number] for number in numbers]
+        names = [self.strategies[number] for number in numbers]
         if strategy not in names:
             return float("inf"), float("inf")
         k = names.index(strategy)
         return float(np.interp(length, self.grid, first[k])), float(np.interp(length, self.grid, second[k]))
 
-    def ways_of(self, degree: int) -> list[CpStrategy]:
+    def strategies_of(self, degree: int) -> list[CpStrategy]:
         """The ways in which so many ranks, in whole nodes as far as there are, may share attention."""
         if degree == 1:
             return [CpStrategy("")]
-        heads, node, found = self.limits.heads, self.node, []
+        heads, node, strategies = self.limits.heads, self.node, []
         for cp_comm in self.config.engines:
             if cp_comm in ("ring", "all_gather") or (cp_comm == "all_to_all" and shares_heads(heads, degree)):
-                found.append(CpStrategy(cp_comm))
+                strategies.append(CpStrategy(cp_comm))
             elif cp_comm == "hybrid":
-                found += [CpStrategy(cp_comm, u) for u in self._ulysses_degree(degree)]
+                strategies += [CpStrategy(cp_comm, u) for u in self._ulysses_degree(degree)]
         if degree > node > 1 and self.config.routed == "auto":
-            found += [strategy._replace(routed=True) for strategy in found]
-        return found
+            strategies += [strategy._replace(routed=True) for strategy in strategies]
+        return strategies
 
     def _ulysses_degree(self, degree: int) -> list[int]:
         """Sizes of groups that share heads: the largest that divide the parts of all nodes, and those of whole ones."""
@@ -187,15 +187,17 @@ class CostTable:
 
     def _column(self, degree: int) -> tuple[list[int], Floats, Floats]:
         """Numbers of a degree's ways, and their exposed seconds [ways, grid], forward and backward."""
-        ways = self.ways_of(degree)
-        for strategy in ways:
-            if strategy not in self.ways:
-                self.ways.append(strategy)
+        strategies = self.strategies_of(degree)
+        for strategy in strategies:
+            if strategy not in self.strategies:
+                self.strategies.append(strategy)
         rows = [
-            np.array([self._modules(degree, passes) + self._attention(degree, strategy, passes) for strategy in ways])
+            np.array(
+                [self._modules(degree, passes) + self._attention(degree, strategy, passes) for strategy in strategies]
+            )
             for passes in (1, 2)
         ]
-        return [self.ways.index(strategy) for strategy in ways], rows[0], rows[1]
+        return [self.strategies.index(strategy) for strategy in strategies], rows[0], rows[1]
 
     def _attention(self, degree: int, strategy: CpStrategy, passes: int) -> Floats:
         """Of every length of the grid; infinite where there are fewer heads."""
@@ -241,10 +243,10 @@ def cost_table_of(context: PlanningContext, limits: Limits, config: MeshConfig, 
             context,
         ):
             return known
-    made = CostTable(context, limits, config, longest)
-    _KNOWN.insert(0, made)
+    table = CostTable(context, limits, config, longest)
+    _KNOWN.insert(0, table)
     del _KNOWN[4:]
-    return made
+    return table
 
 
 def shares_heads(heads: int, ranks: int) -> bool:
@@ -265,8 +267,8 @@ def _degrees(num_ranks: int, node: int, config: MeshConfig) -> list[int]:
     most = min(num_ranks, config.max_degree or num_ranks)
     if config.powers_of_two:
         return [1 << k for k in range(most.bit_length()) if 1 << k <= most]
-    found, d = set(range(1, min(most, max(node, 8)) + 1)), node
+    degrees, d = set(range(1, min(most, max(node, 8)) + 1)), node
     while d < most:
         d += max(1, node // 2, (d // _STEPS) // node * node)
-        found.add(min(d, most))
-    return sorted(found)
+        degrees.add(min(d, most))
+    return sorted(degrees)

@@ -29,7 +29,11 @@ class _Rank(NamedTuple):
 
 
 def assemble(
-    bare: StepPlan, limits: Limits, forward: list[Packs], backward: list[Packs] | None = None, made_by: str = "packing"
+    incoming: StepPlan,
+    limits: Limits,
+    forward: list[Packs],
+    backward: list[Packs] | None = None,
+    made_by: str = "packing",
 ) -> StepPlan:
     """The plan of ``forward[r][k]``, micro-batch k of rank r in launch order (an empty one is a dummy).
 
@@ -43,7 +47,7 @@ def assemble(
         backward = None
     forward = [packs or [[]] for packs in forward]
     micro_batches, numbers = _launch_order(forward)
-    plan = bare.with_micro_batches(micro_batches, limits, made_by)
+    plan = incoming.with_micro_batches(micro_batches, limits, made_by)
     if backward is None:
         if not plan.cut:
             return plan
@@ -72,9 +76,9 @@ def assemble(
 
 def chains_of_rank(plan: StepPlan, rank: int) -> list[list[int]]:
     """The chains of a rank of a symmetric plan, each its micro-batches in forward order."""
-    mine = plan.of_rank(rank)
-    rows = _symmetric([list(plan.micro_batches[i].slices) for i in mine]).chains
-    return [[mine[k] for k in forward] for forward, _ in rows]
+    numbers = plan.of_rank(rank)
+    rows = _symmetric([list(plan.micro_batches[i].slices) for i in numbers]).chains
+    return [[numbers[k] for k in forward] for forward, _ in rows]
 
 
 def _same(forward: Packs, backward: Packs) -> bool:
@@ -82,8 +86,8 @@ def _same(forward: Packs, backward: Packs) -> bool:
 
 
 def _equal(packs: list[Packs]) -> list[Packs]:
-    count = max(1, *(len(mine) for mine in packs))
-    return [mine + [[]] * (count - len(mine)) for mine in packs]
+    count = max(1, *(len(rank_packs) for rank_packs in packs))
+    return [rank_packs + [[]] * (count - len(rank_packs)) for rank_packs in packs]
 
 
 def _launch_order(packs: list[Packs]) -> tuple[tuple[MicroBatch, ...], list[list[int]]]:
@@ -91,10 +95,10 @@ def _launch_order(packs: list[Packs]) -> tuple[tuple[MicroBatch, ...], list[list
     numbers: list[list[int]] = [[] for _ in packs]
     micro_batches: list[MicroBatch] = []
     for place in range(max(map(len, packs))):
-        for rank, mine in enumerate(packs):
-            if place < len(mine):
+        for rank, rank_packs in enumerate(packs):
+            if place < len(rank_packs):
                 numbers[rank].append(len(micro_batches))
-                micro_batches.append(MicroBatch(tuple(mine[place]), (rank,)))
+                micro_batches.append(MicroBatch(tuple(rank_packs[place]), (rank,)))
     return tuple(micro_batches), numbers
 
 
@@ -121,10 +125,10 @@ def _in_chains(forward: list[set[int]], backward: list[set[int]], *, reverse: bo
     chains: dict[int, tuple[list[int], list[int]]] = {}
     empties = [k for k, members in enumerate(backward) if not members]
     for k, members in enumerate(forward):
-        mine = chains.setdefault(joined.first(k), ([], []))
-        mine[0].append(k)
+        chain = chains.setdefault(joined.first(k), ([], []))
+        chain[0].append(k)
         if not members and empties:  # a dummy is a chain by itself
-            mine[1].append(empties.pop(0))
+            chain[1].append(empties.pop(0))
     for k, members in enumerate(backward):
         if members:
             chains[joined.first(len(forward) + k)][1].append(k)

@@ -37,41 +37,41 @@ from .whole import whole_packs
 Packs = list[list[list[int]]]
 
 
-def whole(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
-    limits = replace(bare.limits, max_tokens=cap)
+def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, cap = _sizes(incoming, config)
+    limits = replace(incoming.limits, max_tokens=cap)
     bound_s = lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    return _planned(bare, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
+    return _planned(incoming, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
 
 
-def chunks(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, longest = _sizes(bare, config)
-    limits = config.capped(bare.limits)
+def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, longest = _sizes(incoming, config)
+    limits = config.capped(incoming.limits)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=longest)
-    plan = replace(chunked(bare, lengths, limits, context.costs, config.block_tokens), made_by="chunks")
+    plan = replace(chunked(incoming, lengths, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
         return fit_memory(plan)
     return plan
 
 
-def in_order(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
+def in_order(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, cap = _sizes(incoming, config)
     packs = in_order_bins(lengths.tolist(), cap)
-    return _planned(bare, cap, "in_order", _deal(packs, bare.limits.num_ranks))
+    return _planned(incoming, cap, "in_order", _deal(packs, incoming.limits.num_ranks))
 
 
-def best_fit(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
+def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, cap = _sizes(incoming, config)
     packs = best_fit_decreasing(lengths.tolist(), cap)
-    return _planned(bare, cap, "best_fit", _deal(packs, bare.limits.num_ranks))
+    return _planned(incoming, cap, "best_fit", _deal(packs, incoming.limits.num_ranks))
 
 
-def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(bare, config)
+def differencing(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    lengths, cap = _sizes(incoming, config)
     seconds = context.costs.sequence_s(lengths)
     packs: Packs = []
-    for items in karmarkar_karp(seconds.tolist(), bare.limits.num_ranks):
+    for items in karmarkar_karp(seconds.tolist(), incoming.limits.num_ranks):
         tokens = [int(lengths[i]) for i in items]
         for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
@@ -80,7 +80,7 @@ def differencing(bare: StepPlan, context: PlanningContext, config: PackingConfig
                 break
         else:
             packs.append([])
-    return _planned(bare, cap, "karmarkar_karp", packs)
+    return _planned(incoming, cap, "karmarkar_karp", packs)
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
@@ -104,13 +104,13 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
     return [packs[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _sizes(bare: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
+def _sizes(incoming: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
     """Lengths int64 [K], and the token cap: one that holds the longest."""
-    lengths = bare.lengths
-    return lengths, max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
+    lengths = incoming.lengths
+    return lengths, max(config.capped(incoming.limits).max_tokens, int(lengths.max(initial=0)))
 
 
-def _planned(bare: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
-    lengths = bare.lengths.tolist()
-    slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in mine] for mine in packs]
-    return assemble(bare, replace(bare.limits, max_tokens=cap), slices, made_by=name)
+def _planned(incoming: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
+    lengths = incoming.lengths.tolist()
+    slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in rank_packs] for rank_packs in packs]
+    return assemble(incoming, replace(incoming.limits, max_tokens=cap), slices, made_by=name)

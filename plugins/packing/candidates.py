@@ -35,7 +35,7 @@ _MOST_TRIES = 8
 
 
 def portfolio(
-    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
+    incoming: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, bound_s: float
 ) -> Iterator[StepPlan]:
     """The candidates, those most likely to be taken first. lengths int64 [K].
 
@@ -44,42 +44,46 @@ def portfolio(
     work = Work(max(_LEAST_WORK, _WORK * len(lengths)))
     fits = not len(lengths) or int(lengths.max()) <= limits.max_tokens
     if fits and config.slices == "auto":
-        yield whole(bare, lengths, limits, costs, bound_s)
+        yield whole(incoming, lengths, limits, costs, bound_s)
     for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
-        yield from _even(bare, lengths, limits, costs, config, per_rank, work)
+        yield from _even(incoming, lengths, limits, costs, config, per_rank, work)
     if fits and config.slices != "auto":
-        yield whole(bare, lengths, limits, costs, bound_s)
+        yield whole(incoming, lengths, limits, costs, bound_s)
     if not fits:
         items = by_launches(lengths, limits, costs, bound_s)
         yield assemble(
-            bare, limits, _filled(items, None, lengths, costs.forward.plus(costs.backward), limits, config, work)
+            incoming, limits, _filled(items, None, lengths, costs.forward.plus(costs.backward), limits, config, work)
         )
-        yield chunked(bare, lengths, limits, costs, config.block_tokens)
+        yield chunked(incoming, lengths, limits, costs, config.block_tokens)
 
 
-def whole(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
+def whole(incoming: StepPlan, lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> StepPlan:
     """The plan that cuts nothing."""
     sizes = lengths.tolist()
     packs = whole_packs(lengths, limits, costs, bound_s)
-    return assemble(bare, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in mine] for mine in packs])
+    return assemble(
+        incoming, limits, [[[Slice(i, 0, sizes[i]) for i in b] for b in rank_packs] for rank_packs in packs]
+    )
 
 
-def chunked(bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: int) -> StepPlan:
+def chunked(incoming: StepPlan, lengths: Ints, limits: Limits, costs: Costs, block: int) -> StepPlan:
     """Sequences to ranks by cost; on each, long ones in chunks of the cap, a micro-batch each, the others best-fit.
 
     A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
     """
     ranks = longest_first(costs.sequence_s(lengths), limits.num_ranks)
     items = [np.flatnonzero(ranks == rank).tolist() for rank in range(limits.num_ranks)]
-    return assemble(bare, limits, [_chunks_of(mine, lengths, limits.max_tokens, block) for mine in items])
+    return assemble(
+        incoming, limits, [_chunks_of(rank_items, lengths, limits.max_tokens, block) for rank_items in items]
+    )
 
 
 def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
     """The micro-batches of one rank."""
     chunk = cap // block * block or cap
-    mine = [(i, int(lengths[i])) for i in items]
-    cut = [[Slice(i, start, min(start + chunk, n))] for i, n in mine if n > cap for start in range(0, n, chunk)]
-    short = [(i, n) for i, n in mine if n <= cap]
+    sized = [(i, int(lengths[i])) for i in items]
+    cut = [[Slice(i, start, min(start + chunk, n))] for i, n in sized if n > cap for start in range(0, n, chunk)]
+    short = [(i, n) for i, n in sized if n <= cap]
     filled = best_fit_decreasing([n for _, n in short], cap)
     return cut + [[Slice(short[k][0], 0, short[k][1]) for k in pack] for pack in filled]
 
@@ -107,7 +111,7 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
 
 
 def _even(
-    bare: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int, work: Work
+    incoming: StepPlan, lengths: Ints, limits: Limits, costs: Costs, config: PackingConfig, per_rank: int, work: Work
 ) -> Iterator[StepPlan]:
     """Equal micro-batches, more of them until none is over the cap.
 
@@ -119,14 +123,14 @@ def _even(
         forms = [(costs.forward, costs.backward), *(forms if limits.max_activation_bytes < float("inf") else [])]
     for prices in forms:
         for more in range(_MOST_TRIES):
-            plan, fits = _in_slots(bare, lengths, limits, config, prices, per_rank + more, work)
+            plan, fits = _in_slots(incoming, lengths, limits, config, prices, per_rank + more, work)
             if fits:
                 break
         yield plan
 
 
 def _in_slots(
-    bare: StepPlan,
+    incoming: StepPlan,
     lengths: Ints,
     limits: Limits,
     config: PackingConfig,
@@ -140,18 +144,18 @@ def _in_slots(
     """
     order = np.argsort(-lengths, kind="stable")
     weights = np.array([price.seconds(lengths[order] * 1.0) for price in prices])
-    ways = slots(weights, limits.num_ranks, per_rank)
-    items = [order[mine].tolist() for mine in dispatch(weights, ways)]
+    directions = slots(weights, limits.num_ranks, per_rank)
+    items = [order[rank_packs].tolist() for rank_packs in dispatch(weights, directions)]
     fits, grouped = True, []
-    for way, price in zip(ways, prices, strict=True):
-        wanted = [max(way.counts)] * limits.num_ranks if limits.equal_counts else way.counts
+    for direction, price in zip(directions, prices, strict=True):
+        wanted = [max(direction.counts)] * limits.num_ranks if limits.equal_counts else direction.counts
         packs = _filled(items, wanted, lengths, price, limits, config, work)
-        fits = fits and all(len(mine) <= count for mine, count in zip(packs, wanted, strict=True))
+        fits = fits and all(len(rank_packs) <= count for rank_packs, count in zip(packs, wanted, strict=True))
         grouped.append(packs)
     if len(grouped) == 1:
-        return assemble(bare, limits, grouped[0]), fits
+        return assemble(incoming, limits, grouped[0]), fits
     forward, backward = grouped
-    return assemble(bare, limits, forward, [mine[::-1] for mine in backward]), fits
+    return assemble(incoming, limits, forward, [rank_packs[::-1] for rank_packs in backward]), fits
 
 
 def _filled(
@@ -169,10 +173,10 @@ def _filled(
     """
     cap, block, even = limits.max_tokens, config.block_tokens, counts is not None
     out = []
-    for rank, mine in enumerate(items):
-        count = max(counts[rank] if counts else 1, -(-int(lengths[mine].sum()) // cap), 1)
-        numbers = (n for n in range(count, count + _MOST_COUNTS) if work.spend(len(mine)))
-        tried = (fill(mine, lengths, price, n, cap, block, even=even, work=work) for n in numbers)
-        packs = next((packs for packs in tried if packs is not None), None) if mine else []
-        out.append(_chunks_of(mine, lengths, cap, block) if packs is None else packs)
+    for rank, rank_items in enumerate(items):
+        count = max(counts[rank] if counts else 1, -(-int(lengths[rank_items].sum()) // cap), 1)
+        numbers = (n for n in range(count, count + _MOST_COUNTS) if work.spend(len(rank_items)))
+        tried = (fill(rank_items, lengths, price, n, cap, block, even=even, work=work) for n in numbers)
+        packs = next((packs for packs in tried if packs is not None), None) if rank_items else []
+        out.append(_chunks_of(rank_items, lengths, cap, block) if packs is None else packs)
     return out

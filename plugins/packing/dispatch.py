@@ -114,17 +114,17 @@ def _scan(seconds: Floats, num_ranks: int, per_rank: int) -> _Scan:
     )
 
 
-def dispatch(weights: Floats, ways: list[Slots]) -> list[list[int]]:
+def dispatch(weights: Floats, directions: list[Slots]) -> list[list[int]]:
     """Sequences of each rank, as places in ``weights`` float64 [D, K], whose rows descend; a row for each of ``ways``.
 
     Longest first, polished; where that leaves a rank too full, again from orders shuffled a little (Hydraulis, arXiv
     2412.07894, dispatches 50 to 100 random orders), and the best is taken. The same on every rank.
     """
-    own = max(way.own for way in ways)
-    num_ranks = len(ways[0].counts)
+    own = max(direction.own for direction in directions)
+    num_ranks = len(directions[0].counts)
     items: list[list[int]] = [[rank] if rank < own else [] for rank in range(num_ranks)]
     free = weights[:, own:]
-    capacity = np.array([way.capacity for way in ways])
+    capacity = np.array([direction.capacity for direction in directions])
     base = np.zeros_like(capacity)
     base[:, :own] = weights[:, :own]
     # A rank that its own sequence fills to the bound takes nothing more, however full the others get.

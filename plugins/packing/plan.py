@@ -38,18 +38,18 @@ EVENNESS_COSTS = 0.005
 """Share of the step that equal micro-batches may cost."""
 
 
-def plan(bare: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
-    lengths = bare.lengths
-    limits = limits_for(bare, config)
+    lengths = incoming.lengths
+    limits = limits_for(incoming, config)
     cuts = config.slices != "off" and not limits.whole_sequences
     if not cuts:
         refuse_longer(lengths, limits, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    drafts = portfolio(bare, lengths, limits, costs, config, bound_s)
+    drafts = portfolio(incoming, lengths, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: DoesNotFitError | None = None
-    for draft in drafts if cuts else [whole(bare, lengths, limits, costs, bound_s)]:
+    for draft in drafts if cuts else [whole(incoming, lengths, limits, costs, bound_s)]:
         try:
             candidate = judge(fit_memory(draft), context)
         except DoesNotFitError as error:
@@ -80,9 +80,9 @@ def _replayed(candidate: Candidate, context: PlanningContext) -> Candidate:
     return judge(replace(fitted, limits=limits), context)
 
 
-def limits_for(bare: StepPlan, config: PackingConfig) -> Limits:
+def limits_for(incoming: StepPlan, config: PackingConfig) -> Limits:
     """The limits with this section's caps. Raises EvenloadError for a cap below two blocks."""
-    limits = config.capped(bare.limits)
+    limits = config.capped(incoming.limits)
     if limits.max_tokens < 2 * config.block_tokens - 1 and config.slices != "off":
         # No slice is shorter than a block, so what is left of a sequence can be almost two.
         raise EvenloadError(

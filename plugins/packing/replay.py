@@ -30,7 +30,7 @@ def fit_memory(plan: StepPlan) -> StepPlan:
         return plan
     ranks = range(limits.num_ranks)
     chains = [_chains(plan, rank) for rank in ranks]
-    longest = [max(map(len, mine), default=1) for mine in chains]
+    longest = [max(map(len, rank_chains), default=1) for rank_chains in chains]
     keep = list(longest)
 
     def planned() -> StepPlan:
@@ -83,10 +83,10 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     limits = plan.limits
     peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
     lengths = plan.lengths.tolist()
-    mine = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
-    longest = max((lengths[i] for i in mine), default=0)
+    own = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
+    longest = max((lengths[i] for i in own), default=0)
     memory = limits.memory
-    kv = longest * (memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token) if mine & plan.cut else 0.0
+    kv = longest * (memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token) if own & plan.cut else 0.0
     tokens = max(plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank))
     alive = tokens * memory.activation_bytes_per_token
     cap = limits.max_activation_bytes

@@ -27,7 +27,7 @@ def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
     if limits.equal_counts:
         return _in_rounds(seconds, lengths, limits)
     items = by_launches(lengths, limits, costs, bound_s)
-    return [_pack(mine, seconds, lengths, limits, costs) for mine in items]
+    return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]
 
 
 def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
@@ -78,4 +78,4 @@ def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list
         bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
     bins.sort(key=lambda b: -sum(cost[i] for i in b))
     per_round = [bins[k * limits.num_ranks : (k + 1) * limits.num_ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
-    return [list(mine) for mine in zip(*per_round, strict=True)]
+    return [list(rank_bins) for rank_bins in zip(*per_round, strict=True)]

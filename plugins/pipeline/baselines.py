@@ -60,9 +60,9 @@ class Baseline:
     order: Change
     finish: Change
 
-    def __call__(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-        refuse_ranks_in_step(bare.limits)
-        drafts = list(self.drafts(bare, context, config))
+    def __call__(self, incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
+        refuse_ranks_in_step(incoming.limits)
+        drafts = list(self.drafts(incoming, context, config))
         fastest = self.best(drafts, context, config)
         if fastest is None or not fastest.fits:
             # A yardstick may hold more than the section's cap: what it holds is told beside its seconds.
@@ -70,11 +70,13 @@ class Baseline:
             fastest = self.best(drafts, context, config)
         return fastest.plan if fastest else self.order(drafts[0], context, config)
 
-    def below(self, bare: StepPlan, context: PlanningContext, config: PipelineConfig, bar_s: float) -> StepPlan | None:
+    def below(
+        self, incoming: StepPlan, context: PlanningContext, config: PipelineConfig, bar_s: float
+    ) -> StepPlan | None:
         """Its best plan under the section's caps and settings if that takes less than ``bar_s``; else perhaps None."""
-        refuse_ranks_in_step(bare.limits)
-        cap = config.capped(bare.limits).max_tokens
-        drafts = (one for one in self.drafts(bare, context, config) if one.limits.max_tokens <= cap)
+        refuse_ranks_in_step(incoming.limits)
+        cap = config.capped(incoming.limits).max_tokens
+        drafts = (one for one in self.drafts(incoming, context, config) if one.limits.max_tokens <= cap)
         allowed = (one for one in drafts if not breaks(one, config))
         fastest = self.best(_first_ones(allowed), context, config, bar_s)
         return fastest.plan if fastest else None
@@ -111,26 +113,26 @@ def _first_ones(drafts: Iterable[StepPlan]) -> Iterator[StepPlan]:
         yield draft
 
 
-def whole_1f1b(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(bare)
-    ranks = bare.limits.num_ranks
+def whole_1f1b(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths = _lengths(incoming)
+    ranks = incoming.limits.num_ranks
     packs = [[[Slice(i, 0, int(lengths[i]))] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
-    yield _uncut(bare, lengths, config, packs, "whole_1f1b")
+    yield _uncut(incoming, lengths, config, packs, "whole_1f1b")
 
 
-def in_order(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(bare)
-    sizes, cap = lengths.tolist(), max(config.capped(bare.limits).max_tokens, int(lengths.max(initial=0)))
+def in_order(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths = _lengths(incoming)
+    sizes, cap = lengths.tolist(), max(config.capped(incoming.limits).max_tokens, int(lengths.max(initial=0)))
     packs = [[Slice(i, 0, sizes[i]) for i in one] for one in in_order_bins(sizes, cap)]
-    ranks = bare.limits.num_ranks
-    yield _uncut(bare, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
+    ranks = incoming.limits.num_ranks
+    yield _uncut(incoming, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
 
 
-def fixed_chunks(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(bare)
+def fixed_chunks(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    lengths = _lengths(incoming)
     longest = int(lengths.max(initial=1))
-    uncut = bare.limits.whole_sequences or config.chunks == 1
-    limits = config.capped(bare.limits) if uncut else limits_for(bare, config)
+    uncut = incoming.limits.whole_sequences or config.chunks == 1
+    limits = config.capped(incoming.limits) if uncut else limits_for(incoming, config)
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
     items = dealt(lengths, _price(context), limits.num_ranks)
@@ -139,20 +141,23 @@ def fixed_chunks(bare: StepPlan, context: PlanningContext, config: PipelineConfi
     for halving in range(1 if uncut else SIZES):
         size = (limits.max_tokens >> halving) // block * block
         if not halving or size >= least:
-            packs = [_fixed(mine, lengths, size) for mine in items]
-            yield replace(assembled(bare, limits, packs), made_by="fixed_chunks")
+            packs = [_fixed(rank_items, lengths, size) for rank_items in items]
+            yield replace(assembled(incoming, limits, packs), made_by="fixed_chunks")
 
 
-def algorithm_1(bare: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    limits = limits_for(bare, config)
-    lengths = _lengths(bare)
+def algorithm_1(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+    limits = limits_for(incoming, config)
+    lengths = _lengths(incoming)
     if limits.whole_sequences or config.chunks == 1:
         raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")
     price = _price(context)
     items = dealt(lengths, price, limits.num_ranks)
     for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
-        packs = [on_one_mesh(mine, lengths, price, count, limits.max_tokens, config.block_tokens) for mine in items]
-        yield replace(assembled(bare, limits, packs), made_by="algorithm_1")
+        packs = [
+            on_one_mesh(rank_items, lengths, price, count, limits.max_tokens, config.block_tokens)
+            for rank_items in items
+        ]
+        yield replace(assembled(incoming, limits, packs), made_by="algorithm_1")
 
 
 def as_the_host(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -174,7 +179,7 @@ def statically_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
     """With the least number of recomputed layers, one for all chunks and stages, that fits; all where none does."""
     if config.recompute == "off":
         return plan
-    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     stages = range(plan.limits.num_stages)
 
     def recomputing(count: int) -> StepPlan:
@@ -184,7 +189,7 @@ def statically_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
     while low < high:
         middle = (low + high) // 2
         trial = recomputing(middle)
-        fits = all(peak <= room for stage in stages for peak, _ in peaks_of_stage(trial, stage))
+        fits = all(peak <= budget_bytes for stage in stages for peak, _ in peaks_of_stage(trial, stage))
         low, high = (low, middle) if fits else (middle + 1, high)
     return recomputing(low)
 
@@ -230,7 +235,13 @@ def on_one_mesh(items: list[int], lengths: Ints, price: PassCost, count: int, ca
 
 
 def _buckets(
-    packs: list[Pack], tails: list[int], short: list[int], lengths: Ints, price: PassCost, slice_s: float, room: int
+    packs: list[Pack],
+    tails: list[int],
+    short: list[int],
+    lengths: Ints,
+    price: PassCost,
+    slice_s: float,
+    free_tokens: int,
 ) -> list[Pack]:
     """Short sequences, longest first, into the tails' chunks and further ones."""
     open_ = list(tails)
@@ -238,7 +249,7 @@ def _buckets(
     seconds = {k: sum(float(price.seconds(s.length, s.start)) for s in packs[k]) for k in open_}
     for item in sorted(short, key=lambda i: (-int(lengths[i]), i)):
         length, item_s = int(lengths[item]), float(price.seconds(int(lengths[item])))
-        roomy = [k for k in open_ if tokens[k] + length <= room]
+        roomy = [k for k in open_ if tokens[k] + length <= free_tokens]
         if roomy:
             roomy.sort(key=lambda k: (seconds[k] / tokens[k], k))
             chosen = next((k for k in roomy if seconds[k] + item_s <= slice_s), None)
@@ -264,8 +275,8 @@ def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext
     for group in groups:
         numbers = sorted(group)
         alone = ordered(_part(chunked, numbers), context)
-        for ops, mine in zip(order, alone.order, strict=True):
-            ops += [Op(op.kind, numbers[op.micro_batch]) for op in mine]
+        for ops, stage_ops in zip(order, alone.order, strict=True):
+            ops += [Op(op.kind, numbers[op.micro_batch]) for op in stage_ops]
     return chunked.revised(order=tuple(map(tuple, order)))
 
 
@@ -285,16 +296,16 @@ def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
     return packs + [[Slice(short[k], 0, int(lengths[short[k]])) for k in pack] for pack in filled]
 
 
-def _uncut(bare: StepPlan, lengths: Ints, config: PipelineConfig, packs: list[list[Pack]], name: str) -> StepPlan:
+def _uncut(incoming: StepPlan, lengths: Ints, config: PipelineConfig, packs: list[list[Pack]], name: str) -> StepPlan:
     """Whole sequences in the order of the host's own schedule, under a cap that holds the longest."""
-    limits = config.capped(bare.limits)
+    limits = config.capped(incoming.limits)
     cap = max(limits.max_tokens, int(lengths.max(initial=0)))
-    return replace(assembled(bare, replace(limits, max_tokens=cap), packs), made_by=name)
+    return replace(assembled(incoming, replace(limits, max_tokens=cap), packs), made_by=name)
 
 
 def _price(context: PlanningContext) -> PassCost:
     return context.costs.forward.plus(context.costs.backward)
 
 
-def _lengths(bare: StepPlan) -> Ints:
-    return bare.lengths
+def _lengths(incoming: StepPlan) -> Ints:
+    return incoming.lengths

@@ -48,11 +48,11 @@ _ROUNDS = 3
 class DoesNotFitError(EvenloadError):
     """A stage holds too much with every layer recomputed."""
 
-    def __init__(self, most: Most, missing_bytes: float, found: str, do: str, enough_gib: float | None) -> None:
+    def __init__(self, most: Most, missing_bytes: float, observed: str, do: str, enough_gib: float | None) -> None:
         self.most, self.missing_bytes = most, missing_bytes
         self.enough_gib = enough_gib
         """The cap on activations with which it would fit, if a device has as much."""
-        super().__init__(f"stage {most.stage} of the pipeline does not fit into memory", found, do)
+        super().__init__(f"stage {most.stage} of the pipeline does not fit into memory", observed, do)
 
     def advising(self, do: str) -> DoesNotFitError:
         """The same with another remedy."""
@@ -75,33 +75,33 @@ def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, 
 
     Raises DoesNotFitError, about the stage that lacks most.
     """
-    room = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
-    bare = plan.revised(recompute=())
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
+    plain = plan.revised(recompute=())
     if plan.backward:  # groups of its own: no law says which layers of which forward a backward would run again
-        most = fullest(bare, levels_of(bare))
-        if most.held_bytes > room:
-            raise _refusal(most, bare, context, room)
-        return bare
+        most = fullest(plain, levels_of(plain))
+        if most.held_bytes > budget_bytes:
+            raise _refusal(most, plain, context, budget_bytes)
+        return plain
     probes, layers = Probes(plan), plan.limits.layers_per_stage
-    if fullest(plan, probes.levels(0)).held_bytes <= room:
-        return probes.plan_of(0) if plan.limits.memory.replay_bytes_per_token else bare
+    if fullest(plan, probes.levels(0)).held_bytes <= budget_bytes:
+        return probes.plan_of(0) if plan.limits.memory.replay_bytes_per_token else plain
     most = fullest(plan, probes.levels(layers))
-    if most.held_bytes > room:
-        raise _refusal(most, probes.plan_of(layers), context, room)
-    tightened = room
+    if most.held_bytes > budget_bytes:
+        raise _refusal(most, probes.plan_of(layers), context, budget_bytes)
+    tightened = budget_bytes
     for _ in range(_ROUNDS):
-        found = _chosen(probes, plan, tightened, context, config.solver_ms if solver else 0)
-        over = fullest(found, levels_of(found)).held_bytes - room
+        chosen = _chosen(probes, plan, tightened, context, config.solver_ms if solver else 0)
+        over = fullest(chosen, levels_of(chosen)).held_bytes - budget_bytes
         if over <= 0:
-            return found
+            return chosen
         tightened -= 2 * over
     return probes.plan_of(layers)
 
 
-def _chosen(probes: Probes, plan: StepPlan, room: float, context: PlanningContext, solver_ms: int) -> StepPlan:
+def _chosen(probes: Probes, plan: StepPlan, budget_bytes: float, context: PlanningContext, solver_ms: int) -> StepPlan:
     """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
     backwards, seconds = _backwards(plan), _layer_seconds(plan, context)
-    teams = [_Team(probes, plan, room, seconds, backwards, ranks) for ranks in _teams(plan)]
+    teams = [_Team(probes, plan, budget_bytes, seconds, backwards, ranks) for ranks in _teams(plan)]
     answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
     if solver_ms:
         searched = [team.by_program(solver_ms) for team in teams]
@@ -118,7 +118,7 @@ class _Team:
         self,
         probes: Probes,
         plan: StepPlan,
-        room: float,
+        budget_bytes: float,
         seconds: Floats,
         backwards: list[list[int]],
         ranks: list[int],
@@ -127,7 +127,7 @@ class _Team:
         self.numbers = sorted({i for rank in ranks for i in backwards[rank]})
         columns = {number: column for column, number in enumerate(self.numbers)}
         stages = range(plan.limits.num_stages)
-        self._rows = [probes.rows(stage, ranks, columns, room) for stage in stages]
+        self._rows = [probes.rows(stage, ranks, columns, budget_bytes) for stage in stages]
         self._diagonals = _diagonals(plan, backwards, self.numbers)
         self._seconds = seconds[self.numbers]
         self._layers = plan.limits.layers_per_stage
@@ -147,8 +147,8 @@ class _Team:
 
     def by_program(self, solver_ms: int) -> Ints | None:
         """The same, where the program says what a diagonal has; None without an answer of its."""
-        found = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
-        return None if found is None else self._lowered(found[self._diagonals])
+        solution = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
+        return None if solution is None else self._lowered(solution[self._diagonals])
 
     @cached_property
     def _tied(self) -> Rows:
@@ -213,30 +213,30 @@ def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -
     return np.array([[known[key] for key in row] for row in keys], dtype=np.int64).reshape(stages, len(numbers))
 
 
-def _refusal(most: Most, plan: StepPlan, context: PlanningContext, room: float) -> DoesNotFitError:
+def _refusal(most: Most, plan: StepPlan, context: PlanningContext, budget_bytes: float) -> DoesNotFitError:
     """With the numbers. What is said to fit does: it is what the walk found to be held, and the cluster has it."""
-    missing = most.held_bytes - room
-    if room <= 0:
+    missing = most.held_bytes - budget_bytes
+    if budget_bytes <= 0:
         memory, has = context.costs.memory, context.cluster.memory_bytes
-        found = (
+        observed = (
             f"weights, gradients and optimizer states of a rank take {fixed_bytes(memory, plan.limits) / GIB:.3g} GiB, "
             f"a device has {has / GIB:.3g} GiB, of which a tenth is left free"
         )
-        return DoesNotFitError(most, missing, found, "use more tensor or pipeline parallelism", None)
+        return DoesNotFitError(most, missing, observed, "use more tensor or pipeline parallelism", None)
     how = "with all its layers recomputed" if plan.recompute else "whose backward has groups of its own"
     where = {"F": "forward", "B": "backward", "W": "weight gradients"}[most.op.kind]
-    found = (
+    observed = (
         f"rank {most.rank} of stage {most.stage}, {how}, holds {most.held_bytes / GIB:.3g} GiB in the {where} of "
-        f"micro-batch {most.op.micro_batch}: {missing / GIB:.3g} GiB more than the {room / GIB:.3g} GiB there are "
-        "for activations and prefix KV"
+        f"micro-batch {most.op.micro_batch}: {missing / GIB:.3g} GiB more than the {budget_bytes / GIB:.3g} GiB "
+        "there are for activations and prefix KV"
     )
     uncapped = replace(plan.limits, max_activation_bytes=float("inf"))
     least = rounded_up(most.held_bytes / GIB)
     if least * GIB <= activation_budget_bytes(context.cluster, context.costs.memory, uncapped):
         do = f"raise plugins.pipeline.activation_gib to {least:g} or more"
-        return DoesNotFitError(most, missing, found, do, least)
+        return DoesNotFitError(most, missing, observed, do, least)
     do = "lower plugins.pipeline.max_tokens or data.max_length, or use more tensor or pipeline parallelism"
-    return DoesNotFitError(most, missing, found, do, None)
+    return DoesNotFitError(most, missing, observed, do, None)
 
 
 def rounded_up(value: float) -> float:

@@ -45,12 +45,14 @@ LARGEST = 1 << 15
 """Chunks of all ranks times stages, about, up to which smaller ones are tried: planning takes time in proportion."""
 
 
-def chunkings(bare: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
+def chunkings(
+    incoming: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig
+) -> Iterator[StepPlan]:
     """Plans without an order: micro-batches of each rank in forward order, most promising number of chunks first.
 
     Raises EvenloadError where a sequence is over the cap and may not be cut.
     """
-    lengths = bare.lengths
+    lengths = incoming.lengths
     if not len(lengths):
         return
     most = 1 if limits.whole_sequences else config.chunks
@@ -62,9 +64,10 @@ def chunkings(bare: StepPlan, limits: Limits, context: PlanningContext, config: 
     for count in counts(lengths, price, limits):
         slice_s = float(price.seconds(lengths).sum()) / limits.num_ranks / count
         packs = [
-            chunks_of(mine, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens) for mine in ranks
+            chunks_of(rank_items, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
+            for rank_items in ranks
         ]
-        plan = assembled(bare, limits, [taper(mine, price, limits.num_stages) for mine in packs])
+        plan = assembled(incoming, limits, [taper(rank_items, price, limits.num_stages) for rank_items in packs])
         if plan.micro_batches not in seen:
             seen.add(plan.micro_batches)
             yield plan
@@ -184,13 +187,13 @@ def _growing(pack: Pack, price: PassCost, num_stages: int) -> list[Pack]:
     return [pack for pack in packs if pack]
 
 
-def assembled(bare: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
+def assembled(incoming: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
     """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank."""
-    rows = [mine or [[]] for mine in packs]
+    rows = [rank_packs or [[]] for rank_packs in packs]
     micro_batches = tuple(
-        MicroBatch(tuple(mine[k]), (rank,))
+        MicroBatch(tuple(rank_packs[k]), (rank,))
         for k in range(max(map(len, rows)))
-        for rank, mine in enumerate(rows)
-        if k < len(mine)
+        for rank, rank_packs in enumerate(rows)
+        if k < len(rank_packs)
     )
-    return bare.with_micro_batches(micro_batches, limits, "pipeline")
+    return incoming.with_micro_batches(micro_batches, limits, "pipeline")

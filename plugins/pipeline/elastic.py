@@ -80,19 +80,19 @@ def ordered(
         kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
         orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
         for rank in range(limits.num_ranks):
-            for ops, mine in zip(
+            for ops, rank_ops in zip(
                 orders, _best(lines_of(plan, rank, groups), clock, extra, kept, cap_bytes), strict=True
             ):
-                ops += mine
+                ops += rank_ops
         plan = reordered(plan, orders)
     return placed(plan, context) if split else plan
 
 
 def lines_of(plan: StepPlan, rank: int, groups: Groups | None = None) -> Lines:
     """Forwards, backwards and what ties them, of a plane rank."""
-    mine = plan.of_rank(rank)
-    own = set(mine)
-    rows = [list(mine)] if groups is None else [[j for j in group if j in own] for group in groups]
+    numbers = plan.of_rank(rank)
+    own = set(numbers)
+    rows = [list(numbers)] if groups is None else [[j for j in group if j in own] for group in groups]
     forward = [j for row in rows for j in row]
     reach = _reach(plan, forward)
     back = sorted(range(len(forward)), key=lambda place: (reach[place], -place))

@@ -96,12 +96,12 @@ def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineCon
     per_token = memory.replay_bytes_per_token or memory.activation_bytes_per_token
     saves = mean * tokens * max(0.0, per_token / layers - memory.input_bytes_per_token)
     kv = memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token if most > 1 else 0.0
-    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     needed = np.zeros_like(number)
     for stage in range(stages):
         in_flight = np.minimum(number, most + stages - 1 - stage)
         head = memory.head_bytes_per_token if stage == stages - 1 else 0.0
-        over = mean * tokens * (in_flight * (per_token + head) + most * kv) - room
+        over = mean * tokens * (in_flight * (per_token + head) + most * kv) - budget_bytes
         can_save = in_flight * saves
         needed = np.maximum(needed, np.divide(over, can_save, out=np.zeros_like(over), where=can_save > 0))
     can_be = layers if config.recompute == "auto" else 0

@@ -45,7 +45,7 @@ class Rows:
     """Bytes that a layer more saves of it, float64 [R]."""
     levels: Floats
     """Bytes held with none, one and all of its own layers recomputed, and nothing of the others, float64 [3, R]."""
-    room: float
+    budget_bytes: float
     """Bytes that may be held."""
 
     def held(self, layers: Ints) -> Floats:
@@ -60,13 +60,15 @@ class Rows:
         return held
 
     def fit(self, layers: Ints) -> bool:
-        return bool((self.held(layers) <= self.room).all())
+        return bool((self.held(layers) <= self.budget_bytes).all())
 
     def on(self, columns: Ints, count: int) -> Rows:
         """The same with each column in another place, int64 [columns], of so many."""
         saves = np.zeros((len(self.own), count))
         saves[:, columns] = self.saves
-        return Rows(saves, np.where(self.own < 0, -1, columns[self.own]), self.own_saves, self.levels, self.room)
+        return Rows(
+            saves, np.where(self.own < 0, -1, columns[self.own]), self.own_saves, self.levels, self.budget_bytes
+        )
 
 
 def joined(rows: Sequence[Rows]) -> Rows:
@@ -76,7 +78,7 @@ def joined(rows: Sequence[Rows]) -> Rows:
         np.concatenate([r.own for r in rows]),
         np.concatenate([r.own_saves for r in rows]),
         np.concatenate([r.levels for r in rows], axis=1),
-        rows[0].room,
+        rows[0].budget_bytes,
     )
 
 
@@ -108,20 +110,20 @@ class Probes:
             self._known[layers] = levels_of(self.plan_of(layers))
         return self._known[layers]
 
-    def rows(self, stage: int, ranks: Sequence[int], columns: dict[int, int], room: float) -> Rows:
+    def rows(self, stage: int, ranks: Sequence[int], columns: dict[int, int], budget_bytes: float) -> Rows:
         """Of some ranks of a stage; ``columns`` gives the columns of their micro-batches."""
-        room *= 1.0 - _MARGIN
-        made = [row for rank in ranks for row in self._rows_of_rank(stage, rank, columns, room)]
+        budget_bytes *= 1.0 - _MARGIN
+        rows = [row for rank in ranks for row in self._rows_of_rank(stage, rank, columns, budget_bytes)]
         return Rows(
-            np.array([row[0] for row in made]).reshape(len(made), len(columns)),
-            np.array([row[1] for row in made], dtype=np.int64),
-            np.array([row[2] for row in made], dtype=np.float64),
-            np.array([row[3] for row in made]).reshape(len(made), 3).T,
-            room,
+            np.array([row[0] for row in rows]).reshape(len(rows), len(columns)),
+            np.array([row[1] for row in rows], dtype=np.int64),
+            np.array([row[2] for row in rows], dtype=np.float64),
+            np.array([row[3] for row in rows]).reshape(len(rows), 3).T,
+            budget_bytes,
         )
 
     def _rows_of_rank(
-        self, stage: int, rank: int, columns: dict[int, int], room: float
+        self, stage: int, rank: int, columns: dict[int, int], budget_bytes: float
     ) -> Iterator[tuple[Floats, int, float, tuple[float, float, float]]]:
         plan, layers = self._plan, self._plan.limits.layers_per_stage
         ops = orders_of_stage(plan, stage)[rank]
@@ -139,7 +141,7 @@ class Probes:
             if number is not None:
                 waits[own] = 0.0
                 waiting -= save[own]
-            if none <= room:
+            if none <= budget_bytes:
                 continue
             if own < 0 or not save[own]:
                 yield waits.copy(), -1, 0.0, (none, none, none)
@@ -155,10 +157,10 @@ def levels_of(plan: StepPlan) -> list[list[list[float]]]:
 
 def fullest(plan: StepPlan, levels: list[list[list[float]]]) -> Most:
     """Where most is held."""
-    found = Most(0.0, 0, 0, Op("F", 0))
+    most = Most(0.0, 0, 0, Op("F", 0))
     for stage, ranks in enumerate(levels):
         for rank, row in enumerate(ranks):
             held = max(row, default=0.0)
-            if held > found.held_bytes:
-                found = Most(held, stage, rank, orders_of_stage(plan, stage)[rank][row.index(held)])
-    return found
+            if held > most.held_bytes:
+                most = Most(held, stage, rank, orders_of_stage(plan, stage)[rank][row.index(held)])
+    return most

@@ -96,10 +96,10 @@ class _Portfolio:
     def keep_baselines(self, incoming: StepPlan) -> None:
         """Other people's plans under the same caps, as far as they are faster than what there is, and what the fastest
         could be besides."""
-        bare = replace(incoming, limits=self._limits)
+        limited = replace(incoming, limits=self._limits)
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
-                plan = baseline.below(bare, self._context, self._config, self._least_s)
+                plan = baseline.below(limited, self._context, self._config, self._least_s)
                 if plan is not None:
                     named = judge(plan.revised(made_by=f"pipeline ({name})"), self._context, name)
                     self._candidates.append(named)

@@ -58,13 +58,13 @@ def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints 
     if not size or size > _RELAXED_PER_MS * solver_ms or not (find_spec("pulp") and find_spec("highspy")):
         return None
     values = _values(matrix, need, weights, layers, integer=False)
-    found = [] if values is None else [np.ceil(values - 1e-6)]
+    values_tried = [] if values is None else [np.ceil(values - 1e-6)]
     least = 0.0 if values is None else float(weights @ values)
-    best = _best(rows, weights, layers, found)
+    best = _best(rows, weights, layers, values_tried)
     enough = best is not None and float(weights @ best) <= least * (1 + GAP)
     if not enough and size <= _SEARCHED_PER_MS * solver_ms:
         values = _values(matrix, need, weights, layers, integer=True)
-        best = _best(rows, weights, layers, [*found, *([] if values is None else [np.rint(values)])])
+        best = _best(rows, weights, layers, [*values_tried, *([] if values is None else [np.rint(values)])])
     return best
 
 
@@ -80,7 +80,7 @@ def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
     for column in order[layers[order] > 0].tolist():
         saves = rows.saves[:, column]
         waits = np.flatnonzero(saves)
-        slack = rows.room - own[waits] + others[waits]
+        slack = rows.budget_bytes - own[waits] + others[waits]
         fewer = math.floor((slack / saves[waits]).min() + _ALIKE) if len(waits) else int(layers[column])
         least = max([0, int(layers[column]) - fewer, *(_least(rows, r, others[r]) for r in by_own.get(column, ()))])
         if least < layers[column]:
@@ -94,14 +94,14 @@ def _least(rows: Rows, row: int, others: float) -> int:
     """The fewest layers of its own with which a row fits, when the others save so much; it fits with some number."""
     none, one, _ = rows.levels[:, row]
     save = float(rows.own_saves[row])
-    if none - others - rows.room <= _ALIKE * save:
+    if none - others - rows.budget_bytes <= _ALIKE * save:
         return 0
-    return 1 + max(0, math.ceil(float(one - others - rows.room) / save - _ALIKE))
+    return 1 + max(0, math.ceil(float(one - others - rows.budget_bytes) / save - _ALIKE))
 
 
-def _best(rows: Rows, weights: Floats, layers: int, found: list[Floats]) -> Ints | None:
+def _best(rows: Rows, weights: Floats, layers: int, values_tried: list[Floats]) -> Ints | None:
     """The cheapest of those that fit, lowered."""
-    whole = [np.clip(values, 0, layers).astype(np.int64) for values in found]
+    whole = [np.clip(values, 0, layers).astype(np.int64) for values in values_tried]
     fitting = [lowered(rows, weights, choice) for choice in whole if rows.fit(choice)]
     costs = [float(weights @ choice) for choice in fitting]
     return next((choice for choice, cost in zip(fitting, costs, strict=True) if alike(cost, min(costs))), None)
@@ -111,12 +111,12 @@ def _linear(rows: Rows) -> tuple[Floats, Floats]:
     """Bytes that a layer of each column saves in each row, float64 [R', columns], and that must be, float64 [R']."""
     _, one, every = rows.levels
     with_own = np.flatnonzero(rows.own >= 0)
-    matrix, need = rows.saves.copy(), one - rows.room
+    matrix, need = rows.saves.copy(), one - rows.budget_bytes
     matrix[with_own, rows.own[with_own]] = rows.own_saves[with_own]
     need[with_own] += rows.own_saves[with_own]
     # However many of its own are recomputed, one of them runs.
-    more = with_own[every[with_own] > rows.room]
-    return np.concatenate([matrix, rows.saves[more]]), np.concatenate([need, every[more] - rows.room])
+    more = with_own[every[with_own] > rows.budget_bytes]
+    return np.concatenate([matrix, rows.saves[more]]), np.concatenate([need, every[more] - rows.budget_bytes])
 
 
 def _values(matrix: Floats, need: Floats, weights: Floats, layers: int, *, integer: bool) -> Floats | None:

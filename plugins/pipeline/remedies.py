@@ -29,26 +29,26 @@ _CHUNKINGS = 6
 
 
 def refused(
-    problem: DoesNotFitError, given: StepPlan, context: PlanningContext, config: PipelineConfig
+    problem: DoesNotFitError, plan: StepPlan, context: PlanningContext, config: PipelineConfig
 ) -> DoesNotFitError:
     """The refusal of a batch with what would fit instead of what might."""
-    found = list(_remedies(given, context, config))
+    remedies = list(_remedies(plan, context, config))
     if problem.enough_gib:
-        alone = problem.enough_gib * GIB <= given.limits.max_activation_bytes
+        alone = problem.enough_gib * GIB <= plan.limits.max_activation_bytes
         name = "plugins.pipeline.activation_gib" if alone else "activation_gib of every plugin"
-        found.insert(0, f"{name} raised to {problem.enough_gib:g}")
-    if not found:
+        remedies.insert(0, f"{name} raised to {problem.enough_gib:g}")
+    if not remedies:
         return problem
-    return problem.advising("this batch would fit with any of: " + "; ".join(found))
+    return problem.advising("this batch would fit with any of: " + "; ".join(remedies))
 
 
-def _remedies(given: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[str]:
-    limits = config.capped(given.limits)
+def _remedies(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[str]:
+    limits = config.capped(plan.limits)
 
     def fits_with(tokens: int) -> bool:
-        cap = min(tokens, given.limits.max_tokens)  # another plugin's own cap holds beside this one
+        cap = min(tokens, plan.limits.max_tokens)  # another plugin's own cap holds beside this one
         changes = cap != limits.max_tokens
-        return changes and _fits(given, replace(limits, max_tokens=cap), context, config)
+        return changes and _fits(plan, replace(limits, max_tokens=cap), context, config)
 
     fewer = [times for times in _TIMES if config.max_tokens // times >= config.block_tokens]
     lowered = (n for n in fewer if fits_with(config.max_tokens // n))
@@ -59,30 +59,28 @@ def _remedies(given: StepPlan, context: PlanningContext, config: PipelineConfig)
     ]
     yield from (f"plugins.pipeline.max_tokens {one}" for one in words)
     stages, layers = limits.num_stages, limits.layers_per_stage
-    deeper = (
-        times for times in _TIMES if not layers % times and _fits(given, *_deeper(limits, context, times), config)
-    )
+    deeper = (times for times in _TIMES if not layers % times and _fits(plan, *_deeper(limits, context, times), config))
     yield from (f"parallel.pp={stages * times} on {times} times as many devices" for times in islice(deeper, 1))
-    longest = int(given.lengths.max(initial=0))
-    shorter = (n for times in _TIMES if (n := longest // times) and _fits(_cut_off(given, n), limits, context, config))
+    longest = int(plan.lengths.max(initial=0))
+    shorter = (n for times in _TIMES if (n := longest // times) and _fits(_cut_off(plan, n), limits, context, config))
     yield from (f"data.max_length={n}" for n in islice(shorter, 1))
 
 
-def _fits(given: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
-    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
-    bare = StepPlan(given.lengths, (), limits)
+def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    batch = StepPlan(incoming.lengths, (), limits)
     try:
-        for chunked in islice(chunkings(bare, limits, context, config), _CHUNKINGS):
+        for chunked in islice(chunkings(batch, limits, context, config), _CHUNKINGS):
             plan = ordered(chunked, context)
-            if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= room:
+            if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= budget_bytes:
                 return True
     except EvenloadError:  # a sequence that is longer than a micro-batch, and may not be cut
         return False
     return False
 
 
-def _cut_off(given: StepPlan, longest: int) -> StepPlan:
-    return given.revised(lengths=given.lengths.clip(max=longest))
+def _cut_off(plan: StepPlan, longest: int) -> StepPlan:
+    return plan.revised(lengths=plan.lengths.clip(max=longest))
 
 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:

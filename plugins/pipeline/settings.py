@@ -10,9 +10,9 @@ from ...core.plan.step_plan import StepPlan
 from .config import PipelineConfig
 
 
-def limits_for(given: StepPlan, config: PipelineConfig) -> Limits:
+def limits_for(plan: StepPlan, config: PipelineConfig) -> Limits:
     """The limits with this section's caps. Raises EvenloadError where a micro-batch would hold less than one block."""
-    limits = config.capped(given.limits)
+    limits = config.capped(plan.limits)
     if limits.max_tokens < config.block_tokens:
         raise EvenloadError(
             "a micro-batch of the pipeline is smaller than one block",

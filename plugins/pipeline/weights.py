@@ -63,8 +63,8 @@ def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     least_s = max(min(end_s for _, end_s in each) for each in tries)
     orders: list[list[Op]] = [[] for _ in rows]
     for each in tries:
-        near = [mine for mine, end_s in each if end_s <= least_s * (1 + ALIKE)]
-        for ops, more in zip(orders, min(near, key=lambda mine: sum(map(len, mine))), strict=True):
+        near = [moves for moves, end_s in each if end_s <= least_s * (1 + ALIKE)]
+        for ops, more in zip(orders, min(near, key=lambda moves: sum(map(len, moves))), strict=True):
             ops += more
     splits = any(op.kind == "W" for ops in orders for op in ops)
     return plan.revised(order=tuple(map(tuple, orders))) if splits else plan

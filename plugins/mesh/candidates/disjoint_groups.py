@@ -67,15 +67,15 @@ def groups_of(
         node_ranks: neighbouring ranks of a node; groups of up to so many stay inside one. 0: all are in one.
     """
     search = _Search(lengths, table, num_ranks, max_tokens, node_ranks)
-    found = search.run()
-    if found is None:
+    division = search.run()
+    if division is None:
         return None
-    members: list[list[int]] = [[] for _ in found.degree_of]
-    for k, g in enumerate(found.group_of):
+    members: list[list[int]] = [[] for _ in division.degree_of]
+    for k, g in enumerate(division.group_of):
         members[g].append(k)
-    places = places_of([int(table.degrees[j]) for j in found.degree_of], num_ranks, node_ranks)
+    places = places_of([int(table.degrees[j]) for j in division.degree_of], num_ranks, node_ranks)
     assert places is not None
-    return tuple(Group(ranks, tuple(mine)) for ranks, mine in zip(places, members, strict=True) if mine)
+    return tuple(Group(ranks, tuple(sequences)) for ranks, sequences in zip(places, members, strict=True) if sequences)
 
 
 def seconds_of(groups: tuple[Group, ...], table: Table) -> Floats:
@@ -92,13 +92,13 @@ def places_of(degrees: list[int], num_ranks: int, node_ranks: int = 0) -> list[t
     """
     size = node_ranks or num_ranks
     free = [list(range(start, min(start + size, num_ranks))) for start in range(0, num_ranks, size)]
-    found: list[tuple[int, ...]] = []
+    places: list[tuple[int, ...]] = []
     for d in degrees:
         if d <= size:
             node = min((n for n in free if len(n) >= d), key=len, default=None)
             if node is None:
                 return None
-            found.append(tuple(node[:d]))
+            places.append(tuple(node[:d]))
             del node[:d]
             continue
         taken: list[int] = []
@@ -108,8 +108,8 @@ def places_of(degrees: list[int], num_ranks: int, node_ranks: int = 0) -> list[t
             del node[: len(part)]
         if len(taken) < d:
             return None
-        found.append(tuple(sorted(taken)))
-    return found
+        places.append(tuple(sorted(taken)))
+    return places
 
 
 class _Filling(NamedTuple):
@@ -277,18 +277,18 @@ class _Search:
                 heapify(heap)
         return group_of, False
 
-    def _polished(self, given: list[int], degrees: list[int]) -> tuple[list[int], float]:
+    def _polished(self, start: list[int], degrees: list[int]) -> tuple[list[int], float]:
         """The group of each sequence after moves and swaps out of the busiest group, and its time."""
-        group_of, degree_of = np.array(given, dtype=np.int64), np.array(degrees, dtype=np.int64)
+        group_of, degree_of = np.array(start, dtype=np.int64), np.array(degrees, dtype=np.int64)
         count = len(degree_of)
-        mine = np.arange(len(group_of))
+        numbers = np.arange(len(group_of))
         loads: Floats = np.zeros(count)
-        room: Floats = self._rooms[degree_of].astype(np.float64)
-        np.add.at(loads, group_of, self._seconds[mine, degree_of[group_of]])
-        np.subtract.at(room, group_of, self._lengths)
+        free_tokens: Floats = self._rooms[degree_of].astype(np.float64)
+        np.add.at(loads, group_of, self._seconds[numbers, degree_of[group_of]])
+        np.subtract.at(free_tokens, group_of, self._lengths)
         for _ in range(_STEPS):
             top = int(loads.argmax())
-            step = self._step(group_of, degree_of, loads, room, top)
+            step = self._step(group_of, degree_of, loads, free_tokens, top)
             if step is None:
                 break
             out, other, back = step
@@ -296,12 +296,12 @@ class _Search:
                 group_of[k] = to
                 loads[source] -= self._seconds[k, degree_of[source]]
                 loads[to] += self._seconds[k, degree_of[to]]
-                room[source] += self._lengths[k]
-                room[to] -= self._lengths[k]
+                free_tokens[source] += self._lengths[k]
+                free_tokens[to] -= self._lengths[k]
         return group_of.tolist(), float(loads.max())
 
     def _step(
-        self, group_of: Ints, degree_of: Ints, loads: Floats, room: Floats, top: int
+        self, group_of: Ints, degree_of: Ints, loads: Floats, free_tokens: Floats, top: int
     ) -> tuple[int, int, int] | None:
         """(sequence out of the busiest group, where to, sequence back or -1) that lowers the larger of both most."""
         busiest = np.flatnonzero(group_of == top)
@@ -309,7 +309,7 @@ class _Search:
         most = float(loads[top])
         here, n = self._seconds[busiest, degree_of[top]], self._lengths[busiest]
         moved = loads[None, :] + self._seconds[np.ix_(busiest, degree_of)]
-        moved = np.where(n[:, None] <= room[None, :], np.maximum(moved, (most - here)[:, None]), np.inf)
+        moved = np.where(n[:, None] <= free_tokens[None, :], np.maximum(moved, (most - here)[:, None]), np.inf)
         moved[:, top] = np.inf
         best = int(moved.argmin())
         value, step = float(moved.flat[best]), (int(busiest[best // len(loads)]), best % len(loads), -1)
@@ -319,7 +319,7 @@ class _Search:
             theirs = gain + self._seconds[np.ix_(busiest, degree_of[to])]
             ours = (most - here)[:, None] + self._seconds[others, degree_of[top]][None, :]
             more = n[:, None] - self._lengths[others][None, :]
-            fits = (more <= room[to][None, :]) & (-more <= room[top])
+            fits = (more <= free_tokens[to][None, :]) & (-more <= free_tokens[top])
             swapped = np.where(fits, np.maximum(theirs, ours), np.inf)
             best = int(swapped.argmin())
             if swapped.flat[best] < value:

@@ -15,7 +15,7 @@ from ....core.balance.partition import best_fit_decreasing
 from ....core.plan.step_plan import MicroBatch
 from ..assign import Assignment, Frame, placed
 from ..cost_table import CostTable, SequenceCosts
-from ..emit.micro_batches import common_way, packs, whole
+from ..emit.micro_batches import common_strategy, packs, whole
 
 _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
@@ -25,30 +25,30 @@ def gangs(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int)
     """The micro-batches in launch order; None where a sequence fits nowhere. lengths int64 [K], ``shares`` theirs."""
     priced = shares.launching(*cost_table.launch, cap)
     frame = Frame(cost_table.limits.num_ranks, cost_table.node, _ANY, queued=True)
-    found = placed(priced, np.arange(len(lengths)), frame)
-    return None if found is None else _launched(lengths, found, cost_table, cap)
+    assignment = placed(priced, np.arange(len(lengths)), frame)
+    return None if assignment is None else _launched(lengths, assignment, cost_table, cap)
 
 
-def _launched(lengths: Ints, found: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
+def _launched(lengths: Ints, assignment: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
     pieces = whole(lengths, np.arange(len(lengths)))
-    mine: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
+    packed: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
     shared: list[int] = []
-    for k, cp_group in enumerate(found.cp_groups):
+    for k, cp_group in enumerate(assignment.cp_groups):
         if len(cp_group) == 1:
-            mine[cp_group[0]].append(k)
+            packed[cp_group[0]].append(k)
         else:
             shared.append(k)
     out: list[MicroBatch] = []
-    for k in sorted(shared, key=lambda k: found.turn[k]):
-        cp_group = found.cp_groups[k]
-        strategy = common_way([(pieces[k].length, cp_group)], cost_table)
+    for k in sorted(shared, key=lambda k: assignment.turn[k]):
+        cp_group = assignment.cp_groups[k]
+        strategy = common_strategy([(pieces[k].length, cp_group)], cost_table)
         if strategy is None:
             return None
         out.append(
             MicroBatch((pieces[k],), cp_group, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
         )
     local: list[list[MicroBatch]] = []
-    for rank, numbers in enumerate(mine):
+    for rank, numbers in enumerate(packed):
         bins = best_fit_decreasing([pieces[k].length for k in numbers], cap)
         local.append(packs(pieces, rank, [[numbers[i] for i in one] for one in bins]))
     for place in range(max(map(len, local), default=0)):

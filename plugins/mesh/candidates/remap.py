@@ -37,8 +37,10 @@ def remapped(lengths: Ints, numbers: Ints, shares: SequenceCosts, cost_table: Co
     token_s = costs.forward.token_s + costs.backward.token_s
     linear = token_s * lengths[:, None] / shares.degrees
     by_kind = replace(shares, forward=shares.seconds - linear, backward=linear)  # infinite where it was
-    found = placed(by_kind, numbers, Frame(limits.num_ranks, cost_table.node, _ANY))
-    made = found and joined(list(zip(whole(lengths, numbers), found.cp_groups, strict=True)), cost_table)
-    if made is None or len(made.ranks) == 1:
+    assignment = placed(by_kind, numbers, Frame(limits.num_ranks, cost_table.node, _ANY))
+    micro_batch = assignment and joined(
+        list(zip(whole(lengths, numbers), assignment.cp_groups, strict=True)), cost_table
+    )
+    if micro_batch is None or len(micro_batch.ranks) == 1:
         return None
-    return made._replace(ranks=tuple(range(limits.num_ranks)), cp_groups=made.ranks_of_slices, remap=True)
+    return micro_batch._replace(ranks=tuple(range(limits.num_ranks)), cp_groups=micro_batch.ranks_of_slices, remap=True)

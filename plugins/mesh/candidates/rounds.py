@@ -52,10 +52,10 @@ def divisions(lengths: Ints, shares: SequenceCosts, frame: Frame, launch_s: floa
     """Divisions of the batch, those of least estimated time first. lengths int64 [K]."""
     least = fewest_rounds(lengths, frame)
     total_s = float(shares.least_area.sum()) / frame.num_ranks
-    found: list[Division] = []
+    candidates: list[Division] = []
     for count in _counts(least, total_s, launch_s, stages, len(lengths)):
-        found += _mixed(lengths, shares, frame, count, launch_s, stages)
-    return sorted(found, key=lambda one: one.seconds)
+        candidates += _mixed(lengths, shares, frame, count, launch_s, stages)
+    return sorted(candidates, key=lambda one: one.seconds)
 
 
 def _counts(least: int, total_s: float, launch_s: float, stages: int, most: int) -> list[int]:

@@ -114,13 +114,13 @@ def _chain(
             continue
         slices = _equal(index, length, count + more, price)
         if all(least <= s.length <= most for s in slices):
-            yield Chain(slices, ranks, _way(slices, ranks, cost_table))
+            yield Chain(slices, ranks, _strategy(slices, ranks, cost_table))
             return
     if most >= least:
         # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
         slices = tuple(evenly(index, length, count, price, most, least))
         if ranks == 1 or slices[-1].length >= least:
-            yield Chain(slices, ranks, _way(slices, ranks, cost_table))
+            yield Chain(slices, ranks, _strategy(slices, ranks, cost_table))
 
 
 def _ends(length: int, count: int, price: PassCost) -> tuple[float, float]:
@@ -136,7 +136,7 @@ def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice,
     return tuple(Slice(index, a, b) for a, b in pairwise(ends))
 
 
-def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
+def _strategy(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
     """The cp_comm that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
     at, load = cost_table.context, load_of([(s.length, s.start) for s in slices])
     directions = Direction(at.costs.forward, 1), Direction(at.costs.backward, 2)
@@ -145,8 +145,8 @@ def _way(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStr
         shared = SharedLoad(tuple(range(degree)), load, *strategy)
         return float(sum(attention_s(at, direction, shared).sum() for direction in directions))
 
-    ways = cost_table.ways_of(degree)
-    return ways[0] if len(ways) == 1 else min(ways, key=seconds)
+    strategies = cost_table.strategies_of(degree)
+    return strategies[0] if len(strategies) == 1 else min(strategies, key=seconds)
 
 
 class _Grid(NamedTuple):
@@ -213,12 +213,12 @@ def _laid_out(placed: list[tuple[Chain, int, int]], count: int) -> Block:
         ranks = tuple(range(first, first + chain.degree))
         for k, piece in enumerate(chain.slices):
             strategy = chain.strategy
-            made = MicroBatch((piece,), ranks)
+            micro_batch = MicroBatch((piece,), ranks)
             if chain.degree > 1:
-                made = made._replace(
+                micro_batch = micro_batch._replace(
                     cp_comm=strategy.cp_comm, ulysses_degree=strategy.ulysses_degree, routed=strategy.routed
                 )
-            rounds[at + k].append(made)
+            rounds[at + k].append(micro_batch)
     return Block(rounds)
 
 
@@ -263,6 +263,8 @@ def _fill(
         heapq.heapreplace(heap, (spent + each, c))
         held[c] += n
         members[c].append(i)
-    for (b, k, rank), mine in zip(cells, members, strict=True):
-        if mine:
-            blocks[b].rounds[k].append(MicroBatch(tuple(Slice(i, 0, int(lengths[i])) for i in sorted(mine)), (rank,)))
+    for (b, k, rank), sequences in zip(cells, members, strict=True):
+        if sequences:
+            blocks[b].rounds[k].append(
+                MicroBatch(tuple(Slice(i, 0, int(lengths[i])) for i in sorted(sequences)), (rank,))
+            )

@@ -53,9 +53,9 @@ def uncut(
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
     lengths, shares = lengths_of(incoming), anywhere.under(limits.max_tokens)
-    made = gangs(lengths, cost_table, shares, limits.max_tokens)
-    if made is not None:
-        yield step(incoming, limits, made, "mesh (gangs)")
+    micro_batches = gangs(lengths, cost_table, shares, limits.max_tokens)
+    if micro_batches is not None:
+        yield step(incoming, limits, micro_batches, "mesh (gangs)")
     rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
@@ -70,13 +70,13 @@ def _rounds(
     """The micro-batches of each round of the best division; nothing where none was found."""
     shares, frame = anywhere.under(limits.max_tokens), Frame(limits.num_ranks, cost_table.node, limits.max_tokens)
     dummies = limits.equal_counts or limits.num_stages > 1
-    found: list[list[MicroBatch]] = []
+    rounds: list[list[MicroBatch]] = []
     for one in _best_rounds(lengths, limits, cost_table, anywhere, config):
-        made = _launched(lengths, one, shares, cost_table, frame, dummies=dummies)
-        if made is None:
+        micro_batches = _launched(lengths, one, shares, cost_table, frame, dummies=dummies)
+        if micro_batches is None:
             return []
-        found.append(made)
-    return found
+        rounds.append(micro_batches)
+    return rounds
 
 
 def _best_rounds(
@@ -90,20 +90,20 @@ def _best_rounds(
     for tried, division in enumerate(divisions(lengths, shares, frame, launch_s, stages)):
         if tried > tries or division.seconds >= best_s:
             break
-        found: list[_Round] = []
+        rounds: list[_Round] = []
         for numbers in division.rounds:
             one = placed(shares, numbers, frame)
             if one is not None:
-                found.append(_Round(numbers, one.cp_groups, one.seconds))
+                rounds.append(_Round(numbers, one.cp_groups, one.seconds))
                 continue
             even = remapped(lengths, numbers, anywhere, cost_table) if config.remap == "auto" else None
             if even is None:
                 break
-            found.append(_Round(numbers, [], _seconds([even], cost_table) - launch_s, even))
+            rounds.append(_Round(numbers, [], _seconds([even], cost_table) - launch_s, even))
         else:
-            seconds = step_seconds([one.seconds for one in found], launch_s, stages)
+            seconds = step_seconds([one.seconds for one in rounds], launch_s, stages)
             if seconds < best_s:
-                best_s, best = seconds, found
+                best_s, best = seconds, rounds
     return best
 
 
@@ -130,17 +130,17 @@ def _launched(
     pieces = whole(lengths, one.numbers)
     if one.even is not None:
         return [one.even]
-    found = [micro_batches(pieces, one.cp_groups, cost_table, dummies=dummies)]
+    forms = [micro_batches(pieces, one.cp_groups, cost_table, dummies=dummies)]
     if (grouped := _in_groups(lengths, one, shares, frame)) is not None:
-        found.append(micro_batches(pieces, grouped.cp_groups, cost_table, dummies=dummies))
-    made = [rows for rows in found if rows is not None]
-    return min(made, key=lambda rows: _seconds(rows, cost_table)) if len(made) > 1 else next(iter(made), None)
+        forms.append(micro_batches(pieces, grouped.cp_groups, cost_table, dummies=dummies))
+    lawful = [rows for rows in forms if rows is not None]
+    return min(lawful, key=lambda rows: _seconds(rows, cost_table)) if len(lawful) > 1 else next(iter(lawful), None)
 
 
-def _seconds(made: list[MicroBatch], cost_table: CostTable) -> float:
+def _seconds(micro_batches: list[MicroBatch], cost_table: CostTable) -> float:
     """Of the slowest forward and the slowest backward of a round, launches included."""
     at, slowest = cost_table.context, [0.0, 0.0]
-    for m in made:
+    for m in micro_batches:
         for k, (own, passes) in enumerate(zip(at.costs.rank_s(m), (1, 2), strict=True)):
             for direction in cost_table.directions(passes):
                 own = own + exposed_of_ranks(at, direction, m)

@@ -27,7 +27,7 @@ def compute_seconds(blocks: list[Block], price: PassCost, stages: int) -> float:
     return float(sum(rounds) + (stages - 1) * max(rounds) + (len(rounds) + stages - 1) * price.launch_s)
 
 
-def in_blocks(given: StepPlan, limits: Limits, blocks: list[Block], name: str) -> StepPlan:
+def in_blocks(incoming: StepPlan, limits: Limits, blocks: list[Block], name: str) -> StepPlan:
     """The plan of these blocks: rounds in slots of 1F1B, where a slot of a block's backward needs all its forwards."""
     rounds = [one for block in blocks for one in block.rounds]
     numbers: list[list[int]] = []
@@ -50,10 +50,10 @@ def in_blocks(given: StepPlan, limits: Limits, blocks: list[Block], name: str) -
         )
         for stage in range(limits.num_stages)
     )
-    return given.with_micro_batches(micro_batches, limits, name, order)
+    return incoming.with_micro_batches(micro_batches, limits, name, order)
 
 
-def fitted(plan: StepPlan, room: float) -> StepPlan:
+def fitted(plan: StepPlan, budget_bytes: float) -> StepPlan:
     """With as few replays as bring the plan into the device: of every chain the last slices keep their activations.
 
     As it was where none do.
@@ -70,7 +70,7 @@ def fitted(plan: StepPlan, room: float) -> StepPlan:
 
     def fits(tried: StepPlan) -> bool:
         stages = range(plan.limits.num_stages)
-        return max(peak for stage in stages for peak, _ in peaks_of_stage(tried, stage)) <= room
+        return max(peak for stage in stages for peak, _ in peaks_of_stage(tried, stage)) <= budget_bytes
 
     most = max(map(len, chains.values()), default=1)
     if fits(tried := keeping(most)):

@@ -31,17 +31,17 @@ def micro_batches(
     root = _components(cp_groups, cost_table.limits.num_ranks)
     for k, cp_group in enumerate(cp_groups):
         members.setdefault(root[cp_group[0]], []).append(k)
-    found: list[MicroBatch] = []
-    for mine in members.values():
-        made = joined([(pieces[k], cp_groups[k]) for k in mine], cost_table)
-        if made is None:
+    out: list[MicroBatch] = []
+    for together in members.values():
+        micro_batch = joined([(pieces[k], cp_groups[k]) for k in together], cost_table)
+        if micro_batch is None:
             return None
-        found.append(made)
-    found.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
+        out.append(micro_batch)
+    out.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
     if dummies:
-        busy = {rank for m in found for rank in m.ranks}
-        found += [MicroBatch((), (rank,)) for rank in range(cost_table.limits.num_ranks) if rank not in busy]
-    return found
+        busy = {rank for m in out for rank in m.ranks}
+        out += [MicroBatch((), (rank,)) for rank in range(cost_table.limits.num_ranks) if rank not in busy]
+    return out
 
 
 def _components(cp_groups: list[Ranks], num_ranks: int) -> list[int]:
@@ -57,23 +57,23 @@ def _span(m: MicroBatch, node: int) -> int:
     return max(len({rank // node for rank in cp_group}) for cp_group in m.ranks_of_slices)
 
 
-def joined(mine: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:
+def joined(parts: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:
     """One micro-batch of slices, each on its CP group; None where no cp_comm suits all."""
-    ranks = tuple(sorted({rank for _, cp_group in mine for rank in cp_group}))
-    mine = sorted(mine, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
-    slices = tuple(piece for piece, _ in mine)
+    ranks = tuple(sorted({rank for _, cp_group in parts for rank in cp_group}))
+    parts = sorted(parts, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
+    slices = tuple(piece for piece, _ in parts)
     if len(ranks) == 1:
         return MicroBatch(slices, ranks)
-    strategy = common_way([(piece.length, cp_group) for piece, cp_group in mine], cost_table)
+    strategy = common_strategy([(piece.length, cp_group) for piece, cp_group in parts], cost_table)
     if strategy is None:
         return None
-    cp_groups = tuple(cp_group for _, cp_group in mine)
+    cp_groups = tuple(cp_group for _, cp_group in parts)
     if all(cp_group == ranks for cp_group in cp_groups):
         cp_groups = ()
     return MicroBatch(slices, ranks, 0, strategy.cp_comm, strategy.ulysses_degree, cp_groups, routed=strategy.routed)
 
 
-def common_way(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
+def common_strategy(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
     """The fastest way for sequences (tokens, CP group) that run in one micro-batch; None where none suits all."""
     costs = cost_table.context.costs
     forward, backward = (dict.fromkeys((r for _, cp_group in sequences for r in cp_group), 0.0) for _ in range(2))
@@ -102,7 +102,7 @@ def _suiting(shared: list[tuple[int, Ranks]], cost_table: CostTable) -> Iterator
     degrees = sorted({len(cp_group) for _, cp_group in shared})
     across = max(degrees, default=1) > cost_table.node
     most = len({rank for _, cp_group in shared for rank in cp_group})
-    for strategy in cost_table.ways[1:]:
+    for strategy in cost_table.strategies[1:]:
         if strategy.cp_comm == "hybrid" and (
             any(d % strategy.ulysses_degree for d in degrees) or strategy.ulysses_degree >= most
         ):
@@ -115,7 +115,7 @@ def _suiting(shared: list[tuple[int, Ranks]], cost_table: CostTable) -> Iterator
 
 def packs(pieces: list[Slice], rank: int, bins: list[list[int]]) -> list[MicroBatch]:
     """Micro-batches of whole sequences on one rank."""
-    return [MicroBatch(tuple(pieces[k] for k in sorted(mine)), (rank,)) for mine in bins]
+    return [MicroBatch(tuple(pieces[k] for k in sorted(numbers)), (rank,)) for numbers in bins]
 
 
 def whole(lengths: Ints, numbers: Ints) -> list[Slice]:

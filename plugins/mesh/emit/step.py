@@ -31,14 +31,14 @@ def limits_for(plan: StepPlan, context: PlanningContext, config: MeshConfig) -> 
 
 def _held_tokens(limits: Limits, context: PlanningContext, most: int) -> int:
     """Tokens of each micro-batch that leave a rank of every stage within its memory. Raises EvenloadError."""
-    room = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     one, two = (_peak(limits, tokens) for tokens in (1024, 2048))
     each, fixed = (two - one) / 1024, 2 * one - two
-    tokens = int(min(most, (room - fixed) / each if each > 0 else most))
+    tokens = int(min(most, (budget_bytes - fixed) / each if each > 0 else most))
     if tokens < 1:
         raise EvenloadError(
             "no token is predicted to fit into the device beside weights and optimizer",
-            f"{room - fixed:.3g} bytes left, {each:.3g} bytes a token",
+            f"{budget_bytes - fixed:.3g} bytes left, {each:.3g} bytes a token",
             "set plugins.mesh.max_tokens, or recompute, or spread the model over more devices",
         )
     return tokens
@@ -54,7 +54,7 @@ def _peak(limits: Limits, tokens: int) -> float:
     return max(peak for stage in range(limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
 
 
-def step(given: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], name: str) -> StepPlan:
+def step(incoming: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], name: str) -> StepPlan:
     """A plan of these micro-batches in launch order; dummies for ranks without work, and where all run in step.
 
     Pipelines that share micro-batches run in step too: else stages that run ahead might wait in a circle.
@@ -64,7 +64,7 @@ def step(given: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch], n
         launched = in_step(launched, limits.num_ranks)
     busy = {rank for m in launched for rank in m.ranks}
     launched += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
-    return given.with_micro_batches(launched, limits, name)
+    return incoming.with_micro_batches(launched, limits, name)
 
 
 def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]:
@@ -79,7 +79,7 @@ def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]
         for rank in m.ranks:
             done[rank] = place + 1
     out: list[MicroBatch] = []
-    for mine in rounds:
-        busy = {rank for m in mine for rank in m.ranks}
-        out += [*mine, *(MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy)]
+    for in_round in rounds:
+        busy = {rank for m in in_round for rank in m.ranks}
+        out += [*in_round, *(MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy)]
     return out

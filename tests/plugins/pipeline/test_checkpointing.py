@@ -264,7 +264,9 @@ def test_the_program_finds_the_best_of_all_choices(seed: int) -> None:
     assert rows.fit(found)
     # Its rows are on the safe side by the first layer of a running micro-batch.
     safe = [
-        one for one in fitting if (rows.held(np.maximum(one, 1)) + (rows.own_saves * (one == 0)) <= rows.room).all()
+        one
+        for one in fitting
+        if (rows.held(np.maximum(one, 1)) + (rows.own_saves * (one == 0)) <= rows.budget_bytes).all()
     ]
     assert best - 1e-9 <= weights @ found <= (1 + GAP) * min(float(weights @ one) for one in safe) + 1e-9
     quick = lowered(rows, weights, np.full(6, layers))
