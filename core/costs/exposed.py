@@ -127,11 +127,8 @@ def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats,
 def attention_s(context: PlanningContext, direction: Direction, shared: SharedLoad) -> Floats:
     """Communication that nothing hides in one pass of a sequence by itself: what sharing its attention costs.
 
-    Args:
-        shared: S sequences, each by itself on these ranks (`attention_comm.load_of`).
-
-    Returns:
-        Seconds, float64 [S]; infinite where more ranks share heads than there are.
+    ``shared``: S sequences, each by itself on these ranks (`attention_comm.load_of`). Seconds, float64 [S]; infinite
+    where more ranks share heads than there are.
     """
     if len(shared.ranks) == 1:
         return np.zeros(len(shared.load.tokens))

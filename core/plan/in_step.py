@@ -26,11 +26,8 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
     activations than in the plan but those of dummies, and rows that are in step already stay as they are. Cost:
     O(ranks * passes) without shared ones; 1,024 ranks of 40 passes take 0.1 s.
 
-    Args:
-        rows: of each rank, forwards and backwards alone.
-
-    Raises:
-        EvenloadError: ranks wait for each other in a circle; no lawful plan does that.
+    ``rows``: of each rank, forwards and backwards alone. Raises EvenloadError where ranks wait for each other in a
+    circle, which no lawful plan makes them do.
     """
     if _are_in_step(rows):
         return tuple(map(tuple, rows))

@@ -228,11 +228,7 @@ class StepPlan:
         return not (own or any(m.cp_comm and len(m.ranks) > 1 for m in self.micro_batches))
 
     def revised(self, **changes: Any) -> StepPlan:
-        """The same plan but for these fields. What was worked out of other fields is not worked out again.
-
-        Raises:
-            PlanError: a plan has no such field.
-        """
+        """The same plan but for these fields, with what was worked out of others. Raises PlanError for unknown ones."""
         if unknown := sorted(set(changes) - set(self.__dataclass_fields__)):
             fields = ", ".join(self.__dataclass_fields__)
             raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")

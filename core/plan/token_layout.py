@@ -70,8 +70,7 @@ def dealt(piece: Slice, cp_group: CpGroup, place: int) -> Pieces:
 def layout_of(micro_batch: MicroBatch, node_ranks: int = 0) -> dict[int, Pieces]:
     """The token layout: the pieces of every rank of a micro-batch, in the order in which it holds them.
 
-    Args:
-        node_ranks: plane ranks of a node; a remap moves tokens inside a node first. 0: all are in one.
+    ``node_ranks``: plane ranks of a node, 0 where all are in one; a remap moves tokens inside a node first.
     """
     held: dict[int, list[Slice]] = {rank: [] for rank in micro_batch.ranks}
     for number, piece in enumerate(micro_batch.slices):

@@ -124,8 +124,7 @@ def _walk(
 def grid(plan: StepPlan, shown: Sequence[tuple[int, int]], columns: int = 0) -> str:
     """The programs of these (stage, rank) against each other, every computing action one column long.
 
-    Args:
-        columns: so many, up to where the last of them waits for ever; 0: all.
+    So many ``columns``, up to where the last of them waits for ever; 0: all.
     """
     cells = {
         (stage, op): [f" {action.cell}" for action in actions if action.computes]

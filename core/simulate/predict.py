@@ -35,13 +35,10 @@ OfRanks = Mapping[Op, Floats]
 
 
 def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
-    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`).
+    """Predict a lawful plan. ``costs`` and ``head_frac`` are those of a planning context.
 
     Stages are alike here: where they recompute different layers, or run less of a forward, each is taken to run the
     mean of them.
-
-    Args:
-        head_frac: share of the linear work of the forward that is the output layer's.
     """
     forward, backward = map(list, pass_seconds(plan, costs))
     stages = plan.limits.num_stages

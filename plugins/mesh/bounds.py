@@ -131,10 +131,7 @@ class _Areas:
         A rank's tokens in a round are at most ``cap``; they take at most ``rate`` each, but for sequences that cost
         more, and what those cost more can fill a wait only once. Asked of the longest sequence by itself, and of each
         two of the longest: in different rounds, in one round on ranks of their own, or on some in common.
-
-        Args:
-            alone: [S] seconds of all other, short sequences on one rank each.
-            lengths: int [S], their tokens.
+        ``alone`` [S]: seconds of all other, short sequences on one rank each; ``lengths`` int [S]: their tokens.
         """
         order = np.argsort(-self._lengths, kind="stable")[:_TOGETHER].tolist()
         pairs = [(order[0], order[0]), *combinations(order, 2)]

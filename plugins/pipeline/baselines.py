@@ -147,9 +147,8 @@ def algorithm_1(incoming: StepPlan, context: PlanningContext, config: PipelineCo
         yield replace(assembled(incoming, limits, packs), made_by="algorithm_1")
 
 
-def flushed(chunked: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """Groups of micro-batches one after the other, each a pipeline that drains before the next one fills (`groups`)."""
-    groups = grouped(chunked, context, config)
+def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext) -> StepPlan:
+    """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
     if len(groups) < 2:
         return ordered(chunked, context)
     order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
@@ -187,7 +186,11 @@ BASELINES: dict[str, Baseline] = {
     "whole_1f1b": Baseline(whole_1f1b, lambda plan, *_: plan, statically_recomputed),
     "in_order": Baseline(in_order, lambda plan, *_: plan, statically_recomputed),
     "fixed_chunks": Baseline(fixed_chunks, lambda plan, context, _: ordered(plan, context), statically_recomputed),
-    "algorithm_1": Baseline(algorithm_1, flushed, adaptively_recomputed),
+    "algorithm_1": Baseline(
+        algorithm_1,
+        lambda plan, context, config: flushed(plan, grouped(plan, context, config), context),
+        adaptively_recomputed,
+    ),
 }
 
 

@@ -24,9 +24,7 @@ def micro_batches(
 ) -> list[MicroBatch] | None:
     """The micro-batches of one round; None where no cp_comm suits sequences that meet.
 
-    Args:
-        pieces: what each sequence runs in this round, on ``cp_groups``.
-        dummies: give ranks without work a micro-batch too.
+    ``pieces``: what each sequence runs, on ``cp_groups``; ``dummies``: give ranks without work a micro-batch too.
     """
     sharing = Joined(cost_table.limits.num_ranks)
     for cp_group in {cp_group for cp_group in cp_groups if len(cp_group) > 1}:
