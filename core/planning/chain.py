@@ -37,7 +37,7 @@ logger = logging.getLogger("evenload")
 SMALL = 1 << 14
 """Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
 NEXT_TO_BOUND = 1.001
-"""Compute of the step over its certified bound from which on baselines are not planned for larger batches."""
+"""Step over its certified bound up to which baselines are not planned for larger batches."""
 MOST_PASSES = 1 << 21
 """Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
@@ -178,9 +178,8 @@ class PlanChain:
         one that takes long to plan is left out of large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
-        large = len(plan.lengths) * self.limits.num_ranks > SMALL
-        next_to_bound = large and outcome_of(plan, self.context).working_s <= NEXT_TO_BOUND * plan.bound_s
-        if ours.fits and (next_to_bound or ours.step_s <= plan.bound_s + after_passes_s(self.context)):
+        near = NEXT_TO_BOUND if len(plan.lengths) * self.limits.num_ranks > SMALL else 1.0
+        if ours.fits and ours.step_s <= near * plan.bound_s + after_passes_s(self.context):
             return plan
         for name in self.baselines_for(plan.lengths, "tried"):
             with suppress(EvenloadError):
