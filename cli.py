@@ -51,16 +51,16 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train the same batches in turn, each its own model."""
-    from .commands._shared import tables
     from .commands.pictures import refuse
 
     names = _names(against)
     if (plot or report) and not names:
         do = "add --against stock, or use --trace for evenload alone"
         raise EvenloadError("a picture of a run shows it beside baselines", "--plot or --report without --against", do)
-    refuse(plot=plot, report=report)
+    pictures = {"plot": plot, "report": report}
+    refuse(**pictures)
     chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
-    _run_ranks(chosen, nproc, as_json, tables.train, "train", names, pictures={"plot": plot, "report": report})
+    _run_ranks("train", chosen, nproc, as_json, names, pictures=pictures)
 
 
 @app.command()
@@ -72,10 +72,9 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
-    from .commands._shared import tables
 
     updates = number_of_word(steps, "--steps", REPEATS)
-    _run_ranks(load_recipe(recipe, overrides or ()), nproc, as_json, tables.verify, "verify", steps=updates)
+    _run_ranks("verify", load_recipe(recipe, overrides or ()), nproc, as_json, steps=updates)
 
 
 @app.command()
@@ -90,12 +89,9 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
-    from .commands._shared import tables
 
-    names = _names(against)
     runs = number_of_word(repeats, "--repeats", REPEATS)
-    wanted = load_recipe(recipe, overrides or ())
-    _run_ranks(wanted, nproc, as_json, tables.bench, "bench", names, repeats=runs)
+    _run_ranks("bench", load_recipe(recipe, overrides or ()), nproc, as_json, _names(against), repeats=runs)
 
 
 @app.command()
@@ -116,31 +112,25 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
-    from .commands._shared import tables
-    from .commands._shared.show import emit
+    from .commands.pictures import draw, refuse
     from .commands.plan import look_ahead, write_plans
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
+    pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
         from .commands.sweep import sweep as work
 
-        files = {"--out": out, "--trace": trace, "--plot": plot, "--report": report}
-        emit(work(chosen, sweep, lengths, num_steps, num_ranks, files), as_json, tables.sweep)
+        files = {"--out": out, **{f"--{kind}": path for kind, path in pictures.items()}}
+        _show("sweep", work(chosen, sweep, lengths, num_steps, num_ranks, files), as_json)
         return
-    if trace or plot or report:
-        from .commands.pictures import refuse
-
-        refuse(trace=trace, plot=plot, report=report)
+    refuse(**pictures)
     outlook = look_ahead(chosen, lengths, num_steps, num_ranks, record=trace is not None or report is not None)
     if out is not None:
         write_plans(outlook, out)
-    if trace or plot or report:
-        from .commands.pictures import draw
-
-        draw(outlook, trace=trace, plot=plot, report=report)
-    emit(outlook.to_json(explain=explain), as_json, tables.plan)
+    draw(outlook, **pictures)
+    _show("plan", outlook.to_json(explain=explain), as_json)
 
 
 @app.command()
@@ -152,19 +142,14 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's layers and links and fit the cost model."""
-    from .commands._shared import tables
     from .core.planning.setting import RECIPES
 
     wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
     num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     # Tensor parallelism stays: not all that a layer does is divided by it.
-    plane = {
-        "parallel.pp": 1,
-        "parallel.cp": 1,
-        "parallel.ep": 1,
-        "parallel.dp": max(1, num_ranks // wanted.parallel.tp),
-    }
-    _run_ranks(wanted.changed(plane), str(num_ranks), as_json, tables.profile, "profile", out=out.absolute())
+    plane = {"pp": 1, "cp": 1, "ep": 1, "dp": max(1, num_ranks // wanted.parallel.tp)}
+    wanted = wanted.changed({f"parallel.{name}": degree for name, degree in plane.items()})
+    _run_ranks("profile", wanted, str(num_ranks), as_json, out=out.absolute())
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -179,32 +164,20 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What is installed, what is supported, which patches would apply, and why not."""
-    from .commands._shared import tables
-    from .commands._shared.show import emit
     from .commands.doctor import doctor as work
 
-    emit(work(), as_json, tables.doctor)
+    _show("doctor", work(), as_json)
 
 
 @app.command()
 def plugins(as_json: AsJson = False) -> None:
     """The registered plugins."""
-    from .commands._shared import tables
-    from .commands._shared.show import emit
     from .core.registry import registered
 
     load_plugins()
-    rows = [
-        {
-            "name": p.name,
-            "summary": p.summary,
-            "papers": list(p.papers),
-            "origin": p.origin,
-            "baselines": list(p.baselines),
-        }
-        for p in registered()
-    ]
-    emit({"plugins": rows}, as_json, tables.plugins)
+    keys = ("name", "summary", "papers", "origin")
+    rows = [{**{key: getattr(p, key) for key in keys}, "baselines": list(p.baselines)} for p in registered()]
+    _show("plugins", {"plugins": rows}, as_json)
 
 
 @app.command()
@@ -230,23 +203,28 @@ def main() -> None:
 
 def _refuse_long_words(words: list[str]) -> None:
     """Raise EvenloadError for a word that the parser's messages would repeat in full; a COMMAND to run is its own."""
-    ours = words[: words.index("--")] if "--" in words else words
-    for word in ours:
+    for word in words[: words.index("--")] if "--" in words else words:
         if len(word) > _LONGEST_WORD:
             detail = f"{len(word)} characters: {shown(word)}"
             raise EvenloadError("a word of the command line is too long", detail, "write it into the recipe")
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
+    from .commands._shared import show, tables
+
+    show.emit(result, as_json, getattr(tables, verb))
 
 
 def _run_ranks(
-    recipe: Recipe, nproc: str | None, as_json: bool, table: Any, verb: str, against: tuple[str, ...] = (), **more: Any
+    verb: str, recipe: Recipe, nproc: str | None, as_json: bool, against: tuple[str, ...] = (), **more: Any
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands._shared.launch import end_with_launcher, is_rank, launch
-    from .commands._shared.show import emit, stdout_aside
+    from .commands._shared.show import stdout_aside
     from .runtime.world.variables import job_variables
 
     if is_rank():
@@ -259,14 +237,14 @@ def _run_ranks(
         from .commands._shared.preflight import preflight
 
         ready = preflight(recipe, None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS))
-        size = ready.layout.world_size
+        size = ready.chain.context.layout.world_size
         if size > LOCAL_RANKS:
             do = f"start them with torchrun -m evenload {verb} on several machines"
             raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
         for name in against:
-            ready.chain.refuse_unknown_baseline(name)
+            ready.chain.offer(name)
         result = launch(sys.argv[1:], size, recipe.safety)
     if result is not None:
-        emit(result, as_json, table)
+        _show(verb, result, as_json)
         if result.get("exact") is False:
             raise SystemExit(1)

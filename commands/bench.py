@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.aliases import Floats
 from ..core.costs.memory import peaks_of_stage
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
@@ -45,7 +46,7 @@ class Measured:
     """One variant's numbers, a list entry a step."""
 
     step_s: list[float] = field(default_factory=list)
-    busy: list[Any] = field(default_factory=list)
+    busy: list[Floats] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     padding_frac: list[float] = field(default_factory=list)
     plan_wait_s: list[float] = field(default_factory=list)
@@ -61,34 +62,6 @@ class Measured:
     loss: float = 0.0
 
     @property
-    def measured_s(self) -> list[float]:
-        """Steps without the waiting for their plans."""
-        return [step_s - wait_s for step_s, wait_s in zip(self.step_s, self.plan_wait_s, strict=True)]
-
-    @property
-    def busiest_error(self) -> list[float]:
-        """Relative error of the compute that was predicted for each step's busiest rank of the plane."""
-        return (np.array(self.predicted_busiest_s) / np.max(self.busy, axis=1) - 1.0).tolist()  # type: ignore[no-any-return]
-
-    @property
-    def prediction_error(self) -> float:
-        """Mean absolute relative error of the predicted steps."""
-        return float(np.mean(np.abs(np.array(self.predicted_s) / np.array(self.measured_s) - 1.0)))
-
-    @property
-    def bubble_frac(self) -> float:
-        """Waiting of all ranks over their time, steps summed."""
-        return float(np.average(self.bubbles, weights=self.measured_s))
-
-    @property
-    def predicted_bubble_frac(self) -> float:
-        return float(np.average(self.predicted_bubbles, weights=self.predicted_s))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(self.tokens) / sum(self.step_s)
-
-    @property
     def imbalance(self) -> float:
         """Busiest over mean rank: seconds summed over steps, so that long steps count for more."""
         return self.busiest_s / float(np.mean(self.busy, axis=1).sum())
@@ -97,6 +70,25 @@ class Measured:
     def busiest_s(self) -> float:
         """Seconds of each step's busiest rank, summed: the time of compute where every rank has cores of its own."""
         return float(np.max(self.busy, axis=1).sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``bench --json`` says of a variant; ``busiest_error`` is of the compute of the steps' busiest ranks."""
+        measured_s = np.array(self.step_s) - self.plan_wait_s
+        return {
+            "tokens_per_s": sum(self.tokens) / sum(self.step_s),
+            "imbalance": self.imbalance,
+            "padding_frac": float(np.mean(self.padding_frac)),
+            "bubble_frac": float(np.average(self.bubbles, weights=measured_s)),
+            "predicted_bubble_frac": float(np.average(self.predicted_bubbles, weights=self.predicted_s)),
+            "peak_activation_bytes": max(self.peak_bytes),
+            "peak_activation_bytes_of_stages": self.peak_bytes,
+            "predicted_peak_activation_bytes_of_stages": self.predicted_peak_bytes,
+            "loss": self.loss,
+            "predicted_s": self.predicted_s,
+            "measured_s": measured_s.tolist(),
+            "busiest_error": (np.array(self.predicted_busiest_s) / np.max(self.busy, axis=1) - 1.0).tolist(),
+            "prediction_error": float(np.mean(np.abs(np.array(self.predicted_s) / measured_s - 1.0))),
+        }
 
 
 def bench(recipe: Recipe, against: tuple[str, ...], repeats: int = 1) -> dict[str, Any] | None:
@@ -180,34 +172,24 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
     ours = measured[OURS]
     ratio = {}
     for name, baseline in measured.items():
-        if name != OURS:
-            compared = compare(baseline.step_s, ours.step_s)
-            each = np.array(baseline.step_s) / np.array(ours.step_s)
-            ratio[name] = {
-                **compared,
-                "quartiles": np.quantile(each, [0.25, 0.75]).tolist(),
-                "of_busiest": baseline.busiest_s / ours.busiest_s,
-                "ceiling": baseline.imbalance,
-                "of_ceiling": compared["of_totals"] / baseline.imbalance,
-                "same_plans": baseline.digests == ours.digests,
-            }
+        if name == OURS:
+            continue
+        compared = compare(baseline.step_s, ours.step_s)
+        each = np.array(baseline.step_s) / np.array(ours.step_s)
+        ratio[name] = {
+            **compared,
+            "quartiles": np.quantile(each, [0.25, 0.75]).tolist(),
+            "of_busiest": baseline.busiest_s / ours.busiest_s,
+            "ceiling": baseline.imbalance,
+            "of_ceiling": compared["of_totals"] / baseline.imbalance,
+            "same_plans": baseline.digests == ours.digests,
+        }
+    rows = {name: one.to_json() for name, one in measured.items()}
     return {
         "host": job.host.describe(),
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "steps": len(ours.step_s),
-        "tokens_per_s": {name: m.tokens_per_s for name, m in measured.items()},
-        "imbalance": {name: m.imbalance for name, m in measured.items()},
-        "padding_frac": {name: float(np.mean(m.padding_frac)) for name, m in measured.items()},
-        "bubble_frac": {name: m.bubble_frac for name, m in measured.items()},
-        "predicted_bubble_frac": {name: m.predicted_bubble_frac for name, m in measured.items()},
-        "peak_activation_bytes": {name: max(m.peak_bytes) for name, m in measured.items()},
-        "peak_activation_bytes_of_stages": {name: m.peak_bytes for name, m in measured.items()},
-        "predicted_peak_activation_bytes_of_stages": {name: m.predicted_peak_bytes for name, m in measured.items()},
-        "loss": {name: m.loss for name, m in measured.items()},
-        "predicted_s": {name: m.predicted_s for name, m in measured.items()},
-        "measured_s": {name: m.measured_s for name, m in measured.items()},
-        "busiest_error": {name: m.busiest_error for name, m in measured.items()},
-        "prediction_error": {name: m.prediction_error for name, m in measured.items()},
+        **{key: {name: row[key] for name, row in rows.items()} for key in rows[OURS]},
         "repeats": repeats,
         "plan_share": sum(ours.plan_wait_s) / sum(ours.step_s),
         "ratio": ratio,

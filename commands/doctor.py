@@ -24,22 +24,18 @@ def doctor() -> dict[str, Any]:
 
 
 def _hosts() -> list[dict[str, Any]]:
-    needs = {need.distribution: need for group in TRAINERS.values() for need in group}
-    return [
-        {
-            "name": need.distribution,
-            "found": need.installed(),
-            "supports": str(need.supports),
-            "status": "supported" if need.satisfied() else ("not supported" if need.installed() else "missing"),
-        }
-        for need in needs.values()
-    ]
+    rows = []
+    for need in dict.fromkeys(need for needs in TRAINERS.values() for need in needs):
+        version = need.installed()
+        status = "missing" if version is None else "supported" if need.satisfied() else "not supported"
+        row = {"name": need.distribution, "found": version, "supports": str(need.supports), "status": status}
+        rows.append(row)
+    return rows
 
 
 def _solver() -> list[dict[str, Any]]:
     """What `plugins.pipeline` solves its integer program with; without it, rules that are about as good."""
-    status = {name: find_spec(module) is not None for name, module in (("PuLP", "pulp"), ("HiGHS", "highspy"))}
-    return [{"name": name, "status": "available" if here else "not here"} for name, here in status.items()]
+    return [_at_hand("PuLP", find_spec("pulp") is not None), _at_hand("HiGHS", find_spec("highspy") is not None)]
 
 
 def _attention() -> list[dict[str, Any]]:
@@ -47,7 +43,11 @@ def _attention() -> list[dict[str, Any]]:
         return []
     from ..runtime.attention.kernels import KERNELS
 
-    return [{"name": k.name, "status": "available" if k.available() else "not here"} for k in KERNELS]
+    return [_at_hand(kernel.name, kernel.available()) for kernel in KERNELS]
+
+
+def _at_hand(name: str, here: bool) -> dict[str, Any]:
+    return {"name": name, "status": "available" if here else "not here"}
 
 
 def _patches() -> list[dict[str, Any]]:

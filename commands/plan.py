@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from ..core.costs.context import PlanningContext
 from ..core.costs.memory import activation_budget_bytes, fixed_bytes
 from ..core.errors import EvenloadError, PlanError, shorten
@@ -49,6 +46,11 @@ class Simulated:
     ignores: str = ""
     """Which setting of the recipe the plan of a baseline does not keep: one that does not is shown and not compared."""
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most that any rank holds."""
+        return float(self.outcome.peak_bytes.max())
+
 
 @dataclass(frozen=True)
 class PlannedStep:
@@ -60,6 +62,11 @@ class PlannedStep:
     """Seconds the planning took, measured; everything else is predicted."""
     delay_steps: float = 0.0
 
+    @property
+    def bound_s(self) -> float:
+        """Lower bound, predicted; where the planner gives none, its own work spread evenly."""
+        return self.ours.plan.bound_s or float(self.ours.outcome.busy_s.mean())
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -67,7 +74,7 @@ class Outlook:
 
     recipe: Recipe
     chain: PlanChain
-    lengths: npt.NDArray[np.int64]
+    lengths: Lengths
     """Tokens of every sample of the file, as training would cut them."""
     steps: tuple[PlannedStep, ...]
     times: Literal["predicted", "measured"] = "predicted"
@@ -75,27 +82,23 @@ class Outlook:
 
     def to_json(self, *, explain: bool = False) -> dict[str, Any]:
         """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
+        context = self.chain.context
         return {
             "predicted": self.times == "predicted",
-            "costs": self.chain.context.costs.source,
-            "cluster": self.chain.context.cluster.name,
-            "layout": vars(self.chain.context.layout),
+            "costs": context.costs.source,
+            "cluster": context.cluster.name,
+            "layout": vars(context.layout),
             "plugins": [p.name for p in self.recipe.enabled()],
             "samples": len(self.lengths),
             "steps": [
-                {"step": number, **_step_json(step, self.chain), **({"program": _program(step)} if explain else {})}
+                {"step": number, **_step_json(step, self.chain), **(_program(step.ours.plan) if explain else {})}
                 for number, step in enumerate(self.steps)
             ],
         }
 
 
 def look_ahead(
-    recipe: Recipe,
-    lengths: Path | npt.NDArray[np.int64],
-    steps: int,
-    num_ranks: int | None = None,
-    *,
-    record: bool = False,
+    recipe: Recipe, lengths: Path | Lengths, steps: int, num_ranks: int | None = None, *, record: bool = False
 ) -> Outlook:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
@@ -111,11 +114,9 @@ def look_ahead(
     samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
     if len(samples) < size:
-        raise EvenloadError(
-            "the lengths file holds fewer samples than one global batch",
-            f"{len(samples)} samples, train.global_batch_size {size}",
-            "lower train.global_batch_size",
-        )
+        what = "the lengths file holds fewer samples than one global batch"
+        detail = f"{len(samples)} samples, train.global_batch_size {size}"
+        raise EvenloadError(what, detail, "lower train.global_batch_size")
     refuse_endless(samples, chain.largest_slice)
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
     planned = []
@@ -127,7 +128,10 @@ def look_ahead(
         plan_s = time.perf_counter() - start
         baselines = _baselines(chain, batch, record)
         planned.append(PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps))
-    return Outlook(recipe, chain, samples, tuple(_comparable(planned)))
+    # Some baselines share nothing, and a sequence may be too long for them: those alone that can plan every step.
+    known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
+    comparable = (replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
+    return Outlook(recipe, chain, samples, tuple(comparable))
 
 
 def write_plans(outlook: Outlook, path: Path) -> None:
@@ -149,8 +153,7 @@ def write_plans(outlook: Outlook, path: Path) -> None:
 
 
 def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
-    outcome = simulate(step_plan, chain.context) if record else outcome_of(step_plan, chain.context)
-    return Simulated(step_plan, outcome)
+    return Simulated(step_plan, (simulate if record else outcome_of)(step_plan, chain.context))
 
 
 def _baselines(chain: PlanChain, batch: Lengths, record: bool) -> dict[str, Simulated]:
@@ -162,21 +165,15 @@ def _baselines(chain: PlanChain, batch: Lengths, record: bool) -> dict[str, Simu
     return rows
 
 
-def _comparable(steps: list[PlannedStep]) -> list[PlannedStep]:
-    """With those baselines alone that can plan every step: some share nothing, and a sequence may be too long."""
-    known = [name for name in steps[0].baselines if all(name in step.baselines for step in steps)]
-    return [replace(step, baselines={name: step.baselines[name] for name in known}) for step in steps]
-
-
 def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
-    plan, outcome = step.ours.plan, step.ours.outcome
+    plan = step.ours.plan
     return {
         "plan_s": step.plan_s,
         **_outcome_json(step.ours, chain),
-        "bound_s": plan.bound_s or float(outcome.busy_s.mean()),
+        "bound_s": step.bound_s,
         "padding_frac": plan.padding_frac,
         "micro_batches": len(plan.micro_batches),
-        "pipeline": describe(plan, outcome),
+        "pipeline": describe(plan, step.ours.outcome),
         "tokens": plan.num_tokens,
         "notes": [*plan.notes, *_bound_note(plan, chain)],
         "delay_steps": step.delay_steps,
@@ -200,30 +197,26 @@ def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) ->
         check(replace(baseline.plan, limits=capped))
     except PlanError as error:
         return f"{error.what} ({error.found})"
-    peak_bytes, least = float(baseline.outcome.peak_bytes.max()), float(ours.outcome.peak_bytes.max())
     memory = context.costs.memory
     most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
-    if peak_bytes > max(most, least):
-        return f"a rank holds {peak_bytes / GIB:.3g} GiB, of the device {max(0.0, most) / GIB:.3g} GiB are to be used"
-    return None
+    peak = baseline.peak_bytes
+    if peak <= max(most, ours.peak_bytes):
+        return None
+    return f"a rank holds {peak / GIB:.3g} GiB, of the device {max(0.0, most) / GIB:.3g} GiB are to be used"
 
 
-def _program(step: PlannedStep) -> list[str]:
-    """A line for each rank of each stage, below one with the columns; the first `_MOST_ROWS` of them."""
-    plan = step.ours.plan
+def _program(plan: StepPlan) -> dict[str, list[str]]:
+    """``program``: a line for each rank of each stage, below one with the columns; the first `_MOST_ROWS` of them."""
     places = [(stage, rank) for rank in range(plan.limits.num_ranks) for stage in range(plan.limits.num_stages)]
     lines = grid(plan, places[:_MOST_ROWS]).splitlines()
-    return lines + [f"... and {len(places) - _MOST_ROWS:,} more"] * (len(places) > _MOST_ROWS)
+    return {"program": lines + [f"... and {len(places) - _MOST_ROWS:,} more"] * (len(places) > _MOST_ROWS)}
 
 
 def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
     uneven = micro_batch_imbalance(one.plan, chain.context.costs)
     return {
-        "step_s": one.outcome.step_s,
-        "imbalance": one.outcome.imbalance,
-        "bubble_frac": one.outcome.bubble_frac,
-        "exposed_frac": one.outcome.exposed_frac,
-        "peak_bytes": float(one.outcome.peak_bytes.max()),
+        **{key: getattr(one.outcome, key) for key in ("step_s", "imbalance", "bubble_frac", "exposed_frac")},
+        "peak_bytes": one.peak_bytes,
         "micro_batch_imbalance": dict(zip(("forward", "backward"), uneven, strict=True)),
     }
 

@@ -29,12 +29,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,11 +49,12 @@ from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import VALUE_BYTES, shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
-from ..runtime.measure.links import LinkFit, measure_links
+from ..runtime.measure.links import measure_links
 from ..runtime.measure.memory import free_bytes
 from ..runtime.world.variables import integer
 from ._shared.job import Job, logger, run_rank
 from ._shared.show import progress
+from .pictures.files import whole
 from .profiling.cases import Case, cases
 from .profiling.memory import measure_memory, random_tokens
 
@@ -69,28 +69,23 @@ CASE_S = 2.0
 MEMORY_SHARE = 0.6
 """Share of the free memory that the largest micro-batch may take."""
 
+Numbers = TypeVar("Numbers", PassCost, Link)
+
 _FEWEST = 4
+_SECONDS = ("forward_s", "backward_s", "rest_s", "step_s")
 _UNWRITABLE = "the costs cannot be written"
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, kw_only=True)
+class Sample(Case):
     """What one case took, the least of its runs, the mean of the ranks."""
 
-    num: int
-    length: int
-    count: int
-    cuts: int
     forward_s: float
     backward_s: float
     rest_s: float
     step_s: float
     """By the wall, of the slowest rank."""
     runs: int
-
-    @property
-    def case(self) -> Case:
-        return Case(self.num, self.length, self.count, self.cuts)
 
 
 class Fitted(NamedTuple):
@@ -117,14 +112,18 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
-    links = _links(job)
-    sharers = 1 if device.type == "cuda" else _ranks_per_node(job)
+    per_node = min(job.world.size, integer("LOCAL_WORLD_SIZE", job.world.size, 1, RANKS))
+    links = measure_links(device, per_node, budget_s=LINKS_S) if job.world.size > 1 else {}
+    sharers = 1 if device.type == "cuda" else per_node
     free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap))
     measured = {name: fit.link for name, fit in links.items()}
     cluster = job.chain.context.cluster.model_copy(update=measured)
-    fitted = fit_samples(samples, replace(job.chain.context, cluster=cluster), waiting_counts=_waiting_counts(device))
+    # Whether `_clock` goes on while the rank waits.
+    waiting_counts = device.type == "cuda" or torch.get_num_threads() > 1
+    fitted = fit_samples(samples, replace(job.chain.context, cluster=cluster), waiting_counts=waiting_counts)
+    rounded = {name: _rounded(link) for name, link in measured.items()}
     costs = Costs(
         source=_source(job),
         forward=_rounded(fitted.forward),
@@ -132,8 +131,8 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
         memory=memory,
         num_layers=shape_of(recipe.model).num_layers,
         update_s=_digits(fitted.update_s),
-        intra=_rounded_link(measured.get("intra")),
-        inter=_rounded_link(measured.get("inter")),
+        intra=rounded.get("intra"),
+        inter=rounded.get("inter"),
         fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
     )
     if job.leads:
@@ -171,9 +170,8 @@ def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
                 taken_s += runs[-1][-1]
             spent_s += taken_s
             slower = taken_s / len(runs) / guess_s
-            forward_s, backward_s, rest_s, step_s = np.min(runs, axis=0).tolist()
-            shape = case.num, case.length, case.count, case.cuts
-            samples.append(Sample(*shape, forward_s, backward_s, rest_s, step_s, len(runs)))
+            least = dict(zip(_SECONDS, np.min(runs, axis=0).tolist(), strict=True))
+            samples.append(Sample(**vars(case), **least, runs=len(runs)))
             tick(str(case))
     return samples
 
@@ -184,17 +182,15 @@ def fit_samples(samples: list[Sample], context: PlanningContext, *, waiting_coun
     ``context``: layout, traffic and measured links; its costs are not read.
     """
     if len(samples) < _FEWEST:
-        raise RankError(
-            "too few shapes could be measured to fit three coefficients",
-            f"{len(samples)} within {BUDGET_S:.0f} s and the free memory",
-            "raise data.max_length if it is tiny, else profile a smaller model.num_layers",
-        )
+        detail = f"{len(samples)} within {BUDGET_S:.0f} s and the free memory"
+        do = "raise data.max_length if it is tiny, else profile a smaller model.num_layers"
+        raise RankError("too few shapes could be measured to fit three coefficients", detail, do)
     num_ranks, tp = context.layout.dp_cp_size, context.layout.tp
-    work = np.array([sample.case.work for sample in samples])
+    work = np.array([sample.work for sample in samples])
     forward, forward_error = fit(work, [s.forward_s for s in samples])
     backward, backward_error = fit(work, [s.backward_s for s in samples])
     passes = Costs(source="profile", forward=forward, backward=backward)
-    plans = [sample.case.plan(num_ranks) for sample in samples]
+    plans = [sample.plan(num_ranks) for sample in samples]
     rest = np.array([s.rest_s for s in samples])
     if waiting_counts:
         trial = replace(context, costs=passes)
@@ -221,17 +217,10 @@ def write_costs(costs: Costs, out: Path) -> None:
     """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
     text = yaml.safe_dump(costs.model_dump(exclude_none=True), sort_keys=False, width=118)
     try:
-        handle, part = tempfile.mkstemp(prefix=out.stem, suffix=".part", dir=out.parent)
-        try:
-            with open(handle, "w") as file:
-                file.write(text)
-            os.chmod(part, 0o644)
-            os.replace(part, out)
-        except BaseException:
-            os.unlink(part)
-            raise
-    except OSError as error:
-        raise RankError(_UNWRITABLE, f"{out}: {error.strerror}", "choose another --out") from error
+        with whole(out) as part:
+            part.write_text(text)
+    except EvenloadError as error:
+        raise RankError(_UNWRITABLE, error.found, "choose another --out") from error
 
 
 def _step(job: Job, case: Case) -> list[float]:
@@ -244,8 +233,7 @@ def _step(job: Job, case: Case) -> list[float]:
     result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
-    own = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
-    rows = job.gather(*own)
+    rows = job.gather(result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
     return [*rows[:, :3].mean(axis=0).tolist(), float(rows[:, 3].max())]
 
 
@@ -261,41 +249,23 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return now
 
 
-def _waiting_counts(device: torch.device) -> bool:
-    """Whether `_clock` goes on while the rank waits."""
-    return device.type == "cuda" or torch.get_num_threads() > 1
-
-
 def _memory(job: Job, max_tokens: int) -> MemoryCost:
     """Measured where a rank holds the whole model; else counted from the shape, with a word about it."""
     if job.host.layout.tp == 1:
         return measure_memory(job, max_tokens)
     logger.info("bytes are counted, not measured, under tensor parallelism: profile with parallel.tp=1 to measure them")
     recipe = job.recipe
-    counted = analytic(shape_of(recipe.model), job.chain.context.cluster, VALUE_BYTES[recipe.train.dtype])
-    return counted.memory
-
-
-def _links(job: Job) -> dict[str, LinkFit]:
-    """Of the ranks there are; none for one rank alone."""
-    return measure_links(job.world.device, _ranks_per_node(job), budget_s=LINKS_S) if job.world.size > 1 else {}
-
-
-def _ranks_per_node(job: Job) -> int:
-    return min(job.world.size, integer("LOCAL_WORLD_SIZE", job.world.size, 1, RANKS))
+    return analytic(shape_of(recipe.model), job.chain.context.cluster, VALUE_BYTES[recipe.train.dtype]).memory
 
 
 def _source(job: Job) -> str:
     """Machine, versions, model and command."""
-    host, model = job.host.describe(), job.recipe.model
-    versions = [f"{k} {host[k]}" for k in ("torch", "megatron_core", "deepspeed", "transformers") if k in host]
-    shape = model.model_dump(mode="json", exclude_none=True)
-    command = " ".join(["evenload", *sys.argv[1:]])
+    host, shape = job.host.describe(), job.recipe.model.model_dump(mode="json", exclude_none=True)
+    versions = (f"{k} {host[k]}" for k in ("torch", "megatron_core", "deepspeed", "transformers") if k in host)
     about = ", ".join(f"{key} {value}" for key, value in shape.items())
     ranks = f"{job.world.size} ranks at once" if job.world.size > 1 else "1 rank"
-    return (
-        f"{machine(job.world.device)}; {ranks}; {', '.join(versions)}; {job.recipe.train.dtype}; {about}; `{command}`"
-    )
+    parts = (machine(job.world.device), ranks, ", ".join(versions), job.recipe.train.dtype, about)
+    return f"{'; '.join(parts)}; `{' '.join(['evenload', *sys.argv[1:]])}`"
 
 
 def machine(device: torch.device) -> str:
@@ -311,12 +281,8 @@ def machine(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
-def _rounded(cost: PassCost) -> PassCost:
-    return PassCost(**{name: _digits(value) for name, value in cost.model_dump().items()})
-
-
-def _rounded_link(link: Link | None) -> Link | None:
-    return link and Link(**{name: _digits(value) for name, value in link.model_dump().items()})
+def _rounded(numbers: Numbers) -> Numbers:
+    return type(numbers)(**{name: _digits(value) for name, value in numbers.model_dump().items()})
 
 
 def _digits(value: float) -> float:

@@ -37,11 +37,8 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
     trainer = load_recipe(recipe).trainer
     require(trainer)
     if not command or shutil.which(command[0]) is None:
-        raise EvenloadError(
-            "there is no such command",
-            repr(command[0]) if command else "nothing behind --",
-            "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py",
-        )
+        do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"
+        raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing behind --", do)
     with tempfile.TemporaryDirectory(prefix="evenload-") as started:
         environment = {
             **os.environ,
@@ -52,11 +49,8 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
         }
         code = _wait(subprocess.Popen(list(command), env=environment))
         if not any(Path(started).iterdir()):
-            print(
-                f"evenload: no process of this command on this machine imported {_FIRST_IMPORTS[trainer]}; nothing was "
-                "switched on",
-                file=sys.stderr,
-            )
+            missed = f"no process of this command on this machine imported {_FIRST_IMPORTS[trainer]}"
+            print(f"evenload: {missed}; nothing was switched on", file=sys.stderr)
     return code
 
 

@@ -31,12 +31,7 @@ Result = dict[str, Any]
 
 
 def sweep(
-    recipe: Recipe,
-    words: list[str],
-    lengths: Path,
-    steps: int,
-    nproc: int | None,
-    files: Mapping[str, Path | None],
+    recipe: Recipe, words: list[str], lengths: Path, steps: int, nproc: int | None, files: Mapping[str, Path | None]
 ) -> Result:
     """Plan every combination of the words' values. Raises EvenloadError for a bad word, or if nothing can be planned.
 
@@ -50,11 +45,8 @@ def sweep(
     """
     for option, path in files.items():
         if path is not None:
-            raise EvenloadError(
-                f"{option} shows one setting, --sweep plans many",
-                f"{option} {path}",
-                f"leave {option} out (--json has all rows), or plan the setting you choose without --sweep",
-            )
+            do = f"leave {option} out (--json has all rows), or plan the setting you choose without --sweep"
+            raise EvenloadError(f"{option} shows one setting, --sweep plans many", f"{option} {path}", do)
     axes = axes_of(recipe, words)
     all_lengths = read_lengths(lengths)
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
@@ -63,11 +55,10 @@ def sweep(
         for settings in combinations:
             changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
             try:
-                rows.append(
-                    {"settings": settings, **_row(look_ahead(recipe.changed(changes), all_lengths, steps, nproc))}
-                )
+                row = _row(look_ahead(recipe.changed(changes), all_lengths, steps, nproc))
             except EvenloadError as error:
-                rows.append({"settings": settings, "error": vars(error).copy()})
+                row = {"error": vars(error).copy()}
+            rows.append({"settings": settings, **row})
             tick(said(settings))
     if all("error" in row for row in rows):
         first = rows[0]["error"]
@@ -105,47 +96,41 @@ def axes_of(recipe: Recipe, words: Iterable[str]) -> dict[str, list[Any]]:
 
 def _refuse_unknown(recipe: Recipe, key: str) -> None:
     node: Any = recipe
-    path: list[str] = []
+    path = ""
     for name in key.split("."):
-        if isinstance(node, BaseModel):
-            fields = type(node).model_fields
-            if name not in fields:
-                raise EvenloadError(
-                    f"{'.'.join(path) or 'the recipe'} has no key '{name}'", shown(key), nearest(name, fields)
-                )
-            node = getattr(node, name)
-        elif not isinstance(node, dict):
-            raise EvenloadError(f"{'.'.join(path)} has no keys below it", shown(key), "sweep its value")
-        else:
+        if isinstance(node, dict):
             return  # free form, such as deepspeed.config
-        path.append(name)
+        if not isinstance(node, BaseModel):
+            raise EvenloadError(f"{path} has no keys below it", shown(key), "sweep its value")
+        fields = type(node).model_fields
+        if name not in fields:
+            raise EvenloadError(f"{path or 'the recipe'} has no key '{name}'", shown(key), nearest(name, fields))
+        node, path = getattr(node, name), f"{path}.{name}".lstrip(".")
 
 
 def _row(outlook: Outlook) -> Result:
-    steps, context = outlook.steps, outlook.chain.context
+    context, own = outlook.chain.context, [step.ours for step in outlook.steps]
     layout, memory_bytes = context.layout, context.cluster.memory_bytes
-    num_tokens = sum(step.ours.plan.num_tokens for step in steps)
-    total_s = sum(step.ours.outcome.step_s for step in steps)
-    peak_bytes = max(float(step.ours.outcome.peak_bytes.max()) for step in steps)
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(step.ours.outcome, name) for step in steps)) / len(steps)
-
+    num_tokens = sum(one.plan.num_tokens for one in own)
+    total_s = sum(one.outcome.step_s for one in own)
+    peak_bytes = max(one.peak_bytes for one in own)
+    means = {
+        key: float(sum(getattr(one.outcome, key) for one in own)) / len(own)
+        for key in ("imbalance", "bubble_frac", "exposed_frac")
+    }
     return {
         "world_size": layout.world_size,
         "layout": vars(layout),
         "cluster": context.cluster.name,
-        "step_s": total_s / len(steps),
+        "step_s": total_s / len(own),
         "tokens_per_s": num_tokens / total_s,
         "tokens_per_s_per_rank": num_tokens / total_s / layout.world_size,
-        "imbalance": mean("imbalance"),
-        "bubble_frac": mean("bubble_frac"),
-        "exposed_frac": mean("exposed_frac"),
+        **means,
         "peak_bytes": peak_bytes,
         "memory_bytes": memory_bytes,
         "fits": peak_bytes <= memory_bytes,
-        "strongest_baseline": _strongest(steps, total_s),
-        "plan_s": sum(step.plan_s for step in steps) / len(steps),
+        "strongest_baseline": _strongest(outlook.steps, total_s),
+        "plan_s": sum(step.plan_s for step in outlook.steps) / len(own),
     }
 
 

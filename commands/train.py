@@ -135,7 +135,9 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
                 ticks[name](f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
             write(own.rows[-1], planned[OURS])
             recording.add(step, planned, taken)
-            if recipe.checkpoint.dir and _is_due(step + 1, recipe):
+            done = step + 1
+            due = done % recipe.checkpoint.every == 0 or done == recipe.train.steps
+            if recipe.checkpoint.dir and due:
                 keep(job, recipe.checkpoint.dir, step, planned[OURS], own.refitting.state(planner))
     if own.rows and own.rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
@@ -158,11 +160,9 @@ def _take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
     taken = measure_step(job, planned, step, record=record)
     # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.
     if not (math.isfinite(taken.result.loss) and 0 <= taken.result.grad_norm < math.inf):
-        raise RankError(
-            "the loss or its gradient is not finite",
-            f"loss {taken.result.loss}, gradient norm {taken.result.grad_norm} at step {step}",
-            "lower train.lr, or look at the data; the last good checkpoint is from an earlier step",
-        )
+        detail = f"loss {taken.result.loss}, gradient norm {taken.result.grad_norm} at step {step}"
+        do = "lower train.lr, or look at the data; the last good checkpoint is from an earlier step"
+        raise RankError("the loss or its gradient is not finite", detail, do)
     return taken
 
 
@@ -187,7 +187,3 @@ def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted_step: P
         bubble_frac=float(idle.mean()),
         bubble_worst=float(idle.max()),
     )
-
-
-def _is_due(done: int, recipe: Recipe) -> bool:
-    return done % recipe.checkpoint.every == 0 or done == recipe.train.steps

@@ -34,12 +34,9 @@ from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
 from .saving.resuming import drawing_after, keep, resume
 
-STEPS = 3
-"""Updates before and after the resume, unless told otherwise."""
 
-
-def verify(recipe: Recipe, steps: int = STEPS) -> dict[str, Any] | None:
-    """Verify on this rank, over so many steps of the run."""
+def verify(recipe: Recipe, steps: int = 3) -> dict[str, Any] | None:
+    """Verify on this rank, over so many updates before and after the resume."""
     with open_world(recipe) as (world, watchdog):
         result = _Proof(recipe, world, watchdog, steps).run()
     return hand_over(result, world.rank == 0)

@@ -16,7 +16,7 @@ a host that waits until its sends have arrived: there that counts as communicati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,6 +24,11 @@ from ...core.simulate.step import Span
 
 Place = tuple[int, int]
 """(pipeline stage, plane rank)."""
+
+
+def name_of(place: Place, num_stages: int) -> str:
+    """A row of a picture in words."""
+    return f"stage {place[0]}, rank {place[1]}" if num_stages > 1 else f"rank {place[1]}"
 
 
 class Waits(NamedTuple):
@@ -39,9 +44,6 @@ class Waits(NamedTuple):
     @property
     def total_s(self) -> float:
         return sum(self)
-
-    def plus(self, other: Waits) -> Waits:
-        return Waits(*(own + theirs for own, theirs in zip(self, other, strict=True)))
 
 
 class Bubbles(NamedTuple):
@@ -84,13 +86,14 @@ def bubbles_of(steps: Iterable[Sequence[Span]]) -> Bubbles:
     for spans in steps:
         step_s = max((span.end_s for span in spans), default=0.0)
         total_s += step_s
-        for place, group in groupby(sorted(spans, key=lambda span: (span.stage, span.rank, span.start_s)), _place):
-            total[place] = total.get(place, Waits()).plus(_waits(list(group), step_s))
+        for place, group in by_place(spans):
+            total[place] = Waits(*map(sum, zip(total.get(place, Waits()), _waits(list(group), step_s), strict=True)))
     return Bubbles(total_s, total)
 
 
-def _place(span: Span) -> Place:
-    return span.stage, span.rank
+def by_place(spans: Iterable[Span]) -> Iterator[tuple[Place, Iterator[Span]]]:
+    """The spans of each rank of each stage, by their start."""
+    return groupby(sorted(spans, key=lambda span: (*span[:2], span.start_s)), key=lambda span: span[:2])
 
 
 def _waits(spans: Sequence[Span], step_s: float) -> Waits:

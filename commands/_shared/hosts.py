@@ -31,13 +31,11 @@ class Requirement:
         return version is not None and self.supports.contains(version, prereleases=True)
 
 
+_TORCH = Requirement("torch", SpecifierSet(">=2.6"))
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
-    "megatron": (
-        Requirement("torch", SpecifierSet(">=2.6")),
-        Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17")),
-    ),
+    "megatron": (_TORCH, Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17"))),
     "deepspeed": (
-        Requirement("torch", SpecifierSet(">=2.6")),
+        _TORCH,
         Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")),
         Requirement("transformers", SpecifierSet(">=5,<6")),
     ),
@@ -47,19 +45,13 @@ TRAINERS: dict[str, tuple[Requirement, ...]] = {
 def require(trainer: str) -> None:
     """Raise EvenloadError unless everything the trainer needs is installed in a supported version."""
     for need in TRAINERS[trainer]:
-        version = need.installed()
+        name, version, wanted = need.distribution, need.installed(), f"{need.distribution}{need.supports}"
         if version is None:
-            raise EvenloadError(
-                f"trainer '{trainer}' needs {need.distribution}",
-                "it is not installed",
-                f"pip install 'evenload[{trainer}]' (supported: {need.distribution}{need.supports})",
-            )
+            do = f"pip install 'evenload[{trainer}]' (supported: {wanted})"
+            raise EvenloadError(f"trainer '{trainer}' needs {name}", "it is not installed", do)
         if not need.satisfied():
-            raise EvenloadError(
-                f"this version of {need.distribution} is not supported",
-                f"{need.distribution} {version}; supported: {need.supports}",
-                f"pip install '{need.distribution}{need.supports}'",
-            )
+            detail = f"{name} {version}; supported: {need.supports}"
+            raise EvenloadError(f"this version of {name} is not supported", detail, f"pip install '{wanted}'")
 
 
 def integration(trainer: str) -> Any:

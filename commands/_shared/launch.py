@@ -107,21 +107,16 @@ def _start(
         "OMP_NUM_THREADS": threads,
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.getsockname()[1]),
         **shared,
+        **({STORE_SOCKET: str(store.fileno())} if rank == 0 else {}),
     }
-    passed = (store.fileno(),) if rank == 0 else ()
-    if passed:
-        environment[STORE_SOCKET] = str(store.fileno())
-    command = [sys.executable, "-m", "evenload", *arguments]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), pass_fds=passed
-    )
+    command, passed = [sys.executable, "-m", "evenload", *arguments], (store.fileno(),) if rank == 0 else ()
+    output = sys.stderr.fileno()
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=passed)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sections import Log
 from ...core.simulate.step import Span
 from ...integrations.host import StepResult
 
 Write = Callable[["Row", Planned], None]
-Opened = TypeVar("Opened")
 
 logger = logging.getLogger("evenload")
 
@@ -75,21 +75,20 @@ class Idle:
     """The idle share of every rank: 1 - busy / step over the steps after the first, which pays for warming up."""
 
     def __init__(self) -> None:
-        self._busy_s: Floats | None = None
+        self._busy_s = np.zeros((0, 0))
         self._step_s = 0.0
         self._count = 0
 
     def add(self, taken: Taken) -> None:
         """Count a step; the second replaces the first."""
         self._count += 1
-        fresh = self._busy_s is None or self._count == 2
-        self._busy_s = taken.busy_s if fresh or self._busy_s is None else self._busy_s + taken.busy_s
-        self._step_s = taken.step_s if fresh else self._step_s + taken.step_s
+        replaces = self._count <= 2
+        self._busy_s = taken.busy_s if replaces else self._busy_s + taken.busy_s
+        self._step_s = taken.step_s if replaces else self._step_s + taken.step_s
 
-    def shares(self) -> list[list[float]]:
-        """[stages][plane ranks]; empty before the first step."""
-        shares: list[list[float]] = [] if self._busy_s is None else (1 - self._busy_s / self._step_s).tolist()
-        return shares
+    def shares(self) -> Any:
+        """[stages][plane ranks] as nested lists; empty before the first step."""
+        return (1 - self._busy_s / (self._step_s or 1.0)).tolist()
 
 
 def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
@@ -97,8 +96,8 @@ def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
     timed = rows[warmup:] or rows
     if not timed:
         empty = {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
-        timing = {"step_s": 0.0, "predicted_s": 0.0, "bubble_frac": 0.0, "bubble_worst": 0.0}
-        return {**empty, **timing, "delay_steps": 0.0, "waiting": 0}
+        timing = dict.fromkeys(("step_s", "predicted_s", "bubble_frac", "bubble_worst", "delay_steps"), 0.0)
+        return {**empty, **timing, "waiting": 0}
     seconds = sum(row.step_s for row in timed)
     return {
         "tokens_per_s": sum(row.tokens for row in timed) / seconds,
@@ -122,12 +121,12 @@ def writer(recipe: Recipe | None) -> Iterator[Write]:
     A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
     is worth a training run.
     """
-    log = recipe.log if recipe is not None else None
+    log = recipe.log if recipe is not None else Log()
     with ExitStack() as open_logs:
         writers: dict[str, Write] = {}
-        if log is not None and log.tensorboard:
+        if log.tensorboard:
             writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
-        if log is not None and log.jsonl:
+        if log.jsonl:
             writers["log.jsonl"] = open_logs.enter_context(_lines(log.jsonl))
 
         def write(row: Row, planned: Planned) -> None:
@@ -145,7 +144,8 @@ def writer(recipe: Recipe | None) -> Iterator[Write]:
 def _board(folder: Path, every: int) -> Iterator[Write]:
     from torch.utils.tensorboard import SummaryWriter
 
-    board = _opened("log.tensorboard", folder, lambda: SummaryWriter(str(folder)))
+    with _refusing("log.tensorboard", folder):
+        board = SummaryWriter(str(folder))
 
     def write(row: Row, _: Planned) -> None:
         if row.step % every:
@@ -162,11 +162,9 @@ def _board(folder: Path, every: int) -> Iterator[Write]:
 
 @contextmanager
 def _lines(path: Path) -> Iterator[Write]:
-    def open_file() -> TextIO:
+    with _refusing("log.jsonl", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a")
-
-    file = _opened("log.jsonl", path, open_file)
+        file = path.open("a")
 
     def write(row: Row, planned: Planned) -> None:
         samples = planned.draw.samples.tolist()
@@ -178,10 +176,10 @@ def _lines(path: Path) -> Iterator[Write]:
         file.close()
 
 
-def _opened(name: str, path: Path, work: Callable[[], Opened]) -> Opened:
+@contextmanager
+def _refusing(name: str, path: Path) -> Iterator[None]:
     try:
-        return work()
+        yield
     except OSError as error:
-        raise EvenloadError(
-            f"{name} cannot be written", f"{path}: {error.strerror}", "give a path that can be written"
-        ) from error
+        do = "give a path that can be written"
+        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror}", do) from error

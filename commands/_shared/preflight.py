@@ -10,13 +10,12 @@ import numpy as np
 
 from ...core.errors import EvenloadError
 from ...core.input.bounds import refuse_endless
-from ...core.machine.layout import Layout
 from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
 from ...data.sources import Source, open_source
-from ..pictures.files import refuse_path
+from ..pictures import refuse
 from .hosts import require
 
 _VOCABULARY_MULTIPLE = 128
@@ -25,11 +24,10 @@ _VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Preflight:
-    """A recipe that can run: its layout, its data, its chain of planners."""
+    """A recipe that can run: its data, and its chain of planners for the layout."""
 
     recipe: Recipe
     """With the vocabulary size filled in."""
-    layout: Layout
     source: Source
     chain: PlanChain
 
@@ -38,7 +36,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     require(recipe.trainer)
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
-        refuse_path(recipe.log.trace, "--trace", (".json", ".json.gz"))
+        refuse(trace=recipe.log.trace)
     layout = recipe.layout(world_size)
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     if layout.cp > 1:
@@ -49,7 +47,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
         )
     if layout.ep > 1:
         raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
-    source = source_of(recipe)
+    source = open_source(recipe.data.source, **recipe.data.model_dump(exclude={"source"}))
     if len(source.lengths) < recipe.train.global_batch_size:
         raise EvenloadError(
             "the data holds fewer samples than one global batch",
@@ -62,20 +60,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     longest = np.sort(source.lengths)[-layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
-    return Preflight(recipe, layout, source, chain)
-
-
-def source_of(recipe: Recipe) -> Source:
-    """The recipe's data. Raises EvenloadError."""
-    data = recipe.data
-    return open_source(
-        data.source,
-        max_length=data.max_length,
-        long_samples=data.long_samples,
-        tokenizer=data.tokenizer,
-        text_key=data.text_key,
-        min_length=data.min_length,
-    )
+    return Preflight(recipe, source, chain)
 
 
 def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:

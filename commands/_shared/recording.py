@@ -23,6 +23,7 @@ from ...core.planning.chain import STOCK
 from ...core.planning.planner import Planned
 from ...core.simulate.step import Simulation, Span, simulate
 from ..pictures import draw
+from ..pictures.outlook import OURS
 from ..pictures.trace import Track, write_trace
 from ..plan import Outlook, PlannedStep, Simulated
 from .bubbles import Place, bubbles_of
@@ -41,10 +42,6 @@ class _Recorded:
     step: int
     planned: Planned
     taken: Taken
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        return self.taken.spans
 
     @cached_property
     def predicted(self) -> Simulation:
@@ -83,9 +80,10 @@ class Recording:
     def bubbles(self) -> dict[str, list[dict[str, Any]]]:
         """By variant what each rank of each stage waits, measured and predicted (`Bubbles.rows`); rank 0 knows."""
         rows = {}
-        for name in _ours_first({one.name for one in self._in_trace()}):
+        for name in sorted({one.name for one in self._in_trace()}, key=lambda name: (name != OURS, name)):
             steps = [one for one in self._in_trace() if one.name == name]
-            rows[name] = bubbles_of(one.spans for one in steps).rows(bubbles_of(one.predicted.spans for one in steps))
+            predicted = bubbles_of(one.predicted.spans for one in steps)
+            rows[name] = bubbles_of(one.taken.spans for one in steps).rows(predicted)
         return rows
 
     def draw(self) -> dict[str, str]:
@@ -134,7 +132,7 @@ def outlook_of(job: Job, steps: Sequence[_Recorded]) -> Outlook:
     rows = []
     for _, group in groupby(steps, key=lambda one: one.step):
         variants = {one.name: one for one in group}
-        own = variants.pop("evenload")
+        own = variants.pop(OURS)
         # `plan` calls the stock baseline by what it does.
         baselines = {"padded" if name == STOCK else name: _measured(one) for name, one in variants.items()}
         ordered = dict(sorted(baselines.items(), key=lambda item: item[0] != "padded"))
@@ -146,36 +144,31 @@ def _measured(one: _Recorded) -> Simulated:
     """A step as it was measured, in the form of a simulated one; what ranks hold stays predicted."""
     exposed_s = np.zeros_like(one.taken.busy_s)
     update_s = np.zeros_like(one.taken.busy_s)
-    for span in one.spans:
+    for span in one.taken.spans:
         seconds = exposed_s if span.kind in "CG" else update_s if span.kind == "U" else None
         if seconds is not None:
             seconds[span.stage, span.rank] += span.end_s - span.start_s
-    return Simulated(
-        one.planned.plan,
-        replace(
-            one.predicted,
-            step_s=one.taken.step_s - one.taken.wait_s,
-            busy_s=one.taken.busy_s,
-            exposed_s=exposed_s,
-            update_s=float(update_s.mean()),
-            spans=tuple(one.spans),
-        ),
+    outcome = replace(
+        one.predicted,
+        step_s=one.taken.step_s - one.taken.wait_s,
+        busy_s=one.taken.busy_s,
+        exposed_s=exposed_s,
+        update_s=float(update_s.mean()),
+        spans=tuple(one.taken.spans),
     )
+    return Simulated(one.planned.plan, outcome)
 
 
 def tracks_of(steps: Sequence[_Recorded]) -> Iterator[Track]:
     """Measured and predicted tracks, evenload's first, steps one after the other."""
     begin_s = 0.0
-    for step in sorted({one.step for one in steps}):
-        tracks = []
-        for one in sorted((one for one in steps if one.step == step), key=lambda one: one.name != "evenload"):
-            plan = one.planned.plan
-            tracks += [
-                Track(f"{one.name}, measured", plan, one.spans, begin_s),
-                Track(f"{one.name}, predicted", plan, one.predicted.spans, begin_s),
-            ]
-        yield from tracks
-        begin_s += (1 + _GAP) * max((span.end_s for track in tracks for span in track.spans), default=0.0)
+    for _, group in groupby(steps, key=lambda one: one.step):
+        length_s = 0.0
+        for one in sorted(group, key=lambda one: one.name != OURS):
+            for what, spans in (("measured", one.taken.spans), ("predicted", one.predicted.spans)):
+                yield Track(f"{one.name}, {what}", one.planned.plan, spans, begin_s)
+                length_s = max([length_s, *(span.end_s for span in spans)])
+        begin_s += (1 + _GAP) * length_s
 
 
 def gather_spans(own: tuple[Span, ...]) -> list[Span]:
@@ -201,13 +194,9 @@ def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
         latest[_meeting(span)] = max(latest.get(_meeting(span), 0.0), span.start_s)
     for spans in places.values():
         for span in spans:
-            together = span.kind in ("G", "U")
+            together = span.kind in "GU"
             yield span._replace(start_s=min(latest[_meeting(span)], span.end_s)) if together else span
 
 
 def _meeting(span: Span) -> tuple[str, int]:
     return span.kind, span.stage if span.kind == "G" else -1
-
-
-def _ours_first(names: set[str]) -> list[str]:
-    return sorted(names, key=lambda name: (name != "evenload", name))

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ...core.errors import shorten
 from ...core.input.json_text import to_json
+from ...core.plan.limits import GIB
 
 _QUIET_EVERY_S = 15.0
 """Without a terminal, a line this often takes the bar's place."""
@@ -138,6 +139,11 @@ def _cell(value: Any) -> Text:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def gib(num_bytes: float) -> str:
+    size = num_bytes / GIB
+    return f"{size:.0f} GiB" if size >= 100 else f"{size:.3g} GiB" if size >= 1 else f"{1024 * size:.0f} MiB"
 
 
 def seconds(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -11,17 +12,40 @@ from rich.text import Text
 
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
-from ..pictures.words import gib
 from ..sweep import said, written
-from .show import grid, percent, plain, seconds
+from .show import gib, grid, percent, plain, seconds
 
 Result = dict[str, Any]
-
+Cell = Callable[[Any], Any]
+"""What a column shows of a row."""
+Columns = Mapping[str, Cell]
+"""Cells by the head of their column."""
 
 _MOST_ROWS = 32
 """Of a table with a row a rank."""
 _MOST_FAULTS = 8
 """Of a table of what is wrong; --json has all."""
+
+
+def _of(key: str, show: Cell = lambda value: value) -> Cell:
+    return lambda row: show(row[key])
+
+
+def _table(title: str, columns: Columns, rows: Iterable[Any], caption: str = "", bold: int | None = None) -> Table:
+    return grid(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], caption, bold)
+
+
+_VARIANT: Columns = {
+    "": _of("name"),
+    "tokens/s": _of("tokens_per_s"),
+    "imbalance": _of("imbalance"),
+    "padding": _of("padding_frac", percent),
+    "idle": _of("bubble_frac", percent),
+    "worst rank": _of("bubble_worst", percent),
+    "step": _of("step_s", seconds),
+    "predicted": _of("predicted_s", seconds),
+    "last loss": _of("loss"),
+}
 
 
 def train(result: Result) -> Group:
@@ -31,37 +55,13 @@ def train(result: Result) -> Group:
 
 
 def _variants(result: Result) -> Table:
-    rows = [
-        (
-            name,
-            v["tokens_per_s"],
-            v["imbalance"],
-            percent(v["padding_frac"]),
-            percent(v["bubble_frac"]),
-            percent(v["bubble_worst"]),
-            seconds(v["step_s"]),
-            seconds(v["predicted_s"]),
-            v["loss"],
-            f"{result['ratio'][name]:.2f}x" if name in result["ratio"] else "",
-        )
-        for name, v in result["variants"].items()
-    ]
-    head = (
-        "",
-        "tokens/s",
-        "imbalance",
-        "padding",
-        "idle",
-        "worst rank",
-        "step",
-        "predicted",
-        "last loss",
-        "evenload is faster by",
-    )
-    share = result["plan_share"]
-    caption = f"imbalance: busiest rank over mean, measured; planning took {percent(share)} of the step"
-    caption += (
-        "\nidle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
+    ratio = result["ratio"]
+    columns = dict(_VARIANT)
+    if ratio:  # without baselines nothing is faster
+        columns["evenload is faster by"] = lambda row: f"{ratio[row['name']]:.2f}x" if row["name"] in ratio else ""
+    caption = (
+        f"imbalance: busiest rank over mean, measured; planning took {percent(result['plan_share'])} of the step\n"
+        "idle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
     )
     if result["trace"]:
         caption += f"\n{result['trace']} shows measured and predicted steps: open it in ui.perfetto.dev"
@@ -70,28 +70,28 @@ def _variants(result: Result) -> Table:
         caption += f"; {result['waiting']} samples still wait"
     if result["pictures"]:
         caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
-    shown = slice(None if result["ratio"] else -1)  # without baselines nothing is faster
-    return grid(f"training on {_machine(result)}", head[shown], [row[shown] for row in rows], caption)
+    rows = [{"name": name, **variant} for name, variant in result["variants"].items()]
+    return _table(f"training on {_machine(result)}", columns, rows, caption)
+
+
+_BUBBLE: Columns = {
+    "": lambda row: f"stage {row['stage']}, rank {row['rank']}",
+    "bubble": _of("bubble_frac", percent),
+    "predicted": _of("predicted_bubble_frac", percent),
+    "before its first pass": _of("before_frac", percent),
+    "between passes": _of("between_frac", percent),
+    "after its last pass": _of("after_frac", percent),
+}
 
 
 def _bubbles(name: str, rows: list[Result]) -> Table:
     """What each rank of each stage waits, in the order of ranks; of many the ones that wait most."""
     shown = sorted(rows, key=lambda row: -row["bubble_frac"])[:_MOST_ROWS]
     shown.sort(key=lambda row: (row["stage"], row["rank"]))
-    cells = [
-        (
-            f"stage {row['stage']}, rank {row['rank']}",
-            percent(row["bubble_frac"]),
-            percent(row["predicted_bubble_frac"]),
-            *(percent(row[f"{part}_frac"]) for part in ("before", "between", "after")),
-        )
-        for row in shown
-    ]
-    head = ("", "bubble", "predicted", "before its first pass", "between passes", "after its last pass")
     caption = "shares of the traced steps in which a rank waits for other ranks and stages, measured"
     if len(rows) > len(shown):
         caption += f"\n{len(shown)} of {len(rows)} that wait most; all are in --json and in the trace's otherData"
-    return grid(f"bubbles of {name}", head, cells, caption)
+    return _table(f"bubbles of {name}", _BUBBLE, shown, caption)
 
 
 def closing(comparison: Result, host: Result) -> list[Text]:
@@ -127,37 +127,27 @@ def bench(result: Result) -> Group:
     return Group(_bench(result), *closing(result["ratio"], result["host"]))
 
 
+_BENCHED: Columns = {
+    "": _of("name"),
+    "tokens/s": _of("tokens_per_s"),
+    "imbalance": _of("imbalance"),
+    "padding": _of("padding_frac", percent),
+    "bubble": _of("bubble_frac", percent),
+    "holds": _of("peak_activation_bytes", gib),
+    "evenload is faster by": _of("ratio", lambda ratio: f"{ratio['of_totals']:.3f}x" if ratio else ""),
+    "quartiles of steps": _of("ratio", lambda ratio: "{:.3f} .. {:.3f}".format(*ratio["quartiles"]) if ratio else ""),
+    "its busiest rank": _of("ratio", lambda ratio: f"{ratio['of_busiest']:.3f}x" if ratio else ""),
+    "of its ceiling": _of("ratio", lambda ratio: percent(ratio["of_ceiling"]) if ratio else ""),
+}
+_BY_NAME = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "peak_activation_bytes")
+
+
 def _bench(result: Result) -> Table:
-    rows = []
-    for name, rate in result["tokens_per_s"].items():
-        ratio = result["ratio"].get(name)
-        rows.append(
-            (
-                name,
-                rate,
-                result["imbalance"][name],
-                percent(result["padding_frac"][name]),
-                percent(result["bubble_frac"][name]),
-                gib(result["peak_activation_bytes"][name]),
-                f"{ratio['of_totals']:.3f}x" if ratio else "",
-                "{:.3f} .. {:.3f}".format(*ratio["quartiles"]) if ratio else "",
-                f"{ratio['of_busiest']:.3f}x" if ratio else "",
-                percent(ratio["of_ceiling"]) if ratio else "",
-            )
-        )
+    rows = [
+        {"name": name, "ratio": result["ratio"].get(name), **{key: result[key][name] for key in _BY_NAME}}
+        for name in result["tokens_per_s"]
+    ]
     peaks_of = result["predicted_peak_activation_bytes_of_stages"]
-    head = (
-        "",
-        "tokens/s",
-        "imbalance",
-        "padding",
-        "bubble",
-        "holds",
-        "evenload is faster by",
-        "quartiles of steps",
-        "its busiest rank",
-        "of its ceiling",
-    )
     caption = (
         f"{result['steps']} steps, alternating, measured; planning took {percent(result['plan_share'])} of a step\n"
         "its busiest rank: compute of the baseline's over evenload's; ceiling: the baseline's own imbalance, what "
@@ -168,7 +158,7 @@ def _bench(result: Result) -> Table:
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
         f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in peaks_of.items())})"
     )
-    return grid(f"bench on {_machine(result)}", head, rows, caption)
+    return _table(f"bench on {_machine(result)}", _BENCHED, rows, caption)
 
 
 def verify(result: Result) -> Group:
@@ -203,69 +193,67 @@ def _error(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.2e}"
 
 
+_STEP: Columns = {
+    "step": _of("step"),
+    "planning": _of("plan_s", seconds),
+    "step time": _of("step_s", seconds),
+    "over bound": lambda step: percent(max(0.0, step["step_s"] / step["bound_s"] - 1)),
+    "imbalance": _of("imbalance"),
+    "padding": _of("padding_frac", percent),
+    "bubble": _of("bubble_frac", percent),
+    "exposed": _of("exposed_frac", percent),
+    "micro-batches F, B": _of("micro_batch_imbalance", lambda uneven: _DIRECTIONS.format(**uneven)),
+    "holds": _of("peak_bytes", gib),
+}
+_DIRECTIONS = "{forward:.3f}, {backward:.3f}"
+
+
 def plan(result: Result) -> Group:
     """A row a step, then a row a planner over all steps."""
-    head = (
-        "step",
-        "planning",
-        "step time",
-        "over bound",
-        "imbalance",
-        "padding",
-        "bubble",
-        "exposed",
-        "micro-batches F, B",
-        "holds",
-    )
-    rows = [
-        (
-            s["step"],
-            seconds(s["plan_s"]),
-            seconds(s["step_s"]),
-            percent(max(0.0, s["step_s"] / s["bound_s"] - 1)),
-            s["imbalance"],
-            percent(s["padding_frac"]),
-            percent(s["bubble_frac"]),
-            percent(s["exposed_frac"]),
-            _directions(s["micro_batch_imbalance"]),
-            gib(s["peak_bytes"]),
-        )
-        for s in result["steps"]
-    ]
-    notes = {note for s in result["steps"] for note in s["notes"] if not note.startswith("micro-batches")}
+    steps = result["steps"]
+    notes = {note for step in steps for note in step["notes"] if not note.startswith("micro-batches")}
     shown = sorted(notes, key=lambda note: (not note.startswith(WARNINGS), note))
     about = (
         f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
     )
-    table = grid("plan", head, rows, "\n".join([*about, *shown[:3]]))
-    pipelines = [s["pipeline"] for s in result["steps"] if s["pipeline"]]
+    pipelines = [step["pipeline"] for step in steps if step["pipeline"]]
     programs = [
-        plain(f"\nstep {s['step']}: {LEGEND}\n" + "\n".join(s["program"])) for s in result["steps"] if "program" in s
+        plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
     ]
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(result["steps"]), *programs)
+    table = _table("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
+    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(steps), *programs)
+
+
+_STAGE: Columns = {
+    "": lambda steps: f"stage {steps[0]['stage']}",
+    "layers recomputed": lambda steps: _layers(_sum(steps, "recomputed_layers"), _sum(steps, "layers")),
+    "weight gradients apart": lambda steps: _sum(steps, "weight_passes"),
+    "in flight": lambda steps: _most(steps, "in_flight"),
+    "bubble": lambda steps: percent(_sum(steps, "bubble_frac") / len(steps)),
+    "activations": lambda steps: gib(_most(steps, "peak_activation_bytes")),
+    "holds": lambda steps: gib(_most(steps, "peak_bytes")),
+}
+"""Of one stage in all steps."""
+
+
+def _sum(rows: Iterable[Result], key: str) -> Any:
+    return sum(row[key] for row in rows)
+
+
+def _most(rows: Iterable[Result], key: str) -> Any:
+    return max(row[key] for row in rows)
+
+
+def _layers(again: int, layers: int) -> str:
+    return f"{again:,} of {layers:,}" + (f": {percent(again / layers)}" if again else "")
 
 
 def _pipeline(steps: list[Result]) -> Table:
     """A row a stage, over all steps."""
-    stages = zip(*(step["stages"] for step in steps), strict=True)
-    rows = []
-    for number, each in enumerate(stages):
-        again, layers = (sum(one[key] for one in each) for key in ("recomputed_layers", "layers"))
-        rows.append(
-            (
-                f"stage {number}",
-                f"{again:,} of {layers:,}" + (f": {percent(again / layers)}" if again else ""),
-                sum(one["weight_passes"] for one in each),
-                max(one["in_flight"] for one in each),
-                percent(sum(one["bubble_frac"] for one in each) / len(each)),
-                gib(max(one["peak_activation_bytes"] for one in each)),
-                gib(max(one["peak_bytes"] for one in each)),
-            )
-        )
-    micro_batches, cut, chunks = (sum(s[key] for s in steps) for key in ("micro_batches", "cut_sequences", "chunks"))
-    most = max(s["most_chunks"] for s in steps)
+    micro_batches, cut, chunks = (_sum(steps, key) for key in ("micro_batches", "cut_sequences", "chunks"))
+    most = _most(steps, "most_chunks")
     cuts = f"{cut:,} sequences are cut into {chunks:,} chunks, at most {most} each" if cut else "no sequence is cut"
     caption = (
         f"predicted; {micro_batches:,} micro-batches; {cuts}\n"
@@ -274,92 +262,69 @@ def _pipeline(steps: list[Result]) -> Table:
         "weight gradients apart: backwards that leave them to a pass of their own\n"
         "activations: the most of a rank, what plugins.*.activation_gib caps; holds: with weights and optimizer"
     )
-    head = ("", "layers recomputed", "weight gradients apart", "in flight", "bubble", "activations", "holds")
-    return grid("pipeline", head, rows, caption)
+    return _table("pipeline", _STAGE, zip(*(step["stages"] for step in steps), strict=True), caption)
+
+
+_COMBINATION: Columns = {
+    "ranks": _of("world_size", str),
+    "layout": _of("layout", lambda degrees: " ".join(f"{k}{size}" for k, size in degrees.items() if size > 1) or "dp1"),
+    "step time": _of("step_s", seconds),
+    "tokens/s": _of("tokens_per_s", "{:,.0f}".format),
+    "a rank": _of("tokens_per_s_per_rank", "{:,.1f}".format),
+    "imbalance": _of("imbalance", "{:.3f}".format),
+    "bubble": _of("bubble_frac", percent),
+    "exposed": _of("exposed_frac", percent),
+    "holds": lambda row: gib(row["peak_bytes"]) + ("" if row["fits"] else ": too much"),
+    "gain over": _of("strongest_baseline", lambda baseline: "{name} {gain:.2f}x".format(**baseline)),
+    "planning": _of("plan_s", seconds),
+}
 
 
 def sweep(result: Result) -> Table:
     """A row a combination, the best one bold and with a star."""
-    keys = result["keys"]
-    head = (
-        "",
-        *keys,
-        "ranks",
-        "layout",
-        "step time",
-        "tokens/s",
-        "a rank",
-        "imbalance",
-        "bubble",
-        "exposed",
-        "holds",
-        "gain over",
-        "planning",
-    )
-    rows: list[tuple[str, ...]] = []
-    reasons: list[str] = []
+    keys, best = result["keys"], result["best"]
+    rows, reasons = [], []
     for place, row in enumerate(result["rows"]):
-        settings = [written(row["settings"][key]) for key in keys]
         if "error" in row:
-            rows.append(("", *settings, "", "impossible", *[""] * 9))
+            cells = ["", "impossible", *[""] * (len(_COMBINATION) - 2)]
             reasons.append(f"{said(row['settings'])}: {row['error']['what']} ({row['error']['found']})")
-            continue
-        layout, baseline = row["layout"], row["strongest_baseline"]
-        cells = [
-            "*" if place == result["best"] else "",
-            *settings,
-            str(row["world_size"]),
-            " ".join(f"{name}{degree}" for name, degree in layout.items() if degree > 1) or "dp1",
-            seconds(row["step_s"]),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s_per_rank']:,.1f}",
-            f"{row['imbalance']:.3f}",
-            percent(row["bubble_frac"]),
-            percent(row["exposed_frac"]),
-            gib(row["peak_bytes"]) + ("" if row["fits"] else ": too much"),
-            f"{baseline['name']} {baseline['gain']:.2f}x",
-            seconds(row["plan_s"]),
-        ]
-        rows.append(tuple(cells))
-    marked = "*: most tokens/s a rank among those that fit" if result["best"] is not None else "none fits into memory"
+        else:
+            cells = [cell(row) for cell in _COMBINATION.values()]
+        rows.append(["*" if place == best else "", *(written(row["settings"][key]) for key in keys), *cells])
+    marked = "*: most tokens/s a rank among those that fit" if best is not None else "none fits into memory"
     about = f"predicted, means of {result['steps']} step(s); {marked}; gain: over the fastest baseline of the row"
-    return grid("what if", head, rows, "\n".join([about, *reasons]), bold=result["best"])
+    return grid("what if", ["", *keys, *_COMBINATION], rows, "\n".join([about, *reasons]), bold=best)
 
 
 def _planners(steps: list[Result]) -> Table:
     """evenload beside the baselines that planned every step: sums of seconds, means of the rest."""
     named: dict[str, list[Result]] = {"evenload": steps}
     for name in steps[0]["baselines"]:
-        if all(name in s["baselines"] for s in steps):
-            named[name] = [s["baselines"][name] for s in steps]
-    ours_s = sum(s["step_s"] for s in steps)
+        if all(name in step["baselines"] for step in steps):
+            named[name] = [step["baselines"][name] for step in steps]
+    ours_s = _sum(steps, "step_s")
     rows, over = [], []
     for name, row in named.items():
-        total_s = sum(s["step_s"] for s in row)
-        kinds = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
-        ignored = next((s["ignores"] for s in row if s.get("ignores")), None)
+        total_s = _sum(row, "step_s")
+        uneven = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
+        ignored, broken = (next((s[key] for s in row if s.get(key)), None) for key in ("ignores", "over_caps"))
+        if ignored:
+            over.append(f"{name} is not allowed: {ignored}")
+        elif broken and total_s < ours_s:
+            over.append(f"{name} is faster, but may not be run: {broken}")
         rows.append(
             (
                 ("stock (padded)" if name == "padded" else name) + (": not allowed" if ignored else ""),
                 seconds(total_s),
                 f"{total_s / ours_s:.2f}x",
-                sum(s["imbalance"] for s in row) / len(row),
-                percent(sum(s["bubble_frac"] for s in row) / len(row)),
-                _directions(kinds),
-                gib(max(s["peak_bytes"] for s in row)),
+                _sum(row, "imbalance") / len(row),
+                percent(_sum(row, "bubble_frac") / len(row)),
+                _DIRECTIONS.format(**uneven),
+                gib(_most(row, "peak_bytes")),
             )
         )
-        broken = next((s["over_caps"] for s in row if s.get("over_caps")), None)
-        if ignored:
-            over.append(f"{name} is not allowed: {ignored}")
-        elif broken and total_s < ours_s:
-            over.append(f"{name} is faster, but may not be run: {broken}")
     head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
     return grid("planners", head, rows, "\n".join(["predicted", *over]))
-
-
-def _directions(imbalance: dict[str, float]) -> str:
-    return f"{imbalance['forward']:.3f}, {imbalance['backward']:.3f}"
 
 
 def profile(result: Result) -> Group:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import refuse_path
+
 if TYPE_CHECKING:
     from ..plan import Outlook
 
-SUFFIXES = {"--trace": (".json", ".json.gz"), "--plot": (".png",), "--report": (".html", ".htm")}
+SUFFIXES = {"trace": (".json", ".json.gz"), "plot": (".png",), "report": (".html", ".htm")}
 
 
-def refuse(*, trace: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
-    """Raise EvenloadError for a picture that cannot be written: to be asked before any work is done."""
-    from .files import refuse_path
-
-    for option, path in {"--trace": trace, "--plot": plot, "--report": report}.items():
+def refuse(**paths: Path | None) -> None:
+    """Raise EvenloadError for a picture that cannot be written, by kind: to be asked before any work is done."""
+    for kind, path in paths.items():
         if path is not None:
-            refuse_path(path, option, SUFFIXES[option])
-    if plot is not None:
+            refuse_path(path, f"--{kind}", SUFFIXES[kind])
+    if paths.get("plot") is not None:
         from .plot import refuse_without_matplotlib
 
         refuse_without_matplotlib()

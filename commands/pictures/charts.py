@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .._shared.show import seconds
 from .facts import FOOT, PARTS, Part, Piece
-from .markup import Markup, join, tag
+from .markup import Markup, tag
 
 WIDTH = 1000.0
 """Units across a chart; they stretch."""
@@ -36,19 +37,21 @@ class Row(NamedTuple):
     """Begins a group of rows (the stages of a rank)."""
 
 
-def legend(parts: Iterable[Part], *, bound: str = "") -> Markup:
-    keys = [tag("li", tag("i", class_=f"key {part}"), PARTS[part]) for part in parts]
-    if bound:
-        keys.append(tag("li", tag("i", class_="key bound"), bound))
-    return tag("ul", *keys, class_="legend")
+def legend(keys: Mapping[str, str]) -> Markup:
+    """What colours mean, by CSS class."""
+    return tag("ul", *(tag("li", tag("i", class_=f"key {key}"), text) for key, text in keys.items()), class_="legend")
 
 
-def bars(rows: Sequence[Bar], most: float, mark: float | None = None) -> Markup:
+def time_legend(parts: Iterable[Part], bound_s: float) -> Markup:
+    return legend({part: PARTS[part] for part in parts} | {"bound": f"lower bound, {seconds(bound_s)}"})
+
+
+def bars(rows: Sequence[Bar], most: float, mark: float) -> Markup:
     """Bars on one scale from 0 to ``most``; ``mark`` is a dashed line through all."""
     return tag("div", *(_bar(row, most, mark) for row in rows), class_="bars")
 
 
-def _bar(row: Bar, most: float, mark: float | None) -> Markup:
+def _bar(row: Bar, most: float, mark: float) -> Markup:
     shapes, inside, at = [], [], 0.0
     for name, length, title, text in row.segments:
         if length <= 0:
@@ -58,8 +61,7 @@ def _bar(row: Bar, most: float, mark: float | None) -> Markup:
         if text:
             inside.append(tag("span", text, class_=f"in {name}", style=_left(at + length / 2, most)))
         at += length
-    if mark is not None:
-        shapes.append(_line(mark / most * WIDTH, 24))
+    shapes.append(_line(mark / most * WIDTH, 24))
     label = [tag("b", row.label) if row.strong else row.label]
     if row.note:
         label.append(tag("small", row.note))
@@ -84,20 +86,16 @@ def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, 
     for place, row in enumerate(rows):
         y += gap if place and row.first_of_group else 0
         top, size = y + inset, height - 2 * inset
-        waits = step_s - sum(piece.end_s - piece.start_s for piece in row.pieces)
+        waits = step_s - sum(piece.length_s for piece in row.pieces)
         title = f"{row.name}: waits {waits / step_s:.0%} of the step" if step_s else row.name
         width = step_s / most_s * WIDTH
         shapes.append(tag("rect", tag("title", title), class_="waiting", x=0, y=top, width=width, height=size))
         shapes += _pieces(row, most_s, top, size) if each else _merged(row, most_s, top, size)
         y += height
     shapes.append(_line(bound_s / most_s * WIDTH, total))
-    gutter = [tag("span", ends[0])] if len(rows) == 1 or ends[0] == ends[1] else [tag("span", end) for end in ends]
-    return tag(
-        "div",
-        tag("div", *gutter, class_="gutter"),
-        tag("div", _svg(total, shapes), class_="plot"),
-        class_="ranks",
-    )
+    gutter = (tag("span", end) for end in (ends[:1] if len(rows) == 1 else dict.fromkeys(ends)))
+    plot = tag("div", _svg(total, shapes), class_="plot")
+    return tag("div", tag("div", *gutter, class_="gutter"), plot, class_="ranks")
 
 
 def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
@@ -105,7 +103,7 @@ def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
     shapes = []
     for piece in row.pieces:
         title = tag("title", f"{row.name}: {piece.title}")
-        box = {"x": piece.start_s / most_s * WIDTH, "width": (piece.end_s - piece.start_s) / most_s * WIDTH}
+        box = {"x": piece.start_s / most_s * WIDTH, "width": piece.length_s / most_s * WIDTH}
         part = f"{piece.part} edged" if wide else piece.part
         shapes.append(tag("rect", title, class_=part, y=top, height=size, **box))
         if piece.again > 0:
@@ -121,11 +119,11 @@ def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
         if not of_part:
             continue
         shape = "".join(
-            f"M{piece.start_s / most_s * WIDTH:.2f} {top:g}h{(piece.end_s - piece.start_s) / most_s * WIDTH:.2f}"
+            f"M{piece.start_s / most_s * WIDTH:.2f} {top:g}h{piece.length_s / most_s * WIDTH:.2f}"
             f"v{size:g}H{piece.start_s / most_s * WIDTH:.2f}z"
             for piece in of_part
         )
-        taken = sum(piece.end_s - piece.start_s for piece in of_part)
+        taken = sum(piece.length_s for piece in of_part)
         title = f"{row.name}: {PARTS[part]}, {taken:.3g} s in {len(of_part)} stretches"
         shapes.append(tag("path", tag("title", title), class_=part, d=shape))
     return shapes
@@ -134,19 +132,12 @@ def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
 def columns(shares: Sequence[float], class_: str, titles: Sequence[str]) -> Markup:
     """A histogram: one column a bin, the tallest with its share above it."""
     most, width = max(shares), WIDTH / len(shares)
-    shapes = [
-        tag(
-            "rect",
-            tag("title", title),
-            class_=class_,
-            x=place * width + 0.06 * width,
-            y=60 - 60 * share / most,
-            width=0.88 * width,
-            height=60 * share / most,
-        )
-        for place, (share, title) in enumerate(zip(shares, titles, strict=True))
-        if share > 0
-    ]
+    shapes = []
+    for place, (share, title) in enumerate(zip(shares, titles, strict=True)):
+        if share > 0:
+            high = 60 * share / most
+            box = {"x": place * width + 0.06 * width, "y": 60 - high, "width": 0.88 * width, "height": high}
+            shapes.append(tag("rect", tag("title", title), class_=class_, **box))
     top = max(range(len(shares)), key=shares.__getitem__)
     shapes.append(tag("path", class_="base", d=f"M0 60H{WIDTH:g}"))
     peak = tag("span", f"{shares[top]:.0%}", class_="peak", style=_left(top + 0.5, len(shares)))
@@ -162,23 +153,17 @@ def axis(labels: Sequence[tuple[float, str]], most: float) -> Markup:
     return tag("div", *spans, class_="axis")
 
 
-def ticks(most: float, about: int = 4) -> list[float]:
-    """Round numbers from 0 up to ``most``."""
-    rough = most / about
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 up to ``most``, about four."""
+    rough = most / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
     return [k * step for k in range(int(most / step * (1 + 1e-9)) + 1)]
 
 
 def _svg(height: float, shapes: Sequence[str]) -> Markup:
-    return tag(
-        "svg",
-        join(*shapes),
-        viewBox=f"0 0 {WIDTH:g} {height:g}",
-        preserveAspectRatio="none",
-        style=f"height:{height:g}px",
-        focusable="false",
-    )
+    box = {"viewBox": f"0 0 {WIDTH:g} {height:g}", "preserveAspectRatio": "none"}
+    return tag("svg", *shapes, **box, style=f"height:{height:g}px", focusable="false")
 
 
 def _line(x: float, height: float) -> Markup:

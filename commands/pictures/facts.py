@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
+from .._shared.bubbles import Place
 from .._shared.pipelines import recomputed
 from ..plan import Outlook, Simulated
 from .outlook import OURS, label, names, planners
@@ -48,6 +49,9 @@ AGAIN_KEY = "at a forward's foot: its layers that run again"
 
 FOOT = 0.5
 """Height of the foot of a forward all of whose layers run again, of the forward's."""
+
+_MOST_ROWS = 32
+"""Of a timeline."""
 
 _TIE = 1e-3
 """Step times that differ by less are the same to a reader."""
@@ -99,10 +103,8 @@ class Facts:
     ours: Planner
     others: tuple[Planner, ...]
     """The baselines, stock first."""
-    bound_s: float
-    """Mean of the steps' lower bounds."""
-    first_bound_s: float
-    """That of the first step."""
+    bounds_s: tuple[float, ...]
+    """The steps' lower bounds."""
     lengths: npt.NDArray[np.int64]
     """Tokens of every sequence of the file, as training would cut them."""
     context: PlanningContext
@@ -114,14 +116,14 @@ class Facts:
     """Weights, gradients and optimizer states of a rank, part of every peak."""
 
     @property
-    def num_drawn(self) -> int:
-        """Sequences of all steps."""
-        return sum(len(one.plan.lengths) for one in self.ours.steps)
+    def bound_s(self) -> float:
+        """Mean of the steps' lower bounds."""
+        return float(np.mean(self.bounds_s))
 
     @property
     def basis(self) -> str:
         """What the headline's numbers are."""
-        steps = len(self.ours.steps)
+        steps = len(self.bounds_s)
         return f"({self.times})" if steps == 1 else f"({self.times}, mean of {steps:,} steps)"
 
     @property
@@ -141,8 +143,9 @@ class Facts:
     @property
     def shown(self) -> tuple[Planner, ...]:
         """Those that the timelines show: stock, the strongest of the others, evenload."""
-        wanted = (self.reference, self.rival, self.ours) if self.remapped else (self.reference,)
-        return tuple(one for one in wanted if one is not None)
+        if not self.remapped:
+            return (self.reference,)
+        return tuple(one for one in (self.reference, self.rival, self.ours) if one is not None)
 
     @property
     def ranked(self) -> tuple[Planner, ...]:
@@ -165,13 +168,10 @@ def facts_of(outlook: Outlook) -> Facts:
     for name in names(outlook):
         steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
         of_name[name] = _planner(name, steps, context)
-    bounds = [step["bound_s"] for step in outlook.to_json()["steps"]]
-    ours = of_name.pop(OURS)
     return Facts(
-        ours,
+        of_name.pop(OURS),
         tuple(of_name.values()),
-        float(np.mean(bounds)),
-        bounds[0],
+        tuple(step.bound_s for step in outlook.steps),
         outlook.lengths,
         context,
         outlook.times,
@@ -187,18 +187,15 @@ def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
 
 def _planner(name: str, steps: tuple[Simulated, ...], context: PlanningContext) -> Planner:
     parts = [parts_of(one, context) for one in steps]
-    outcomes = [one.outcome for one in steps]
     slots = sum(one.plan.num_padded_tokens for one in steps)
+    means = ("step_s", "imbalance", "bubble_frac", "exposed_frac")
     return Planner(
         name,
         steps,
-        step_s=float(np.mean([outcome.step_s for outcome in outcomes])),
         parts={part: float(np.mean([each[part] for each in parts])) for part in PARTS},
-        imbalance=float(np.mean([outcome.imbalance for outcome in outcomes])),
         padding_frac=1.0 - sum(one.plan.num_tokens for one in steps) / max(1, slots),
-        bubble_frac=float(np.mean([outcome.bubble_frac for outcome in outcomes])),
-        exposed_frac=float(np.mean([outcome.exposed_frac for outcome in outcomes])),
-        peak_bytes=float(max(outcome.peak_bytes.max() for outcome in outcomes)),
+        peak_bytes=max(one.peak_bytes for one in steps),
+        **{key: float(np.mean([getattr(one.outcome, key) for one in steps])) for key in means},
     )
 
 
@@ -206,21 +203,20 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
     """Mean seconds that a rank spends on what; they sum to the step."""
     plan, outcome = one.plan, one.outcome
     useful = _Useful(plan, context.costs)
-    places = plan.limits.num_ranks * plan.limits.num_stages
+    num_places = plan.limits.num_ranks * plan.limits.num_stages
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for span in outcome.spans:
-        taken = span.end_s - span.start_s
-        share = useful.share(span)
-        seconds[_PART_OF[span.kind]] += taken * share / places
-        seconds["padding"] += taken * (1.0 - share) / places
+        taken, share = span.end_s - span.start_s, useful.share(span)
+        seconds[_PART_OF[span.kind]] += taken * share / num_places
+        seconds["padding"] += taken * (1.0 - share) / num_places
     seconds["waiting"] = max(0.0, outcome.step_s - sum(seconds.values()))
     return seconds
 
 
-def pieces_of(one: Simulated, costs: Costs, rows: set[tuple[int, int]]) -> dict[tuple[int, int], list[Piece]]:
-    """What the asked-for (stage, rank) do in one step; the padding of a pass is drawn at its end."""
+def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Place, list[Piece]]:
+    """What some ranks of stages do in one step; the padding of a pass is drawn at its end."""
     useful, layers = _Useful(one.plan, costs), one.plan.limits.layers_per_stage
-    pieces: dict[tuple[int, int], list[Piece]] = {row: [] for row in sorted(rows)}
+    pieces: dict[Place, list[Piece]] = {place: [] for place in places}
     for span in one.outcome.spans:
         row = pieces.get((span.stage, span.rank))
         if row is None:
@@ -258,11 +254,10 @@ class _Useful:
         """`` 3: 8,192 tokens in 5 slices, 2 of 8 layers recomputed`` for a pass."""
         if span.micro_batch < 0 or span.kind == "C":
             return ""
-        plan, number = self._plan, span.micro_batch
-        micro_batch = plan.passes("F" if span.kind == "F" else "B")[number]
-        text = f" {number}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
-        if again := recomputed(plan, span.stage, number):
-            text += f", {again} of {plan.limits.layers_per_stage} layers recomputed"
+        micro_batch = self._plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
+        text = f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
+        if again := recomputed(self._plan, span.stage, span.micro_batch):
+            text += f", {again} of {self._plan.limits.layers_per_stage} layers recomputed"
         return text
 
     def _shares(self, micro_batch: MicroBatch) -> tuple[float, ...]:
@@ -281,22 +276,25 @@ class _Useful:
         return ahead, bare_backward / backward if backward else 1.0, ahead, weights
 
 
-def shown_ranks(one: Simulated, most_rows: int) -> tuple[list[int], bool]:
-    """Ranks whose rows are drawn, and whether they are all: else from the busiest to the idlest, evenly spaced."""
+def shown_places(one: Simulated, most_rows: int = _MOST_ROWS) -> tuple[list[Place], bool]:
+    """What is drawn from top to bottom, the stages of a rank together, and whether that is all ranks: else some from
+    the busiest to the idlest, evenly spaced."""
     limits, busy = one.plan.limits, one.outcome.busy_s.sum(axis=0)
     most_ranks = max(3, most_rows // limits.num_stages)
-    if limits.num_ranks <= most_ranks:
-        return list(range(limits.num_ranks)), True
-    by_load = np.argsort(-busy, kind="stable")
-    places = np.linspace(0, limits.num_ranks - 1, most_ranks).round().astype(int)
-    return by_load[places].tolist(), False
+    complete = limits.num_ranks <= most_ranks
+    ranks = list(range(limits.num_ranks))
+    if not complete:
+        evenly = np.linspace(0, limits.num_ranks - 1, most_ranks).round().astype(int)
+        ranks = np.argsort(-busy, kind="stable")[evenly].tolist()
+    return [(stage, rank) for rank in ranks for stage in range(limits.num_stages)], complete
 
 
-def ends_of(one: Simulated, ranks: Sequence[int], complete: bool) -> tuple[str, str]:
+def ends_of(places: Sequence[Place], complete: bool) -> tuple[str, str]:
     """Names of the first and the last row of a timeline."""
-    if len(ranks) == 1 and one.plan.limits.num_stages > 1:
-        return "stage 0", f"stage {one.plan.limits.num_stages - 1}"
-    return (f"rank {ranks[0]}", f"rank {ranks[-1]}") if complete else ("busiest", "idlest")
+    first, last = places[0], places[-1]
+    if len(places) > 1 and first[1] == last[1]:
+        return f"stage {first[0]}", f"stage {last[0]}"
+    return (f"rank {first[1]}", f"rank {last[1]}") if complete else ("busiest", "idlest")
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], dict[str, list[float]]]:
@@ -306,8 +304,3 @@ def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], dict[str, list
     weights = {"sequences": lengths * 0.0 + 1, "tokens": lengths * 1.0, "attention": lengths.astype(np.float64) ** 2}
     shares = {name: np.histogram(lengths, edges, weights=w)[0] / w.sum() for name, w in weights.items()}
     return edges, {name: share.tolist() for name, share in shares.items()}
-
-
-def rows_of(ranks: list[int], num_stages: int) -> Iterator[tuple[int, int]]:
-    """(stage, rank) from top to bottom: the stages of a rank together."""
-    return ((stage, rank) for rank in ranks for stage in range(num_stages))

@@ -15,9 +15,8 @@ from ...core.errors import EvenloadError
 def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     """Raise EvenloadError unless a file of that name may be written there."""
     if not path.name.lower().endswith(suffixes):
-        raise EvenloadError(
-            f"{option} writes another kind of file", str(path), f"end its name with {' or '.join(suffixes)}"
-        )
+        do = f"end its name with {' or '.join(suffixes)}"
+        raise EvenloadError(f"{option} writes another kind of file", str(path), do)
     folder = path.absolute().parent
     if not os.path.isdir(folder):
         raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
@@ -35,9 +34,8 @@ def whole(path: Path) -> Iterator[Path]:
         yield part
         os.replace(part, path)
     except OSError as error:
-        raise EvenloadError(
-            "the file cannot be written", f"{path}: {error.strerror or error}", "choose another folder"
-        ) from error
+        detail = f"{path}: {error.strerror or error}"
+        raise EvenloadError("the file cannot be written", detail, "choose another folder") from error
     finally:
         with suppress(OSError):  # gone already, or its name is too long for the file system
             part.unlink()

@@ -5,16 +5,17 @@ markupsafe would escape as well, but not write elements; what it could spare is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 
-Attribute = str | int | float | None
+from .._shared.show import gib, percent, seconds
 
 
 class Markup(str):
     """Text that is HTML."""
 
 
-def tag(name: str, *inside: str, **attributes: Attribute) -> Markup:
+def tag(name: str, *inside: str, **attributes: str | float | None) -> Markup:
     """An element. ``class_`` and ``aria_label`` become class and aria-label; None leaves an attribute out."""
     named = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
@@ -32,6 +33,37 @@ def join(*parts: str) -> Markup:
 def number(value: float, text: str) -> Markup:
     """A number as people read it, with the exact one for programs."""
     return tag("data", text, value=repr(value))
+
+
+def duration(value: float) -> Markup:
+    return number(value, seconds(value))
+
+
+def factor(ratio: float) -> Markup:
+    return number(ratio, f"{ratio:.2f}x")
+
+
+def share(value: float) -> Markup:
+    return number(value, percent(value))
+
+
+def size(num_bytes: float) -> Markup:
+    return number(num_bytes, gib(num_bytes))
+
+
+def section(name: str, title: str, *content: str) -> Markup:
+    return tag("section", tag("h2", title), *content, id=name)
+
+
+def say(text: str) -> Markup:
+    """A paragraph that explains."""
+    return tag("p", text, class_="say")
+
+
+def figures(numbers: Mapping[str, Markup]) -> Markup:
+    """Numbers with their names, side by side."""
+    pairs = (tag("div", tag("dt", name), tag("dd", value)) for name, value in numbers.items())
+    return tag("dl", *pairs, class_="facts")
 
 
 def _plain(value: str | float) -> str:

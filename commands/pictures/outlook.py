@@ -33,10 +33,9 @@ def tracks_of(outlook: Outlook) -> list[Track]:
     tracks = []
     for name in names(outlook):
         begin_s = 0.0
-        for step in outlook.steps:
-            plan, outcome = (one := planners(step)[name]).plan, one.outcome
-            tracks.append(Track(f"{label(name)}, predicted", plan, outcome.spans, begin_s))
-            begin_s += outcome.step_s
+        for one in (planners(step)[name] for step in outlook.steps):
+            tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
+            begin_s += one.outcome.step_s
     return tracks
 
 

@@ -23,13 +23,11 @@ from .facts import (
     facts_of,
     histogram,
     pieces_of,
-    rows_of,
-    shown_ranks,
+    shown_places,
 )
 from .files import whole
 from .outlook import what_it_does
 
-_MOST_ROWS = 32
 _MOST_NUMBERED = 16
 """Rows that are high enough for numbers."""
 _EDGED = 0.004
@@ -100,7 +98,7 @@ def write_plot(outlook: Outlook, path: Path) -> None:
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
-        _draw_legend(figure, parts, facts.first_bound_s, partly=partly)
+        _draw_legend(figure, parts, facts.bounds_s[0], partly=partly)
         with whole(path) as part:
             figure.savefig(part, format="png", dpi=_DPI)
 
@@ -109,50 +107,44 @@ def _headline(facts: Facts) -> str:
     ours, other, rival = facts.ours, facts.reference, facts.rival
     if not facts.remapped:
         return f"stock {seconds(other.step_s)} a step; no plugin is switched on {facts.basis}"
-    text = f"evenload {seconds(ours.step_s)} a step, {other.label} {seconds(other.step_s)}: "
-    text += f"{other.step_s / ours.step_s:.2f}x"
-    if rival is not None:
-        text += f"; {rival.label} {seconds(rival.step_s)}: {rival.step_s / ours.step_s:.2f}x"
-    return f"{text} {facts.basis}"
+    beside = [one for one in (other, rival) if one is not None]
+    others = "; ".join(f"{one.label} {seconds(one.step_s)}: {one.step_s / ours.step_s:.2f}x" for one in beside)
+    return f"evenload {seconds(ours.step_s)} a step, {others} {facts.basis}"
 
 
 def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part]:
     """Rows of ranks, top to bottom. Returns the parts that occur."""
     first = one.steps[0]
     limits, step_s = first.plan.limits, first.outcome.step_s
-    ranks, complete = shown_ranks(first, _MOST_ROWS)
-    rows = list(rows_of(ranks, limits.num_stages))
-    pieces = pieces_of(first, facts.context.costs, set(rows))
-    axes.barh(range(len(rows)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
+    places, complete = shown_places(first)
+    axes.barh(range(len(places)), step_s, height=0.86, color=_COLOURS["waiting"], linewidth=0)
     numbered = _is_numbered(one)
     drawn: set[Part] = set()
-    for y, row in enumerate(rows):
+    for y, pieces in enumerate(pieces_of(first, facts.context.costs, places).values()):
         for part in PARTS:
-            spans = [(p.start_s, p.length_s) for p in pieces[row] if p.part == part]
+            spans = [(p.start_s, p.length_s) for p in pieces if p.part == part]
             if spans:
                 drawn.add(part)
                 widths = [0.5 if numbered and length_s > _EDGED * most_s else 0.0 for _, length_s in spans]
-                axes.broken_barh(
-                    spans, (y - 0.43, 0.86), facecolor=_COLOURS[part], edgecolor="#fcfcfa", linewidths=widths
-                )
-        for piece in (p for p in pieces[row] if p.again):
+                colours = {"facecolor": _COLOURS[part], "edgecolor": "#fcfcfa"}
+                axes.broken_barh(spans, (y - 0.43, 0.86), **colours, linewidths=widths)
+        for piece in (p for p in pieces if p.again):
             # Downwards is up: the axis is turned round.
             low = 0.86 * FOOT * piece.again
             axes.barh(y + 0.43 - low / 2, piece.length_s, low, left=piece.start_s, color=_COLOURS["again"], linewidth=0)
             drawn.add("again")
         if numbered:
-            _draw_numbers(axes, pieces[row], y, most_s)
-    axes.axvline(facts.first_bound_s, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    last = len(rows) - 1
-    ends = ends_of(first, ranks, complete)
+            _draw_numbers(axes, pieces, y, most_s)
+    axes.axvline(facts.bounds_s[0], color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_ylim(len(places) - 0.4, -0.6)
     if numbered:
-        of_rank = [f"rank {rank}, " if limits.num_ranks > 1 else "" for _, rank in rows]
-        axes.set_yticks(range(len(rows)), [f"{name}stage {row[0]}" for name, row in zip(of_rank, rows, strict=True)])
+        names = [f"rank {rank}, stage {stage}" if limits.num_ranks > 1 else f"stage {stage}" for stage, rank in places]
+        axes.set_yticks(range(len(places)), names)
     else:
-        axes.set_yticks([0, last] if last else [0], ends if last else ends[:1])
+        ticks = [0, len(places) - 1][: len(places)]
+        axes.set_yticks(ticks, ends_of(places, complete)[: len(ticks)])
     axes.spines[:].set_visible(False)
-    sample = "" if complete else f", {len(ranks)} of {limits.num_ranks:,} ranks"
+    sample = "" if complete else f", {len(places) // limits.num_stages} of {limits.num_ranks:,} ranks"
     does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
     axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
     return drawn
@@ -160,8 +152,8 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
 
 def _is_numbered(one: Planner) -> bool:
     """Passes of stages have their numbers, where rows are high enough."""
-    stages = one.steps[0].plan.limits.num_stages
-    return 1 < stages <= _MOST_NUMBERED // len(shown_ranks(one.steps[0], _MOST_ROWS)[0])
+    first = one.steps[0]
+    return first.plan.limits.num_stages > 1 and len(shown_places(first)[0]) <= _MOST_NUMBERED
 
 
 def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -> None:
@@ -177,10 +169,10 @@ def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -
 def _draw_lengths(axes: Any, facts: Facts) -> None:
     edges, shares = histogram(facts.lengths)
     places = np.arange(len(edges) - 1)
-    for shift, (name, colour) in enumerate(
-        (("sequences", _COLOURS["padding"]), ("tokens", _COLOURS["backward"]), ("attention", _COLOURS["forward"]))
-    ):
-        axes.barh(places + 0.2 + 0.3 * shift, [100 * s for s in shares[name]], height=0.28, color=colour, label=name)
+    colours: dict[str, Part] = {"sequences": "padding", "tokens": "backward", "attention": "forward"}
+    for shift, (name, part) in enumerate(colours.items()):
+        percents, colour = [100 * share for share in shares[name]], _COLOURS[part]
+        axes.barh(places + 0.2 + 0.3 * shift, percents, height=0.28, color=colour, label=name)
     shown = range(0, len(edges), max(1, -(-len(edges) // 9)))
     axes.set_yticks(list(shown), [f"{edges[k]:,}" for k in shown])
     axes.set_ylabel("tokens of a sequence")
@@ -204,10 +196,5 @@ def _draw_legend(figure: Any, parts: set[Part], bound_s: float, *, partly: bool)
         if part in parts or part == "waiting"
     ]
     keys.append(Line2D([], [], color=_MARK, linestyle=(0, (4, 3)), label=f"lower bound, {seconds(bound_s)}"))
-    figure.legend(
-        handles=keys,
-        loc="outside lower left",
-        ncols=min(len(keys), 4 if partly else 8),
-        frameon=False,
-        labelcolor=_SOFT,
-    )
+    ncols = min(len(keys), 4 if partly else 8)
+    figure.legend(handles=keys, loc="outside lower left", ncols=ncols, frameon=False, labelcolor=_SOFT)

@@ -14,9 +14,8 @@ from ..plan import Outlook
 from . import sections
 from .facts import Facts, Planner, facts_of
 from .files import whole
-from .markup import Markup, join, number, tag
-from .outlook import about
-from .words import counted, duration, factor, gib, section
+from .markup import Markup, duration, factor, figures, join, number, say, section, share, size, tag
+from .outlook import command
 
 _MOST_STEPS = 50
 """Rows of the table of steps."""
@@ -24,6 +23,10 @@ _MOST_STEPS = 50
 _SAME = 0.005
 """Ratios closer to one than this are told as equal."""
 
+_CERTIFIED = (
+    "No plan that keeps a sequence on one rank, or on one context-parallel group of ranks, has a busiest rank that "
+    "computes less. Communication, the fill of a pipeline, and the update come on top."
+)
 _REMEDY = (
     "What helps: more sequences a step (train.global_batch_size), fewer ranks, or more ranks a sequence (parallel.cp)."
 )
@@ -44,7 +47,7 @@ def page_of(outlook: Outlook) -> str:
     facts = facts_of(outlook)
     notes = [_bounding(step) for step in outlook.to_json()["steps"]]
     body = join(
-        _headline(facts, outlook, notes),
+        _headline(facts, notes),
         sections.lengths(facts),
         sections.timelines(facts),
         sections.where(facts),
@@ -57,24 +60,22 @@ def page_of(outlook: Outlook) -> str:
     return template.substitute(title=f"evenload: what it gains, {facts.times}", body=body)
 
 
-def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
+def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
     ours, other, rival = facts.ours, facts.reference, facts.rival
     ratio = other.step_s / ours.step_s
     layout, cluster = facts.context.layout, facts.context.cluster
     done = "planned" if facts.times == "predicted" else "trained"
-    eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {counted(len(outlook.steps), 'step')} {done}"
+    steps = f"{len(notes):,} step{'' if len(notes) == 1 else 's'}"
+    eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {steps} {done}"
+    own_s, other_s = duration(ours.step_s), duration(other.step_s)
     if not facts.remapped:
-        head = join("Stock: ", duration(ours.step_s), " a step. No plugin is switched on")
+        head = join("Stock: ", own_s, " a step. No plugin is switched on")
     elif ratio > 1 + _SAME:
-        head = join(
-            *("evenload: ", duration(ours.step_s), " a step instead of ", duration(other.step_s), ": ", factor(ratio)),
-        )
+        head = join("evenload: ", own_s, " a step instead of ", other_s, ": ", factor(ratio))
     elif ratio > 1 - _SAME:
-        head = join("evenload: ", duration(ours.step_s), f" a step, as {other.label}: nothing to gain here")
+        head = join("evenload: ", own_s, f" a step, as {other.label}: nothing to gain here")
     else:
-        head = join(
-            "evenload: ", duration(ours.step_s), f" a step, slower than {other.label}'s ", duration(other.step_s)
-        )
+        head = join("evenload: ", own_s, f" a step, slower than {other.label}'s ", other_s)
     lead = [tag("h1", head, " ", tag("small", facts.basis))]
     if rival is not None:
         lead.append(tag("p", *_against(ours, rival), class_="lead"))
@@ -85,48 +86,32 @@ def _headline(facts: Facts, outlook: Outlook, notes: Sequence[str]) -> Markup:
 
 def _against(ours: Planner, rival: Planner) -> list[str]:
     ratio = rival.step_s / ours.step_s
-    opening = "The strongest simple baseline, "
-    name = tag("b", rival.label)
+    opening = ["The strongest simple baseline, ", tag("b", rival.label), ", takes "]
     if abs(ratio - 1) <= _SAME:
-        return [opening, name, ", takes the same time: ", duration(rival.step_s), "."]
-    verdict = f", takes {'more' if ratio > 1 else 'less'}: "
-    return [opening, name, verdict, duration(rival.step_s), "; evenload is ", factor(ratio), " against it."]
+        return [*opening, "the same time: ", duration(rival.step_s), "."]
+    verdict = "more: " if ratio > 1 else "less: "
+    return [*opening, verdict, duration(rival.step_s), "; evenload is ", factor(ratio), " against it."]
 
 
 def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
     ours, bound_s = facts.ours, facts.bound_s
     over = ours.step_s / bound_s - 1 if bound_s else 0.0
-    stats = [
-        tag("div", tag("dt", "lower bound"), tag("dd", duration(bound_s))),
-        tag("div", tag("dt", "evenload" if facts.remapped else "stock"), tag("dd", duration(ours.step_s))),
-        tag("div", tag("dt", "above the bound"), tag("dd", number(over, percent(max(0.0, over))))),
-    ]
-    if not any(one.plan.bound_s for one in ours.steps):
-        says = ["The bound is this plan's own work, padding included, spread evenly over all ranks."]
+    numbers = {
+        "lower bound": duration(bound_s),
+        "evenload" if facts.remapped else "stock": duration(ours.step_s),
+        "above the bound": number(over, percent(max(0.0, over))),
+    }
+    if any(one.plan.bound_s for one in ours.steps):
+        even = "the bound is the mean: all work, spread evenly over all ranks."
+        says = [_CERTIFIED, f"Here {f'{_sequence_bound(notes)}. {_REMEDY}' if any(notes) else even}"]
     else:
-        says = [
-            "No plan that keeps a sequence on one rank, or on one context-parallel group of ranks, has a busiest rank "
-            "that computes less. Communication, the fill of a pipeline, and the update come on top."
-        ]
-        if any(notes):
-            says.append(f"Here {_sequence_bound(notes)}. {_REMEDY}")
-        else:
-            says.append("Here the bound is the mean: all work, spread evenly over all ranks.")
-    paragraphs = [tag("p", text, class_="say") for text in says]
-    return section("bound", "How much is left", *paragraphs, tag("dl", *stats, class_="facts"))
+        says = ["The bound is this plan's own work, padding included, spread evenly over all ranks."]
+    return section("bound", "How much is left", *map(say, says), figures(numbers))
 
 
 def _tables(facts: Facts, outlook: Outlook) -> Markup:
-    head = (
-        "",
-        "step",
-        "against evenload" if facts.remapped else "against stock",
-        "imbalance",
-        "padding",
-        "waiting",
-        "exposed",
-        "holds",
-    )
+    against = "against evenload" if facts.remapped else "against stock"
+    head = ("", "step", against, "imbalance", "padding", "waiting", "exposed", "holds")
     rows = [
         (
             one is facts.ours,
@@ -135,34 +120,31 @@ def _tables(facts: Facts, outlook: Outlook) -> Markup:
                 duration(one.step_s),
                 factor(one.step_s / facts.ours.step_s),
                 number(one.imbalance, f"{one.imbalance:.3f}"),
-                number(one.padding_frac, percent(one.padding_frac)),
-                number(one.bubble_frac, percent(one.bubble_frac)),
-                number(one.exposed_frac, percent(one.exposed_frac)),
-                number(one.peak_bytes, gib(one.peak_bytes)),
+                share(one.padding_frac),
+                share(one.bubble_frac),
+                share(one.exposed_frac),
+                size(one.peak_bytes),
             ],
         )
         for one in reversed(facts.ranked)
     ]
-    say = (
+    text = (
         "Step: mean seconds of a step. Imbalance: busiest rank over mean, 1 is even. Waiting: for ranks and stages. "
         "Exposed: communication that no compute hides."
     )
-    content = [tag("p", say, class_="say"), _table("planners", head, rows)]
-    if len(outlook.steps) > 1:
-        content.append(_steps(facts, outlook))
-    return section("table", "All planners, all steps", *content)
+    steps = [_steps(facts, outlook)] if len(outlook.steps) > 1 else []
+    return section("table", "All planners, all steps", say(text), _table("planners", head, rows), *steps)
 
 
 def _steps(facts: Facts, outlook: Outlook) -> Markup:
     shown = facts.shown[::-1]
     head = ["", *(one.label for one in shown), "lower bound", "planning, measured"]
-    bounds = [step["bound_s"] for step in outlook.to_json()["steps"]]
     rows = []
     for place, step in enumerate(outlook.steps[:_MOST_STEPS]):
         cells = [one.steps[place].outcome.step_s for one in shown]
-        rows.append((False, f"step {place}", [duration(s) for s in (*cells, bounds[place], step.plan_s)]))
+        rows.append((False, f"step {place}", [duration(s) for s in (*cells, step.bound_s, step.plan_s)]))
     more = len(outlook.steps) - _MOST_STEPS
-    left = [tag("p", f"{more} more steps are in the table of --json.", class_="say")] if more > 0 else []
+    left = [say(f"{more} more steps are in the table of --json.")] if more > 0 else []
     return join(_table("steps", head, rows), *left)
 
 
@@ -181,29 +163,30 @@ def _table(name: str, head: Sequence[str], rows: Sequence[tuple[bool, str, Seque
 
 
 def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
-    context, plans = facts.context, [step.plan_s for step in outlook.steps]
+    context, steps = facts.context, outlook.steps
     layout = ", ".join(f"{name} {size}" for name, size in vars(context.layout).items())
-    measured = f"{seconds(float(np.mean(plans)))} a step in the mean, measured where this page was made"
+    plan_s = seconds(float(np.mean([step.plan_s for step in steps])))
+    num_drawn = sum(len(step.ours.plan.lengths) for step in steps)
     lines: dict[str, str] = {
         "ranks": f"{context.layout.world_size:,}: {layout}",
         "cluster": f"{context.cluster.name}: {context.cluster.source}",
         "costs": context.costs.source,
         "plugins": ", ".join(plugin.name for plugin in outlook.recipe.enabled()) or "none",
-        "samples": f"{len(outlook.lengths):,} in the file, {facts.num_drawn:,} in the steps shown",
-        "planning": measured,
-        "command": tag("code", str(about(outlook)["command"])),
+        "samples": f"{len(outlook.lengths):,} in the file, {num_drawn:,} in the steps shown",
+        "planning": f"{plan_s} a step in the mean, measured where this page was made",
+        "command": tag("code", command()),
     }
-    late = float(np.mean([step.delay_steps for step in outlook.steps]))
+    late = float(np.mean([step.delay_steps for step in steps]))
     if late:
         lines["late"] = f"tokens are trained {late:.2g} steps late in the mean"
     rows = [cell for name, text in lines.items() for cell in (tag("dt", name), tag("dd", text))]
-    say = (
+    text = (
         "Everything on this page is predicted, except the time that planning took."
         if facts.times == "predicted"
         else "Times are measured where this page was made. Predicted are the lower bound, which share of a pass is "
         "padding, and what ranks hold."
     )
-    return section("fine", "Fine print", tag("p", say, class_="say"), tag("dl", *rows, class_="fine"))
+    return section("fine", "Fine print", say(text), tag("dl", *rows, class_="fine"))
 
 
 def _bounding(step: dict[str, Any]) -> str:

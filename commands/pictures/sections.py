@@ -6,15 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from .._shared.show import seconds
+from .._shared.show import gib, seconds
 from . import charts
-from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, rows_of, shown_ranks
-from .markup import Markup, number, tag
+from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, shown_places
+from .markup import Markup, duration, figures, number, say, section, size, tag
 from .outlook import what_it_does
-from .words import duration, gib, section
-
-_MOST_ROWS = 32
-"""Of a timeline."""
 
 
 def lengths(facts: Facts) -> Markup:
@@ -22,12 +18,10 @@ def lengths(facts: Facts) -> Markup:
     pairs = np.cumsum(lengths.astype(np.float64) ** 2)
     half = int(np.searchsorted(pairs, 0.5 * pairs[-1])) + 1
     half_of = "the longest one" if half == 1 else f"the longest {half:,} of them"
-    say = tag(
-        "p",
+    text = (
         f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens. Half of "
         f"attention's work is in {half_of}, {half / len(lengths):.1%} of the sequences and "
-        f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens.",
-        class_="say",
+        f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens."
     )
     edges, shares = histogram(lengths)
     names = {
@@ -45,58 +39,46 @@ def lengths(facts: Facts) -> Markup:
     marks = [(float(k), _tokens(edge)) for k, edge in enumerate(edges) if k % every == 0]
     cells.append(charts.axis(marks, len(edges) - 1))
     quantiles = {"median": 0.5, "90th percentile": 0.9, "99th percentile": 0.99, "longest": 1.0}
-    stats = [
-        tag(
-            "div",
-            tag("dt", name),
-            tag("dd", number(value := int(np.quantile(lengths, q, method="higher")), f"{value:,}")),
-        )
-        for name, q in quantiles.items()
-    ]
+    values = {name: int(np.quantile(lengths, q, method="higher")) for name, q in quantiles.items()}
+    stats = figures({name: number(value, f"{value:,}") for name, value in values.items()})
     figure = tag("figure", tag("div", *cells, class_="spread"), aria_label="Shares by length of the sequence in tokens")
-    return section("lengths", "What your lengths look like", say, figure, tag("dl", *stats, class_="facts"))
+    return section("lengths", "What your lengths look like", say(text), figure, stats)
 
 
 def timelines(facts: Facts) -> Markup:
     shown = facts.shown
     most = 1.01 * max(one.steps[0].outcome.step_s for one in shown)
     panels, parts, all_ranks, again = [], set[Part](), True, False
-    num_stages = facts.ours.steps[0].plan.limits.num_stages
+    limits = facts.ours.steps[0].plan.limits
     for one in shown:
         first = one.steps[0]
-        ranks, complete = shown_ranks(first, _MOST_ROWS)
+        places, complete = shown_places(first)
         all_ranks &= complete
-        pieces = pieces_of(first, facts.context.costs, set(rows_of(ranks, num_stages)))
+        pieces = pieces_of(first, facts.context.costs, places)
+        staged = limits.num_stages > 1
         rows = [
-            charts.Row(_row_name(rank, stage, num_stages), pieces[stage, rank], stage == 0 and num_stages > 1)
-            for stage, rank in rows_of(ranks, num_stages)
+            charts.Row(f"rank {rank}, stage {stage}" if staged else f"rank {rank}", of_row, staged and stage == 0)
+            for (stage, rank), of_row in pieces.items()
         ]
         parts |= {piece.part for row in rows for piece in row.pieces}
         again |= any(piece.again > 0 for row in rows for piece in row.pieces)
-        ends = ends_of(first, ranks, complete)
-        outcome = first.outcome
-        head = tag(
-            "div",
-            tag("div", tag("b", one.label), *([tag("small", note)] if (note := what_it_does(one.name)) else [])),
-            tag("div", duration(outcome.step_s), class_="value"),
-            class_="head",
-        )
-        drawn = charts.timeline(rows, outcome.step_s, most, facts.first_bound_s, ends)
+        step_s, note = first.outcome.step_s, what_it_does(one.name)
+        name = tag("div", tag("b", one.label), *([tag("small", note)] if note else []))
+        head = tag("div", name, tag("div", duration(step_s), class_="value"), class_="head")
+        drawn = charts.timeline(rows, step_s, most, facts.bounds_s[0], ends_of(places, complete))
         panels.append(tag("div", head, drawn, class_="panel"))
     panels.append(charts.axis([(at, seconds(at) if at else "0") for at in charts.ticks(most)], most))
     keys: list[Part] = [part for part in PARTS if part in parts or part == "waiting"]
-    rows_say = "Every row is a rank" if num_stages == 1 else "Every row is a stage of a rank, the ranks apart"
-    say = f"{rows_say}; the time axis is the same. Blue computes your tokens."
+    rows_are = "Every row is a rank" if limits.num_stages == 1 else "Every row is a stage of a rank, the ranks apart"
+    text = f"{rows_are}; the time axis is the same. Blue computes your tokens."
     if again:
-        say += f" Green {AGAIN_KEY}, by their share."
+        text += f" Green {AGAIN_KEY}, by their share."
     if not all_ranks:
-        count = len(shown_ranks(facts.ours.steps[0], _MOST_ROWS)[0])
-        total = facts.ours.steps[0].plan.limits.num_ranks
-        say += f" Of {total:,} ranks {count} are shown, from the busiest to the idlest of each plan, evenly spaced."
-    which = "One step, rank by rank" if len(facts.ours.steps) == 1 else "The first step, rank by rank"
+        shares = f"Of {limits.num_ranks:,} ranks {len(places) // limits.num_stages} are shown"
+        text += f" {shares}, from the busiest to the idlest of each plan, evenly spaced."
+    which = "One step, rank by rank" if len(facts.bounds_s) == 1 else "The first step, rank by rank"
     figure = tag("figure", *panels, class_="panels", aria_label="Timelines of one step")
-    bound = f"lower bound, {seconds(facts.first_bound_s)}"
-    return section("step", which, tag("p", say, class_="say"), charts.legend(keys, bound=bound), figure)
+    return section("step", which, say(text), charts.time_legend(keys, facts.bounds_s[0]), figure)
 
 
 def where(facts: Facts) -> Markup:
@@ -114,12 +96,10 @@ def where(facts: Facts) -> Markup:
         ]
         rows.append(charts.Bar(one.label, "", duration(one.step_s), segments, one is facts.ours))
     keys: list[Part] = [part for part in PARTS if any(one.parts[part] > 0 for one in facts.ranked)]
-    say = "Mean of all ranks and steps, slowest planner first. The percentages are of each planner's own step."
+    text = "Mean of all ranks and steps, slowest planner first. The percentages are of each planner's own step."
     figure = tag("figure", charts.bars(rows, most, facts.bound_s), aria_label="Where the time goes, by planner")
-    bound = f"lower bound, {seconds(facts.bound_s)}"
-    return section(
-        "where", "Where the time goes", tag("p", say, class_="say"), charts.legend(keys, bound=bound), figure
-    )
+    legend = charts.time_legend(keys, facts.bound_s)
+    return section("where", "Where the time goes", say(text), legend, figure)
 
 
 def memory(facts: Facts) -> Markup:
@@ -136,27 +116,14 @@ def memory(facts: Facts) -> Markup:
             ("over" if over else "forward", moving, f"{one.label}: activations and prefix KV: {gib(moving)}", ""),
         ]
         note = "does not fit" if over else ""
-        rows.append(
-            charts.Bar(one.label, note, number(one.peak_bytes, gib(one.peak_bytes)), segments, one is facts.ours)
-        )
-    fixed_key = tag("li", tag("i", class_="key plain"), "weights, gradients, optimizer")
-    legend = tag(
-        "ul",
-        *([fixed_key] if facts.fixed_bytes else []),
-        tag("li", tag("i", class_="key forward"), "activations, prefix KV"),
-        tag("li", tag("i", class_="key bound"), f"the device has {gib(device)}"),
-        class_="legend",
-    )
+        rows.append(charts.Bar(one.label, note, size(one.peak_bytes), segments, one is facts.ours))
+    keys = {"plain": "weights, gradients, optimizer"} if facts.fixed_bytes else {}
+    legend = charts.legend(keys | {"forward": "activations, prefix KV", "bound": f"the device has {gib(device)}"})
     text = "The most that any rank holds at once in any step."
     if not facts.fixed_bytes:
         text += " These costs say nothing of weights, gradients and optimizer states: they come on top."
-    say = tag("p", text, class_="say")
     figure = tag("figure", charts.bars(rows, most, device), aria_label="Peak memory by planner")
-    return section("memory", "Memory", say, legend, figure)
-
-
-def _row_name(rank: int, stage: int, num_stages: int) -> str:
-    return f"rank {rank}, stage {stage}" if num_stages > 1 else f"rank {rank}"
+    return section("memory", "Memory", say(text), legend, figure)
 
 
 def _tokens(count: int) -> str:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
+from .._shared.bubbles import Place, by_place, name_of
 from .files import open_text, whole
 from .trace_args import TellPass, tell_bubbles
 
@@ -62,62 +64,57 @@ class _Thread(NamedTuple):
     tid: int
 
 
+_STEP: Place = (-1, -1)
+"""Where a process has the thread of its whole steps."""
+
+
 def write_trace(path: Path, tracks: Sequence[Track], about: Mapping[str, Any]) -> None:
     """Write the tracks, compressed if the name ends with .gz. ``about``: its ``otherData``. Raises EvenloadError."""
     every = math.ceil(sum(len(track.spans) for track in tracks) / MOST_EVENTS) or 1
     shown = "all ranks"
     if every > 1:
-        shown = (
-            f"rank 0, {every}, {2 * every} ... and the last to finish of each stage and step: too many events for all"
-        )
+        some = f"rank 0, {every}, {2 * every} ... and the last to finish of each stage and step"
+        shown = f"{some}: too many events for all"
         logger.warning("%s shows %s", path, shown)
     with whole(path) as part, open_text(part, path) as file:
         head = to_json({**about, "ranks shown": shown}, compact=True)
         file.write(f'{{"displayTimeUnit":"ms","otherData":{head},"traceEvents":[')
-        separator = "\n"
-        for event in _events(tracks, every):
-            file.write(separator + event)
-            separator = ",\n"
+        for number, event in enumerate(_events(tracks, every)):
+            file.write(f"{',' if number else ''}\n{event}")
         file.write("\n]}\n")
 
 
 def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
-    processes: dict[str, int] = {}
-    threads: dict[tuple[int, int, int], _Thread] = {}
-    steps: dict[str, int] = {}
+    threads_of: dict[str, dict[Place, _Thread]] = {}
+    steps = Counter[str]()
     numbers = count(1)
     # Each pass that hands over has two events of an arrow beside its own.
     arrows = 3 * sum(len(track.spans) for track in tracks) <= MOST_EVENTS
     for track in tracks:
-        pid = processes.get(track.name)
-        if pid is None:
-            pid = processes[track.name] = len(processes) + 1
+        limits, threads = track.plan.limits, threads_of.setdefault(track.name, {})
+        pid = list(threads_of).index(track.name) + 1
+        if not threads:
             yield _meta("process_name", _Thread(pid, 0), name=track.name)
             yield _meta("process_sort_index", _Thread(pid, 0), sort_index=pid)
             if every > 1:
                 yield _meta("process_labels", _Thread(pid, 0), labels=f"every {every}th rank")
-        whole_step = threads.get((pid, -1, -1))
-        if whole_step is None:
-            whole_step = threads[pid, -1, -1] = _Thread(pid, next(numbers))
-            yield from _name(whole_step, "step", 0)
-        number = steps[track.name] = steps.get(track.name, -1) + 1
-        yield _whole_step(track, number, whole_step)
+            threads[_STEP] = _Thread(pid, next(numbers))
+            yield from _name(threads[_STEP], "step", 0)
+        yield _whole_step(track, steps[track.name], threads[_STEP])
+        steps[track.name] += 1
         tell = TellPass(track.plan)
         wanted = _wanted(track, every)
-        of_rank = sorted(track.spans, key=lambda span: (span.stage, span.rank, span.start_s))
-        for (stage, rank), spans in groupby(of_rank, key=lambda span: span[:2]):
-            if (stage, rank) not in wanted:
+        for place, spans in by_place(track.spans):
+            if place not in wanted:
                 continue
-            thread = threads.get((pid, stage, rank))
-            if thread is None:
-                thread = threads[pid, stage, rank] = _Thread(pid, next(numbers))
-                stages = track.plan.limits.num_stages
-                name = f"stage {stage}, rank {rank}" if stages > 1 else f"rank {rank}"
-                yield from _name(thread, name, 1 + stage * track.plan.limits.num_ranks + rank)
-            yield from _of_rank(track, thread, spans, tell)
+            if place not in threads:
+                threads[place] = _Thread(pid, next(numbers))
+                yield from _name(
+                    threads[place], name_of(place, limits.num_stages), 1 + place[0] * limits.num_ranks + place[1]
+                )
+            yield from _of_rank(track, threads[place], spans, tell)
         if arrows:
-            threads_of_ranks = {(s, r): t for (p, s, r), t in threads.items() if p == pid and s >= 0}
-            yield from _hand_overs(track, threads_of_ranks, numbers)
+            yield from _hand_overs(track, threads, numbers)
 
 
 def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPass) -> Iterator[str]:
@@ -133,7 +130,7 @@ def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPas
         )
 
 
-def _hand_overs(track: Track, threads: Mapping[tuple[int, int], _Thread], numbers: Iterator[int]) -> Iterator[str]:
+def _hand_overs(track: Track, threads: Mapping[Place, _Thread], numbers: Iterator[int]) -> Iterator[str]:
     """An arrow from each pass to the same one at the stage that waits for it."""
     known = {(span.kind, span.micro_batch, span.stage, span.rank): span for span in track.spans}
     for span in track.spans if track.plan.limits.num_stages > 1 else ():
@@ -145,9 +142,9 @@ def _hand_overs(track: Track, threads: Mapping[tuple[int, int], _Thread], number
             name = f'"cat":"hand-over","name":"{what}","id":{next(numbers)}'
             leaves_s, arrives_s = max(span.start_s, span.end_s - _INSIDE_S), taker.start_s
             for phase, end, at_s in (("s", span, leaves_s), ("f", taker, arrives_s)):
-                pid, tid = threads[end.stage, end.rank]
+                (pid, tid), at = threads[end[:2]], round((track.begin_s + at_s) * 1e9)
                 ends = ',"bp":"e"' if phase == "f" else ""
-                yield f'{{"ph":"{phase}","pid":{pid},"tid":{tid},"ts":{_at(at_s, track.begin_s)},{name}{ends}}}'
+                yield f'{{"ph":"{phase}","pid":{pid},"tid":{tid},"ts":{_us(at)},{name}{ends}}}'
 
 
 def _whole_step(track: Track, number: int, thread: _Thread) -> str:
@@ -165,7 +162,7 @@ def _whole_step(track: Track, number: int, thread: _Thread) -> str:
     )
 
 
-def _wanted(track: Track, every: int) -> set[tuple[int, int]]:
+def _wanted(track: Track, every: int) -> set[Place]:
     """(stage, rank) that are shown: every n-th rank, and the last to finish of each stage."""
     last: dict[int, tuple[float, int]] = {}
     for span in track.spans if every > 1 else ():
@@ -179,10 +176,6 @@ def _wanted(track: Track, every: int) -> set[tuple[int, int]]:
 def _when(start_s: float, end_s: float, begin_s: float) -> str:
     start, end = round((begin_s + start_s) * 1e9), round((begin_s + end_s) * 1e9)
     return f'"ts":{_us(start)},"dur":{_us(end - start)}'
-
-
-def _at(time_s: float, begin_s: float) -> str:
-    return _us(round((begin_s + time_s) * 1e9))
 
 
 def _us(nanoseconds: int) -> str:

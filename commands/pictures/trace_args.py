@@ -8,7 +8,7 @@ from typing import Any
 from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import Span
-from .._shared.bubbles import bubbles_of
+from .._shared.bubbles import bubbles_of, name_of
 from .._shared.pipelines import recomputed
 
 _MOST_TOLD = 64
@@ -30,11 +30,10 @@ class TellPass:
         if span.micro_batch < 0:
             return ""
         key = kind, span.micro_batch, span.stage if self._plan.recompute else 0
-        text = self._known.get(key)
-        if text is None:
+        if key not in self._known:
             args = self._args(kind, span.micro_batch, span.stage)
-            text = self._known[key] = f',"args":{to_json(args, compact=True)}'
-        return text
+            self._known[key] = f',"args":{to_json(args, compact=True)}'
+        return self._known[key]
 
     def _args(self, kind: str, number: int, stage: int) -> dict[str, Any]:
         micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
@@ -62,8 +61,6 @@ def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:
     bubbles = bubbles_of([spans])
     args = {"bubble": round(bubbles.frac, 4)}
     if len(bubbles.waits) <= _MOST_TOLD:
-        staged = plan.limits.num_stages > 1
-        for stage, rank in sorted(bubbles.waits):
-            name = f"stage {stage}, rank {rank}" if staged else f"rank {rank}"
-            args[f"bubble of {name}"] = round(bubbles.of(stage, rank), 4)
+        for place in sorted(bubbles.waits):
+            args[f"bubble of {name_of(place, plan.limits.num_stages)}"] = round(bubbles.of(*place), 4)
     return args

@@ -61,7 +61,7 @@ class Case:
         if self.cuts > 1:
             chain = self.cuts * num_ranks
             starts = range(0, len(micro_batches), chain)
-            order = (tuple(op for first in starts for op in _there_and_back(first, chain)),)
+            order = (tuple(op for first in starts for op in there_and_back(range(first, first + chain))),)
         return check(StepPlan(batch, micro_batches, Limits(num_ranks, self.slots), order=order, made_by="profile"))
 
     def __str__(self) -> str:
@@ -69,9 +69,9 @@ class Case:
         return f"{self.count} times {text}" if self.count > 1 else text
 
 
-def _there_and_back(first: int, count: int) -> list[Op]:
-    there = range(first, first + count)
-    return [*(Op("F", i) for i in there), *(Op("B", i) for i in reversed(there))]
+def there_and_back(numbers: range) -> tuple[Op, ...]:
+    """All forwards, then all backwards in reverse."""
+    return (*(Op("F", i) for i in numbers), *(Op("B", i) for i in reversed(numbers)))
 
 
 def cases(max_length: int, max_tokens: int) -> list[Case]:

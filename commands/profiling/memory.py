@@ -12,9 +12,9 @@ Counted rather than measured: K and V of a token, and what sharding divides (`co
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
 from ...core.laws import check
-from ...core.machine.layout import Layout
 from ...core.plan.limits import Limits
 from ...core.plan.memory_cost import MemoryCost
-from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ...core.planning.setting import limits_of, stage_costs, traits_of
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES, shape_of
-from ...integrations.host import Host, Mark
+from ...integrations.host import Host
 from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from .._shared.job import Job
+from .cases import there_and_back
 
 COUNTS = (1, 2, 4)
 """Sequences of a micro-batch in the shapes that are measured."""
@@ -62,8 +62,7 @@ class Readings(NamedTuple):
     peak: float
 
 
-@dataclass(frozen=True)
-class _Point:
+class _Point(NamedTuple):
     name: str
     level: int
     highest: int
@@ -76,39 +75,40 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     ``max_tokens``: what a micro-batch may have at the most.
     """
     device, recipe, host = job.world.device, job.recipe, job.host
-    _refuse_stages(host.layout)
+    if host.layout.pp > 1:
+        do = "profile with parallel.pp=1, and fewer layers if they do not fit; plans divide the costs"
+        raise EvenloadError("memory is measured on ranks that hold all layers", f"parallel.pp={host.layout.pp}", do)
     num_ranks, tp = host.layout.dp_cp_size, host.layout.tp
 
-    def mark(where: str) -> None:
-        job.watchdog.at(f"measuring memory, {where}")
+    def step(plan: StepPlan) -> None:
+        host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: job.watchdog.at(f"measuring memory, {where}"))
 
     length = max(1, min(LENGTH[device.type], recipe.data.max_length // 2, max_tokens // (2 * COUNTS[-1])))
     tokens_of = random_tokens(recipe)
     tiny = two_alive(1, min(TINY, length), cut=False, num_ranks=num_ranks)
     for _ in range(2):  # the first makes what later steps find
-        host.train_step(tiny, tokens_of, lr=0.0, mark=mark)
+        step(tiny)
     gc.collect()
     fixed = live_bytes(device)
     with peak_bytes(device) as update:
-        host.train_step(tiny, tokens_of, lr=0.0, mark=mark)
+        step(tiny)
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
-    readings = [_read(host, device, plan, tokens_of, mark) for plan in plans]
+    readings = [_read(host, device, plan, step) for plan in plans]
     shape, states = shape_of(recipe.model), traits_of(recipe).states
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
-    sharded = states.sharded * shape.parameters / tp
-    memory = memory.model_copy(
-        update={
-            # Of what is shared with other ranks this one has its part.
-            "fixed_bytes": float(fixed + sharded * (1 - 1 / num_ranks)),
-            "sharded_bytes": float(sharded),
-            "gathered_bytes": states.gathered_bytes(shape.parameters / tp),
-            "gradient_bytes": float(states.late * shape.parameters / tp),
-            "update_bytes": float(update.num_bytes),
-        }
-    )
+    parameters = shape.parameters / tp
+    sharded = states.sharded * parameters
+    measured = memory.model_dump(exclude_none=True) | {
+        # Of what is shared with other ranks this one has its part.
+        "fixed_bytes": float(fixed + sharded * (1 - 1 / num_ranks)),
+        "sharded_bytes": float(sharded),
+        "gathered_bytes": states.gathered_bytes(parameters),
+        "gradient_bytes": float(states.late * parameters),
+        "update_bytes": float(update.num_bytes),
+    }
     # Of the whole model on one device, which `MemoryCost.of_stage` divides again.
-    memory = MemoryCost(**{name: round(value * tp) for name, value in memory.model_dump(exclude_none=True).items()})
+    memory = MemoryCost(**{name: round(value * tp) for name, value in measured.items()})
     return memory.model_copy(update={"fit_error": round(_error(job, memory, plans, readings), 4)})
 
 
@@ -156,9 +156,8 @@ def two_alive(count: int, length: int, *, cut: bool, num_ranks: int = 1) -> Step
             first, start = (rank * per_rank, half * length) if cut else (rank * per_rank + half * count, 0)
             pieces = (Slice(first + i, start, start + length) for i in range(count))
             micro_batches.append(MicroBatch(tuple(pieces), (rank,)))
-    there = range(len(micro_batches))
-    order = (*(Op("F", i) for i in there), *(Op("B", i) for i in reversed(there)))
-    return check(StepPlan(batch, tuple(micro_batches), Limits(num_ranks, count * length), (order,), made_by="profile"))
+    order = (there_and_back(range(len(micro_batches))),)
+    return check(StepPlan(batch, tuple(micro_batches), Limits(num_ranks, count * length), order, made_by="profile"))
 
 
 def random_tokens(recipe: Recipe) -> Any:
@@ -171,11 +170,11 @@ def random_tokens(recipe: Recipe) -> Any:
     return tokens_of
 
 
-def _read(host: Host, device: torch.device, plan: StepPlan, tokens_of: Any, mark: Mark) -> Readings:
+def _read(host: Host, device: torch.device, plan: StepPlan, step: Callable[[StepPlan], None]) -> Readings:
     points: list[_Point] = []
     gc.collect()
     with Levels(device) as levels, _watched(host, levels, points):
-        host.train_step(plan, tokens_of, lr=0.0, mark=mark)
+        step(plan)
         last = levels.read()[1]
     names = [p.name for p in points[: len(EXPECTED)]]
     assert names == EXPECTED, f"the passes of a step came as {names}"
@@ -210,12 +209,6 @@ def _watched(host: Host, levels: Levels, points: list[_Point]) -> Iterator[None]
         note("begin")
         _when_back([*inputs, *more.values()], lambda _: note("layers"))
 
-    def entering_inner(_: nn.Module, __: Any) -> None:
-        note("inner")
-
-    def entering_last(_: nn.Module, __: Any) -> None:
-        note("last")
-
     def leaving(_: nn.Module, __: Any, outputs: Any) -> None:
         note("end")
         _when_back(outputs if isinstance(outputs, tuple) else [outputs], lambda _: note("head"))
@@ -223,8 +216,8 @@ def _watched(host: Host, levels: Levels, points: list[_Point]) -> Iterator[None]
     layers = _layers(host)
     handles = [
         layers[0].register_forward_pre_hook(entering, with_kwargs=True),
-        layers[_inner(len(layers))].register_forward_pre_hook(entering_inner),
-        layers[-1].register_forward_pre_hook(entering_last),
+        layers[_inner(len(layers))].register_forward_pre_hook(lambda *_: note("inner")),
+        layers[-1].register_forward_pre_hook(lambda *_: note("last")),
         layers[-1].register_forward_hook(leaving),
     ]
     try:
@@ -263,13 +256,3 @@ def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[R
         predicted, _ = peak_activation_bytes(replace(plan, limits=limits), 0, 0)
         errors.append(abs(max(predicted, memory.update_bytes) / measured.peak - 1.0))
     return float(np.mean(errors))
-
-
-def _refuse_stages(layout: Layout) -> None:
-    """Raise EvenloadError where a rank has some of the layers alone."""
-    if layout.pp > 1:
-        raise EvenloadError(
-            "memory is measured on ranks that hold all layers",
-            f"parallel.pp={layout.pp}",
-            "profile with parallel.pp=1, and fewer layers if they do not fit; plans divide the costs",
-        )

@@ -89,14 +89,11 @@ def parts_of(plain: Any, tensors: Tensors) -> dict[str, Tensor]:
 def alike_in_all_layers(errors: Mapping[str, float]) -> dict[str, float]:
     """For each parameter the largest of the errors that it and its like in other layers have: one alone may be small by
     chance."""
-    kinds: dict[str, float] = {}
-    for name, error in errors.items():
-        kinds[_kind(name)] = max(error, kinds.get(_kind(name), 0.0))
-    return {name: kinds[_kind(name)] for name in errors}
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
+    kind_of = {name: re.sub(r"\.\d+\.", ".*.", name) for name in errors}
+    worst: dict[str, float] = {}
+    for name, kind in kind_of.items():
+        worst[kind] = max(errors[name], worst.get(kind, 0.0))
+    return {name: worst[kind] for name, kind in kind_of.items()}
 
 
 def compare_gradients(errors: StepErrors, gradients: Tensors, references: Tensors, tolerance: Tolerance) -> None:

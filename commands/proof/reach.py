@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -92,9 +93,10 @@ def choose(chain: PlanChain, missing: set[str], lengths: Lengths, size: int, see
     tried: list[tuple[Chosen, int]] = []
     for samples in _batches(lengths, size, seed):
         for name in {(id(chains[name]), name == RANKS_WITHOUT_PASS): name for name in sorted(missing)}.values():
-            plan = _plan(chain, lengths[samples], name)
-            if plan is not None and (takes := missing & branches_of(plan).keys()):
-                tried.append((Chosen(samples, name, frozenset(takes)), plan.num_tokens))
+            with suppress(EvenloadError):
+                plan = planned(chain, lengths[samples], name)
+                if takes := missing & branches_of(plan).keys():
+                    tried.append((Chosen(samples, name, frozenset(takes)), plan.num_tokens))
         if time.monotonic() > until:
             break
     chosen: list[Chosen] = []
@@ -106,13 +108,6 @@ def choose(chain: PlanChain, missing: set[str], lengths: Lengths, size: int, see
         chosen.append(best)
         left -= best.takes
     return chosen
-
-
-def _plan(chain: PlanChain, lengths: Lengths, prefers: str) -> StepPlan | None:
-    try:
-        return planned(chain, lengths, prefers)
-    except EvenloadError:
-        return None
 
 
 def _batches(lengths: Lengths, size: int, seed: int) -> Iterator[Lengths]:

@@ -109,10 +109,8 @@ class Beside:
     @classmethod
     def of(cls, job: Job) -> Beside:
         """At the start of a run. Collective."""
-        weights = job.host.weights()
-        recipe = job.recipe
-        tolerance = Tolerance.of(recipe.trainer, recipe.train.dtype)
-        return cls(job, AdamW.of(weights, recipe.train), weights, tolerance)
+        weights, config = job.host.weights(), job.recipe.train
+        return cls(job, AdamW.of(weights, config), weights, Tolerance.of(job.recipe.trainer, config.dtype))
 
     def on(self, job: Job) -> Beside:
         """The same plain training beside a job that goes on with the run. Collective."""
@@ -124,11 +122,7 @@ class Beside:
         job.watchdog.at("planned step", number)
         reader = _Reader(job, batch)
         result = job.host.train_step(
-            batch.plan,
-            reader,
-            lr=lr,
-            mark=lambda where: job.watchdog.at(where, number),
-            inspect=captured.update,
+            batch.plan, reader, lr=lr, mark=lambda where: job.watchdog.at(where, number), inspect=captured.update
         )
         with job.watchdog.working("plain step", number):
             loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths)
@@ -152,7 +146,9 @@ class Beside:
         compare_update(errors, weights, states, self.textbook, self.start, self.tolerance)
         job.watchdog.at("comparing", number, waits=True)
         bound = judged.tolerance.of_gradient(errors.gradient.name)
-        return self._together(batch, errors, bound, result, reader, sorted(captured), set(gradients))
+        ran = job.host.dp_cp_rank, result.executed, result.branches
+        own = _OfRank(*ran, errors, bound, reader.wrong, sorted(captured))
+        return self._together(batch, own, result.loss, set(gradients))
 
     def close(self) -> None:
         """Give back what the plain model holds. Collective."""
@@ -165,41 +161,30 @@ class Beside:
     def _against_a_floor(self, batch: Batch, tokens_of: TokensOf, plain: _Judged) -> _Judged:
         """A reference in a higher precision, and what plain training in the run's own is off from it. Collective."""
         job = self.job
-        recipe, weights = job.recipe, self._rounded()
+        recipe = job.recipe
         own, higher = PRECISE[recipe.train.dtype]
         results = {"": (plain.loss, plain.gradients)}
         for dtype in (own, higher):
             if dtype:
                 model = integration(recipe.trainer).PlainModel(recipe, job.host, dtype=dtype)
-                model.load(weights)
+                model.load(self._rounded())
                 results[dtype] = model.gradients(tokens_of, batch.plan.lengths)
                 model.close()
         loss, gradients = results[higher]
         reference = _Judged(self.tolerance, loss, gradients, self.plain)
-        off = {
-            name: relative_error(g, reference.parts[name]) for name, g in parts_of(self.plain, results[own][1]).items()
-        }
-        return replace(reference, tolerance=self.tolerance.measured(compare_number(results[own][0], loss), off))
+        own_loss, own_gradients = results[own][0], parts_of(self.plain, results[own][1])
+        off = {name: relative_error(gradient, reference.parts[name]) for name, gradient in own_gradients.items()}
+        return replace(reference, tolerance=self.tolerance.measured(compare_number(own_loss, loss), off))
 
-    def _together(
-        self,
-        batch: Batch,
-        errors: StepErrors,
-        bound: float,
-        result: Any,
-        reader: _Reader,
-        names: list[str],
-        wanted: set[str],
-    ) -> Proven:
+    def _together(self, batch: Batch, own: _OfRank, loss: float, wanted: set[str]) -> Proven:
         """The step of all ranks. Collective."""
-        own = _OfRank(self.job.host.dp_cp_rank, result.executed, result.branches, errors, bound, reader.wrong, names)
         ranks = everyone(own)
         all_errors = [one.errors for one in ranks]
         executed = {one.dp_cp_rank: one.executed for one in ranks}
         missing, repeated = count_tokens(batch.plan, [s for slices in executed.values() for s in slices])
         worst = max(ranks, key=lambda one: one.errors.gradient.error / (one.bound or 1.0))
         return Proven(
-            loss=result.loss,
+            loss=loss,
             loss_rel_err=max(e.loss for e in all_errors),
             grad_rel_err=worst.errors.gradient.error,
             worst_parameter=worst.errors.gradient.name,
@@ -263,6 +248,4 @@ def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:
     runs = [np.zeros(n, dtype=np.int64) for n in plan.lengths]
     for s in executed:
         runs[s.sequence][s.start : s.stop] += 1
-    missing = sum(int((r == 0).sum()) for r in runs)
-    repeated = sum(int(np.maximum(r - 1, 0).sum()) for r in runs)
-    return missing, repeated
+    return sum(int((r == 0).sum()) for r in runs), sum(int(np.maximum(r - 1, 0).sum()) for r in runs)

@@ -17,9 +17,8 @@ from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
 from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
-from evenload.core.costs.context import PlanningContext
+from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
@@ -79,7 +78,8 @@ def samples_of(planted: Costs, **changed: Any) -> list[Sample]:
     def sample(case: Case) -> Sample:
         forward_s, backward_s, rest_s = planted.forward.of(case.work), planted.backward.of(case.work), rest_of(case)
         shape = case.num, case.length, case.count, case.cuts
-        return Sample(*shape, forward_s, backward_s, rest_s, forward_s + backward_s + rest_s, 1)
+        seconds = {"forward_s": forward_s, "backward_s": backward_s, "rest_s": rest_s}
+        return Sample(*shape, **seconds, step_s=sum(seconds.values()), runs=1)
 
     return [replace(sample(case), **changed) for case in cases(4096, 16384)]
 
@@ -186,11 +186,11 @@ def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "CASE_S", 1e9)
     samples = measure(job_on(Machine(), monkeypatch), cases(4096, 4096))
-    assert [sample.case for sample in samples] == cases(4096, 4096)
+    assert [Case(s.num, s.length, s.count, s.cuts) for s in samples] == cases(4096, 4096)
     for sample in samples:
         assert sample.runs == profile.REPEATS
-        assert sample.forward_s == pytest.approx(FORWARD.of(sample.case.work))
-        assert sample.backward_s == pytest.approx(BACKWARD.of(sample.case.work))
+        assert sample.forward_s == pytest.approx(FORWARD.of(sample.work))
+        assert sample.backward_s == pytest.approx(BACKWARD.of(sample.work))
         assert sample.rest_s == pytest.approx(CONSTANT_S)
         assert sample.step_s == pytest.approx(sample.forward_s + sample.backward_s + CONSTANT_S)
 

@@ -20,7 +20,7 @@ from evenload.api import load_recipe
 from evenload.commands import pictures
 from evenload.commands.pictures import facts as facts_module
 from evenload.commands.pictures import markup, plot, trace
-from evenload.commands.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_ranks
+from evenload.commands.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_places
 from evenload.commands.pictures.outlook import names, planners, tracks_of
 from evenload.commands.pictures.report import page_of
 from evenload.commands.plan import Outlook, look_ahead
@@ -344,8 +344,9 @@ def test_pieces_cover_a_ranks_spans_in_order(outlook: Outlook) -> None:
 
 def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple: Outlook) -> None:
     one = simple.steps[0].baselines["in_order"]
-    assert shown_ranks(one, 32) == ([0, 1, 2, 3], True)
-    ranks, complete = shown_ranks(one, 3)
+    assert shown_places(one) == ([(0, 0), (0, 1), (0, 2), (0, 3)], True)
+    places, complete = shown_places(one, 3)
+    ranks = [rank for _, rank in places]
     busy = one.outcome.busy_s.sum(axis=0)
     assert not complete
     assert (busy[ranks[0]], busy[ranks[-1]]) == (busy.max(), busy.min())
