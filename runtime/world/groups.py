@@ -29,14 +29,14 @@ def own_group(rows: Iterable[Ranks], backend: str | None = None) -> tuple[Ranks,
         EvenloadError: a row names a rank that is not in the world, or nobody, or this rank is not in one row alone.
     """
     wanted = sorted({tuple(row) for row in rows}, key=lambda row: (len(row), row))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    own = [row for row in wanted if dist.get_rank() in row]
+    if len(own) != 1:
+        count = f"rank {dist.get_rank()} is in {len(own)} of {len(wanted)} planes"
+        raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
+    size = dist.get_world_size()
     for row in wanted:
         if not row or min(row) < 0 or max(row) >= size:
             raise EvenloadError(f"ranks {row} cannot form a group", f"a world of {size}", f"use 0 to {size - 1}")
-    own = [row for row in wanted if rank in row]
-    if len(own) != 1:
-        count = f"rank {rank} is in {len(own)} of {len(wanted)} planes"
-        raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
     agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
     groups = {row: dist.new_group(sorted(row), backend=backend) for row in wanted}
     return own[0], groups[own[0]]
