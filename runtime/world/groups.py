@@ -17,12 +17,12 @@ from ...core.errors import EvenloadError
 from .agreement import agree
 
 
-def own_group(rows: Iterable[Ranks], backend: str | None = None) -> tuple[Ranks, dist.ProcessGroup]:
+def own_group(rows: Iterable[Ranks], *, on_host: bool = False) -> tuple[Ranks, dist.ProcessGroup]:
     """This rank's row and the process group of its ranks, which numbers them in ascending order. Collective.
 
     Args:
         rows: each a tuple of world ranks; repeats and the order of rows do not matter.
-        backend: as in `dist.new_group`; None takes the world's.
+        on_host: tensors on the host are exchanged too, also where the world's backend is NCCL alone.
 
     Raises:
         RankError: the ranks gave different rows.
@@ -38,5 +38,7 @@ def own_group(rows: Iterable[Ranks], backend: str | None = None) -> tuple[Ranks,
         if not row or min(row) < 0 or max(row) >= size:
             raise EvenloadError(f"ranks {row} cannot form a group", f"a world of {size}", f"use 0 to {size - 1}")
     agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
+    only_nccl = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
+    backend = "cpu:gloo,cuda:nccl" if on_host and only_nccl else None
     groups = {row: dist.new_group(sorted(row), backend=backend) for row in wanted}
     return own[0], groups[own[0]]

@@ -63,10 +63,7 @@ class Plane:
             rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order. Raises as
                 `own_group`.
         """
-        backend = None
-        if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
-            backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
-        own, group = own_group(rows, backend)
+        own, group = own_group(rows, on_host=True)  # where `meet` compares
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
         for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
