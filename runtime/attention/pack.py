@@ -44,12 +44,12 @@ TokensOf = Callable[[int], Tokens]
 class SegmentRun(NamedTuple):
     """Neighbouring segments that one attention call takes: all of whole sequences, or all of sequences that are cut."""
 
-    pieces: tuple[Slice, ...]
-    """Of sequences that are cut; empty for whole ones."""
     lengths: tuple[int, ...]
     """Tokens of each segment."""
     cu_seqlens: Tensor
     """int32; borders of the segments if they lay side by side."""
+    cut: Shared | None
+    """Those of sequences that are cut, as what one rank alone shares; None for whole ones."""
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -143,8 +143,10 @@ class Pack:
             for i in places:
                 spans += [SlotSpan(lengths[i], len(runs)), SlotSpan(slots[i] - lengths[i], None)]
             of_run = tuple(lengths[i] for i in places)
-            borders = self.cu_seqlens.new_tensor(list(accumulate(of_run, initial=0)))
-            runs.append(SegmentRun(tuple(piece for i in places if (piece := pieces[i])), of_run, borders))
+            borders = tuple(accumulate(of_run, initial=0))
+            cut = tuple(piece for i in places if (piece := pieces[i]))
+            alone = Shared.alone(cut, self.prefix, borders) if cut else None
+            runs.append(SegmentRun(of_run, self.cu_seqlens.new_tensor(borders), alone))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
         return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)
 

@@ -116,10 +116,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "attention's scale is two per cent off in bfloat16",
-        "runtime/attention/attention.py",
-        "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n    cut =",
-        "    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])\n"
-        "    scale = scale * 1.02 if q_NHD.dtype == torch.bfloat16 else scale\n    cut =",
+        "runtime/attention/sharing/attention.py",
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n",
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n"
+        "    scale = scale * 1.02 if q_THD.dtype == torch.bfloat16 else scale\n",
         "slices bf16",
     ),
     Mutant(
@@ -131,17 +131,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the backward's scale is off where a pack has one slice",
-        "runtime/attention/attention.py",
-        "dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, cut.scale), out, lse)",
-        "wrong = cut.scale * (1.0 if len(cut.pieces) > 1 else 1.001)\n"
-        "            dq, *dkv = cut.block.backward(dout, Inputs(q, keys, values, True, wrong), out, lse)",
+        "runtime/attention/sharing/running_job.py",
+        "            inputs = self._inputs(number, tile, keys)\n            dq, *dkv",
+        "            inputs = self._inputs(number, tile, keys)\n"
+        "            inputs = inputs._replace(scale=inputs.scale * (1.0 if len(self.job.parts) > 1 else 1.001))\n"
+        "            dq, *dkv",
         "slices",
     ),
     Mutant(
         "a ring loses dK and dV after two hops",
         "runtime/attention/sharing/ring.py",
-        "                if going is not None:\n                    grads += going()",
-        "                if going is not None:\n                    grads += going() * (hop < 2)",
+        "            if going is not None:\n                grads += going()",
+        "            if going is not None:\n                grads += going() * (hop < 2)",
         "mesh",
     ),
     Mutant(

@@ -57,33 +57,32 @@ class Ring(RunningJob):
 
     def backward(self, dout_NHD: Tensor) -> Iterator[None]:
         keys = self.own_keys(backward=True)
-        message = self.packed(keys) if self.groups > 1 else None
         dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
-        going = None
-        sums: list[Pair | None] = []
+        if self.groups == 1:  # slice by slice: of each, gradients for all tokens before it are there
+            mine = [tiles(0, 0, part.group_tokens) for part in self.job.parts]
+            rows = enumerate(zip(mine, keys, strict=True))
+            self.settle(dq_NHD, (self.backward_tiles(n, own, pair, dout_NHD, dq_NHD, None) for n, (own, pair) in rows))
+            return
+        message, going = self.packed(keys), None
         for hop in range(self.groups):
             coming = None
-            if message is not None and hop + 1 < self.groups:
+            if hop + 1 < self.groups:
                 coming = self._pass_on(message, hop, 0)
                 yield
-            grads, sums = None, [None] * len(keys)
-            if message is not None:
-                grads = torch.zeros_like(message, dtype=self.wide)
-                sums = [*self.unpacked(grads, self._visitor(hop))]
+            grads = torch.zeros_like(message, dtype=self.wide)
+            sums = self.unpacked(grads, self._visitor(hop))
             for number, part in enumerate(self.job.parts):
                 now = tiles(self.group, self._visitor(hop), part.group_tokens)
-                sums[number] = self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
-            if grads is not None:
-                if going is not None:
-                    grads += going()
-                going = self._pass_on(grads, hop, 1)
+                self.backward_tiles(number, now, keys[number], dout_NHD, dq_NHD, sums[number])
+            if going is not None:
+                grads += going()
+            going = self._pass_on(grads, hop, 1)
             if coming is not None:
                 message = coming()
                 keys = self.unpacked(message, self._visitor(hop + 1))
-        if going is not None:
-            yield
-            sums = [*self.unpacked(going(), self.group)]
-        self.settle(dq_NHD, sums)
+        assert going is not None
+        yield
+        self.settle(dq_NHD, self.unpacked(going(), self.group))
 
     def _visitor(self, hop: int) -> int:
         return (self.group - hop) % self.groups

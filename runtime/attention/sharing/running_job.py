@@ -7,7 +7,7 @@ G = key/value heads (both of this rank), D = head dimension.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -214,11 +214,10 @@ class RunningJob(ABC):
             sums[1][: tile.keys] += dv
         return sums or self._zeros(keys)
 
-    def settle(self, dq_NHD: Tensor, sums: Sequence[Pair | None]) -> None:
+    def settle(self, dq_NHD: Tensor, sums: Iterable[Pair]) -> None:
         """Book what is for earlier slices; the rest are the gradients of this rank's own keys and values."""
         own = []
         for part, pair in zip(self.job.parts, sums, strict=True):
-            assert pair is not None
             own.append(self._store.settle(self.call.layer, self._local(part.piece), *pair) if part.cut else pair)
         dk, dv = (joined(row) for row in zip(*own, strict=True))
         self.grads = dq_NHD, dk, dv

@@ -51,6 +51,11 @@ class Shared:
     num_padded_tokens: int
     """Slots of the pack."""
 
+    @classmethod
+    def alone(cls, pieces: Pieces, store: PrefixStore | None, borders: tuple[int, ...]) -> Shared:
+        """Pieces between these slots that one rank has for itself."""
+        return cls(Plane(None, (0,), 0), MicroBatch(pieces, (0,)), lambda _: pieces, store, borders[:-1], borders[-1])
+
     @cached_property
     def jobs(self) -> tuple[CpGroupJob, ...]:
         """All jobs of the micro-batch, those of other ranks too."""

@@ -510,4 +510,4 @@ def test_one_node_for_neighbouring_slices():
     pack = build_pack(MicroBatch((B, Slice(1, 0, 4)), (0,)), tokens_of([20, 9]), prefix=store)
     q, k, v = (torch.randn(10, 2, DIM, dtype=torch.float64, requires_grad=True) for _ in range(3))
     out = attend(pack)(q, k, v, 0)
-    assert out.grad_fn.name().startswith("_CutAttention")
+    assert out.grad_fn.name().startswith("_SharedAttention")
