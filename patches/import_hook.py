@@ -61,8 +61,7 @@ class _LoaderThenCallback(Loader):
     """The real loader, put back before the module's body runs, plus the callback after it."""
 
     def __init__(self, loader: Loader, ran: Callable[[str], None]) -> None:
-        self._loader = loader
-        self._ran = ran
+        self._loader, self._ran = loader, ran
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -17,8 +17,7 @@ Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def from_module(path: str, *last: Any) -> Callable[..., Any]:
-    """The function ``module:name``, looked up when it is called, so that rows need no trainer; ``last`` follow what it
-    is called with."""
+    """The function ``module:name``, looked up in every call, so that rows need no trainer; ``last`` are added to it."""
     module, _, name = path.partition(":")
 
     def call(*arguments: Any) -> Any:

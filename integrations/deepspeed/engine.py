@@ -131,13 +131,8 @@ def _adam_state(engine: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tenso
     if whole[0] is None:  # ZeRO 0 in float32: the optimizer is torch's and holds the parameter itself
         state = engine.basic_optimizer.state[parameter]
         whole = (parameter, state["exp_avg"], state["exp_avg_sq"])
-    return tuple(tensor.detach().float().cpu().clone().view(_shape_of(parameter)) for tensor in whole)
-
-
-def _shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The whole shape, also where ZeRO 3 holds a shard."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 holds a shard
+    return tuple(tensor.detach().float().cpu().clone().view(shape) for tensor in whole)
 
 
 def discard_gradients(engine: Any) -> None:

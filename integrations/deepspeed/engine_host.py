@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +110,16 @@ class EngineHost(Host):
     def _gradients(self) -> dict[str, Tensor]:
         return full_gradients(self._own_parameters())
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        return self._norm_of(gradients.values())
-
-    def _norm_of(self, gradients: Iterable[Tensor | None]) -> float:
-        """Of the gradients of the whole model; None among them count as zeros. Collective."""
-        norms = [t.detach().double().norm() for t in gradients if t is not None]
+    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+        """See `Host`; None among the gradients count as zeros."""
+        norms = [t.detach().double().norm() for t in gradients.values() if t is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
     def _update(self, lr: float) -> float:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-        norm = self._norm_of(p.grad for p in self.engine.module.parameters()) if self.stage == 0 else None
+        norm = self._norm({n: p.grad for n, p in self._own_parameters().items()}) if self.stage == 0 else None
         self._step()
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
 

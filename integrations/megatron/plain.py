@@ -51,14 +51,8 @@ class PlainModel:
         dtype = dtype or ("fp32" if recipe.train.dtype == "bf16" else recipe.train.dtype)
         recipe = recipe.changed({"train.recompute": False, "train.dtype": dtype})
         self._alone, self._workers = _own_groups(host.layout)
-        tensor_parallel = parallel_state.get_tensor_model_parallel_group()
-        groups = ProcessGroupCollection(
-            tp=tensor_parallel,
-            cp=parallel_state.get_context_parallel_group(),
-            pp=self._alone,
-            embd=None,
-            pos_embd=None,
-        )
+        tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        groups = ProcessGroupCollection(tp=tp, cp=cp, pp=self._alone, embd=None, pos_embd=None)
         config = transformer_config(recipe, Layout(tp=host.layout.tp), attention_softmax_in_fp32=False)
         model = build_model(recipe, config, first=True, last=True, packed=False, pg_collection=groups)
         self._model, self._config, self._device = model.to(host.device), config, host.device

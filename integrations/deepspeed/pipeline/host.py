@@ -11,7 +11,7 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ class PipelineHost(EngineHost):
             trainer.reduce()
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES,)
 
-    def _norm_of(self, gradients: Iterable[Tensor | None]) -> float:
-        square = torch.tensor(super()._norm_of(gradients) ** 2, dtype=torch.float64, device=self.world.device)
+    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+        square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
         dist.all_reduce(square, group=self._stages)
         return float(square.sqrt())
 

@@ -149,23 +149,17 @@ def _layers(model: Any) -> list[nn.Module]:
 
 def _refuse_uncut(config: Any, layout: Layout) -> None:
     """Raise EvenloadError for a model that cannot be cut into these stages."""
+    layers, dropout = config.num_hidden_layers, getattr(config, "hidden_dropout", 0.0)
+    tied = "tie_word_embeddings: first and last stage would share a weight"
+    untie, divide = (
+        "set tie_word_embeddings to false in the model's config",
+        "choose a pp that divides the number of layers",
+    )
     rules = [
         (config.model_type not in _FINAL_NORM, f"model_type {config.model_type}", f"use {', '.join(_FINAL_NORM)}"),
-        (
-            getattr(config, "tie_word_embeddings", False),
-            "tie_word_embeddings: first and last stage would share a weight",
-            "set tie_word_embeddings to false in the model's config",
-        ),
-        (
-            bool(getattr(config, "hidden_dropout", 0.0)),
-            f"hidden_dropout = {getattr(config, 'hidden_dropout', 0.0)}",
-            "set it to 0 in the model's config",
-        ),
-        (
-            config.num_hidden_layers % layout.pp != 0,
-            f"{config.num_hidden_layers} layers, parallel.pp {layout.pp}",
-            "choose a pp that divides the number of layers",
-        ),
+        (getattr(config, "tie_word_embeddings", False), tied, untie),
+        (bool(dropout), f"hidden_dropout = {dropout}", "set it to 0 in the model's config"),
+        (layers % layout.pp != 0, f"{layers} layers, parallel.pp {layout.pp}", divide),
     ]
     what = "the model cannot be cut into pipeline stages"
     refuse_first(*((broken, what, detail, do) for broken, detail, do in rules))

@@ -148,13 +148,9 @@ def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dic
     optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     state = {"model": model, "optimizer": optimizer}
     if with_random:
-        state["random"] = ShardedObject(
-            "random",
-            None if loading else {name: state() for name, (state, _) in _generators().items()},
-            (host.layout.pp, host.layout.tp),
-            (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
-            replica_id=host.dp_cp_rank,
-        )
+        states = None if loading else {name: get() for name, (get, _) in _generators().items()}
+        shape, place = (host.layout.pp, host.layout.tp), (host.pipeline_stage, host.tp_rank)
+        state["random"] = ShardedObject("random", states, shape, place, replica_id=host.dp_cp_rank)
     return state
 
 
