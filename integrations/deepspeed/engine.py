@@ -33,10 +33,8 @@ BUCKET = 500_000_000
 
 
 def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
-    """A `DeepSpeedEngine` around `model` with torch's AdamW. Collective; needs a process group.
-
-    Biases and norms are not decayed, as in Megatron-Core.
-    """
+    """A `DeepSpeedEngine` around `model` with torch's AdamW; biases and norms are not decayed, as in Megatron-Core.
+    Collective; needs a process group."""
     prepare_deepspeed()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -83,10 +81,8 @@ class Reduction:
 
 @contextmanager
 def one_reduction(engine: Any, num_backwards: int) -> Iterator[Reduction]:
-    """Run all passes of a step inside; at the exit the engine holds the reduced gradients, ready for `step`.
-
-    Collective at the exit (ZeRO 3: throughout).
-    """
+    """Run all passes of a step inside; at the exit the engine holds the reduced gradients, ready for `step`. Collective
+    at the exit (ZeRO 3: throughout)."""
     stage = int(engine.zero_optimization_stage())
     reduction = Reduction(engine, num_backwards)
     if stage == 0:

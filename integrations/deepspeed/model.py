@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,8 @@ def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME, pa
     model has its own attention code.
     """
     attention.register()
-    config = model_config(recipe)
-
-    def whole() -> Any:
-        kind = transformers.AutoModelForCausalLM
-        return kind.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
-
+    kind, config = transformers.AutoModelForCausalLM, model_config(recipe)
+    whole = partial(kind.from_config, config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         model = build_partly(whole, parts) if parts else whole()

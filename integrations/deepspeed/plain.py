@@ -57,10 +57,8 @@ class PlainModel:
 
 
 def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, Mapping[str, Tensor]]:
-    """Loss and gradients, by parameter name, of the mean token loss of a global batch.
-
-    Collective, because the weights are gathered from `host`; every rank then computes the whole batch.
-    """
+    """Loss and gradients, by parameter name, of the mean token loss of a global batch. Collective, because the weights
+    are gathered from `host`; every rank then computes the whole batch."""
     return PlainModel(recipe, host).gradients(tokens_of, lengths)
 
 

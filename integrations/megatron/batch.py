@@ -62,10 +62,8 @@ class PlannedBatches(Iterator[Batch]):
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
     ) -> PlannedBatches:
-        """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run.
-
-        ``plane`` (see `open_plane`) is what ranks share micro-batches over; without pipeline stages only.
-        """
+        """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run. Ranks
+        share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only."""
         refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
         batches = cls([plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)], tokens_of, device, plane)
         batches.numbers = plan.of_rank(dp_cp_rank)

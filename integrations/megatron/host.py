@@ -77,7 +77,6 @@ class MegatronHost(Host):
         return self.of_all_stages({name: p.detach().cpu().clone() for name, p in global_parameters(self.model)})
 
     def optimizer_states(self) -> Mapping[str, AdamState]:
-        """Weights in the optimizer's precision and Adam's moments, of this stage's layers, on the CPU. Collective."""
         return optimizer_states(self.model, self.optimizer)
 
     def save(self, directory: Path) -> None:
@@ -89,7 +88,6 @@ class MegatronHost(Host):
         checkpoint.load(self, directory)
 
     def describe(self) -> dict[str, Any]:
-        """Versions, layout, attention kernel and parameters of this rank."""
         dtype = DTYPES[self.recipe.train.dtype]
         return {
             "trainer": "megatron",

@@ -105,10 +105,8 @@ class PlainModel:
         return float((squares[0] + shards.cpu()[0]).sqrt())
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What a parameter's gradient is compared by: query, key and value of a fused projection apart.
-
-        Their gradients differ by orders of magnitude, so an error in one would drown in the norm of all three.
-        """
+        """What a parameter's gradient is compared by: query, key and value of a fused projection apart, for their
+        gradients differ by orders of magnitude, and an error in one would drown in the norm of all three."""
         if ".linear_qkv." not in name:
             yield name, tensor
             return
@@ -135,10 +133,7 @@ def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths)
 
 
 def grad_rel_err(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """max over parameters of ||g - ref|| / ||ref||, for the parameters that this rank holds.
-
-    A parameter whose reference is zero counts by ||g|| itself; one with a NaN or an infinity is infinitely wrong.
-    """
+    """max over parameters of ||g - ref|| / ||ref||, for the parameters that this rank holds; see `exactness`."""
     return largest_error(gradients, expected).error
 
 

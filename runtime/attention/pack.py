@@ -46,15 +46,12 @@ class SegmentRun(NamedTuple):
 
     lengths: tuple[int, ...]
     """Tokens of each segment."""
+    segments: tuple[int, ...]
+    """Their borders if they lay side by side."""
     cu_seqlens: Tensor
-    """int32; borders of the segments if they lay side by side."""
+    """int32; the same."""
     cut: Shared | None
     """Those of sequences that are cut, as what one rank alone shares; None for whole ones."""
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """`cu_seqlens` as Python integers."""
-        return tuple(accumulate(self.lengths, initial=0))
 
 
 class SlotSpan(NamedTuple):
@@ -146,7 +143,7 @@ class Pack:
             borders = tuple(accumulate(of_run, initial=0))
             cut = tuple(piece for i in places if (piece := pieces[i]))
             alone = Shared.alone(cut, self.prefix, borders) if cut else None
-            runs.append(SegmentRun(of_run, self.cu_seqlens.new_tensor(borders), alone))
+            runs.append(SegmentRun(of_run, borders, self.cu_seqlens.new_tensor(borders), alone))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
         return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)
 

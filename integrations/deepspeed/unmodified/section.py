@@ -35,19 +35,14 @@ class Section(BaseModel):
     """A recipe file, relative to the working directory, for all that the section leaves out."""
 
 
-def section_type() -> type[Section]:
-    """`Section` with one field for every registered plugin, the same schema as ``plugins`` of a recipe."""
-    fields: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
-    return create_model("EvenloadSection", __base__=Section, **fields)
-
-
 def parse_section(data: Any) -> Section:
     """Validate the section. Raises EvenloadError: names the key, what was found and the nearest key that exists."""
     if not isinstance(data, Mapping):
         raise EvenloadError(
             f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
         )
-    schema = section_type()
+    fields: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
+    schema = create_model("EvenloadSection", __base__=Section, **fields)  # as ``plugins`` of a recipe
     try:
         return schema.model_validate(data)
     except ValidationError as error:

@@ -22,10 +22,8 @@ from ....runtime.stage.offload import layers_of
 
 @contextmanager
 def deferring_wgrads(gpt: Any, later: WgradStore) -> Iterator[None]:
-    """The linear layers of the decoder can leave their weight gradients to ``later``.
-
-    Raises EvenloadError for layers that cannot (see `why_in_backward`), and where someone else has changed them.
-    """
+    """The linear layers of the decoder can leave their weight gradients to ``later``. Raises EvenloadError for layers
+    that cannot (see `why_in_backward`), and where someone else has changed them."""
     reason = why_in_backward(gpt)
     if reason:
         raise EvenloadError(

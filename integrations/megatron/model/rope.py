@@ -29,10 +29,8 @@ class TokenRope(nn.Module):
     def get_rotary_seq_len(
         self, context: Any, block: Any, x: Tensor, config: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> Any:
-        """What `forward` is to be asked for: the micro-batch's own parameters in place of a length.
-
-        GPTModel hands the answer straight to `forward`, so nothing has to be remembered between the two calls.
-        """
+        """What `forward` is to be asked for: the micro-batch's own parameters in place of a length, for GPTModel hands
+        the answer straight to it."""
         if isinstance(packed_seq_params, PlannedSeqParams):
             return packed_seq_params
         base: Any = self.base

@@ -64,10 +64,8 @@ def whole_shape(parameter: Any, tp_size: int) -> list[int]:
 
 
 def shard(whole: Tensor, parameter: Any, tp_rank: int, tp_size: int) -> Tensor:
-    """The part of ``whole`` that this tensor-parallel rank holds.
-
-    A gated layer keeps gate and value one after the other (stride 2), so a rank holds a piece of each.
-    """
+    """The part of ``whole`` that this tensor-parallel rank holds: of a gated layer, which keeps gate and value one
+    after the other (stride 2), a piece of each."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim = parameter.partition_dim

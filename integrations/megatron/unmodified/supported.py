@@ -165,13 +165,8 @@ def refuse_attention(core: DotProductAttention) -> None:
 
 
 def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
-    """Raise EvenloadError unless a loss function returned sums.
-
-    Args:
-        answer: what it returned.
-        losses: what it was given, to recompute sum and count; None leaves that out, for it waits for the device.
-        loss_mask: of the pack, [1, T].
-    """
+    """Raise EvenloadError unless a loss function returned sums. ``losses``: what it was given, to recompute sum and
+    count under ``loss_mask`` [1, T]; None leaves that out, for it waits for the device."""
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise EvenloadError(
             "the loss function does not return (sum of token losses, number of tokens, report)",

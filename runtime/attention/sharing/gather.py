@@ -8,14 +8,14 @@ Llama 3, arXiv 2407.21783, section 3.3.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from .jobs import JobSlice
-from .running_job import Coming, Pair, RunningJob, Tile, Transfer
+from .running_job import Pair, RunningJob, Tile, Transfer
 
 
 def tiles(group: int, part: JobSlice) -> list[Tile]:
@@ -32,17 +32,11 @@ class Gather(RunningJob):
     """A job whose CP group shares no heads and has several ranks."""
 
     def forward(self) -> Iterator[None]:
-        message = self.packed(self.own_keys())
-        coming = self._to_all(message)
-        yield
-        keys = self._assembled(message, coming.wait())
+        keys = yield from self._gathered()
         self.finish([self._attended(n, part, keys[n]) for n, part in enumerate(self.job.parts)])
 
     def backward(self, dout_NHD: Tensor) -> Iterator[None]:
-        message = self.packed(self.own_keys(backward=True))
-        coming = self._to_all(message)
-        yield
-        keys = self._assembled(message, coming.wait())
+        keys = yield from self._gathered(backward=True)
         dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
         parts = enumerate(self.job.parts)
         sums = [self.backward_tiles(n, tiles(self.group, part), keys[n], dout_NHD, dq_NHD, None) for n, part in parts]
@@ -64,13 +58,13 @@ class Gather(RunningJob):
     def _others(self) -> list[int]:
         return [group for group in range(self.groups) if group != self.group]
 
-    def _to_all(self, message: Tensor) -> Coming:
-        rows = [Transfer(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
-        return self.exchange(rows, dict.fromkeys(self._others, message), 0, 0)
-
-    def _assembled(self, own: Tensor, arrived: Mapping[int, Tensor]) -> list[Pair]:
+    def _gathered(self, backward: bool = False) -> Generator[None, None, list[Pair]]:
         """Keys and values of each slice in the order of `tiles`."""
-        messages = {**arrived, self.group: own}
+        message = self.packed(self.own_keys(backward))
+        rows = [Transfer(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
+        coming = self.exchange(rows, dict.fromkeys(self._others, message), 0, 0)
+        yield
+        messages = {**coming.wait(), self.group: message}
         brought = [self.unpacked(messages[group], group) for group in range(self.groups)]
         assembled = []
         for number, part in enumerate(self.job.parts):
