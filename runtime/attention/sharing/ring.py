@@ -59,8 +59,8 @@ class Ring(RunningJob):
         keys = self.own_keys(backward=True)
         dq_NHD = torch.zeros_like(self.q_NHD, dtype=self.wide)
         if self.groups == 1:  # slice by slice: of each, gradients for all tokens before it are there
-            mine = [tiles(0, 0, part.group_tokens) for part in self.job.parts]
-            rows = enumerate(zip(mine, keys, strict=True))
+            wanted = [tiles(0, 0, part.group_tokens) for part in self.job.parts]
+            rows = enumerate(zip(wanted, keys, strict=True))
             self.settle(dq_NHD, (self.backward_tiles(n, own, pair, dout_NHD, dq_NHD, None) for n, (own, pair) in rows))
             return
         message, going = self.packed(keys), None
