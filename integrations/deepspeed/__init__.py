@@ -5,6 +5,7 @@ Importing this package imports neither torch nor deepspeed; the names below do w
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "evenload.integrations.deepspeed":
@@ -12,6 +13,8 @@ if __name__ != "evenload.integrations.deepspeed":
         f"{__name__}: import this package as evenload.integrations.deepspeed; "
         "a second copy would mean a second registry"
     )
+
+from ...core.errors import EvenloadError
 
 if TYPE_CHECKING:
     from ...core.recipe.recipe import Recipe
@@ -48,10 +51,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_packages() -> None:
-    from importlib.util import find_spec
-
-    from ...core.errors import EvenloadError
-
     missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
     if missing:
         raise EvenloadError(

@@ -29,11 +29,11 @@ from .forward import Forward, run_stock
 from .model.attention import seq_params
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
-from .plane import open_plane, stage_links
+from .plane import join_groups, leave_groups, open_plane, stage_links
 from .reduction import Reduction, gather_shards, gradient_norm
 from .saving import checkpoint
 from .saving.states import optimizer_states
-from .setup import check_host, check_recipe, join_groups, leave_groups
+from .setup import check_host, check_recipe
 from .stage import MegatronStage
 
 

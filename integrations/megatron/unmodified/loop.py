@@ -44,8 +44,7 @@ from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
-from ..plane import stage_links
-from ..setup import current_layout
+from ..plane import current_layout, stage_links
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split

@@ -25,7 +25,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.integrations.megatron.setup import leave_groups
+from evenload.integrations.megatron.plane import leave_groups
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
