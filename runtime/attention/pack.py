@@ -142,7 +142,7 @@ class Pack:
             of_run = tuple(lengths[i] for i in places)
             borders = tuple(accumulate(of_run, initial=0))
             cut = tuple(piece for i in places if (piece := pieces[i]))
-            alone = Shared.alone(cut, self.prefix, borders) if cut else None
+            alone = Shared.alone(cut, self.prefix, borders) if cut and self.prefix else None
             runs.append(SegmentRun(of_run, borders, self.cu_seqlens.new_tensor(borders), alone))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
         return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)

@@ -59,7 +59,7 @@ class PrefixStore:
     """
 
     def __init__(self, lengths: Mapping[int, int], ranges: Ranges | None = None, rank: int = 0) -> None:
-        self._lengths, self._ranges, self._rank = dict(lengths), ranges or {}, rank
+        self._lengths, self._ranges, self.rank = dict(lengths), ranges or {}, rank
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._done: set[tuple[int, int]] = set()
 
@@ -83,7 +83,7 @@ class PrefixStore:
     def local(self, piece: Slice) -> Slice:
         """What this rank has of a slice of the plan, in the numbering of this store."""
         starts = self._ranges.get(piece.sequence)
-        return piece if starts is None else Slice(piece.sequence, *starts[piece.start][self._rank])
+        return piece if starts is None else Slice(piece.sequence, *starts[piece.start][self.rank])
 
     def before(self, piece: Slice, rank: int) -> int:
         """Tokens that a plane rank of the slice's CP group has of the slices before it."""

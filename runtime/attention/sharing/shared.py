@@ -52,9 +52,11 @@ class Shared:
     """Slots of the pack."""
 
     @classmethod
-    def alone(cls, pieces: Pieces, store: PrefixStore | None, borders: tuple[int, ...]) -> Shared:
-        """Pieces between these slots that one rank has for itself."""
-        return cls(Plane(None, (0,), 0), MicroBatch(pieces, (0,)), lambda _: pieces, store, borders[:-1], borders[-1])
+    def alone(cls, pieces: Pieces, store: PrefixStore, borders: tuple[int, ...]) -> Shared:
+        """Pieces between these slots that the store's rank has for itself."""
+        ranks = (store.rank,)
+        plane, micro_batch = Plane(None, ranks, store.rank), MicroBatch(pieces, ranks)
+        return cls(plane, micro_batch, lambda _: pieces, store, borders[:-1], borders[-1])
 
     @cached_property
     def jobs(self) -> tuple[CpGroupJob, ...]:
