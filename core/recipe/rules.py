@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .. import registry
-from ..errors import EvenloadError
+from ..errors import EvenloadError, refuse_first
 from .sections import Model, Parallel
-from .traits import Rule, trainer_called
+from .traits import trainer_called
 
 
 def refuse_impossible(recipe: Any) -> None:
@@ -16,7 +16,7 @@ def refuse_impossible(recipe: Any) -> None:
     p: Parallel = recipe.parallel
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
     sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
-    rules: list[Rule] = [
+    refuse_first(
         (
             p.cp > 1 and bool(sharing),
             f"parallel.cp and plugins.{sharing[0] if sharing else ''} both say how many ranks share a sequence",
@@ -60,10 +60,7 @@ def refuse_impossible(recipe: Any) -> None:
             f"{recipe.data.min_length} > {recipe.data.max_length}",
             "lower data.min_length",
         ),
-    ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)
+    )
     refuse_idle_ranks(recipe.train.global_batch_size, p.dp or 1)
 
 
