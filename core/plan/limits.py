@@ -80,15 +80,9 @@ class MemoryCost(Frozen):
 
 AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
 """The fields that are bytes."""
-NOT_OF_ALL_LAYERS = frozenset(
-    {
-        "head_bytes_per_token",
-        "head_working_bytes_per_token",
-        "working_bytes_per_token",
-        "input_bytes_per_token",
-        "pass_bytes",
-    }
-)
+_SINGLE = ("head", "head_working", "working", "input")
+NOT_OF_ALL_LAYERS = frozenset({"pass_bytes", *(f"{name}_bytes_per_token" for name in _SINGLE)})
+"""The fields whose bytes are those of one layer, or of the head."""
 COUNTED = frozenset({"kv_grad_bytes_per_token", "input_bytes_per_token", "deferred_bytes_per_token"})
 """The fields that no cost model gives, since a recipe's shape and precision say them."""
 NO_MEMORY = MemoryCost()

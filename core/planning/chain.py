@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 from ..costs.context import PlanningContext
@@ -150,7 +150,7 @@ class PlanChain:
         """
         names = [plugin.simpler for plugin, _ in self.links if plugin.simpler]
         for name in (*names, STOCK):
-            yield name, lambda name=name: self._instead_of_plugins(name, batch)  # type: ignore[misc]
+            yield name, partial(self._instead_of_plugins, name, batch)
 
     def baseline(self, name: str, batch: Lengths) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.

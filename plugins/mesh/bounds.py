@@ -62,13 +62,8 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
-    areas = _Areas(
-        alone[long],
-        lengths[long],
-        cost_table,
-        linear if config.remap != "off" else 0.0,
-        cap if bound_to_ranks else np.inf,
-    )
+    elsewhere, held = linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held)
     rest = float(alone[~long].sum())
 
     def possible(seconds: float) -> bool:
