@@ -45,9 +45,8 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         state = resume(job, beside=[other.host for other in others]) if job.recipe.checkpoint.resume else None
         first = state["step"] if state else 0
         if first >= job.recipe.train.steps:
-            logger.warning(
-                "no step is trained: the checkpoint is of step %d, train.steps is %d", first, job.recipe.train.steps
-            )
+            text = "no step is trained: the checkpoint is of step %d, train.steps is %d"
+            logger.warning(text, first, job.recipe.train.steps)
         variants = {name: _Variant(other, name, state) for name, other in zip(against, others, strict=True)}
         variants[OURS] = _Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
@@ -103,9 +102,8 @@ class _Variant:
     def beside(self, own: _Variant) -> dict[str, Any]:
         """This baseline against evenload's run: times of the steps after the first, losses of all."""
         seconds = [[row.step_s for row in variant.rows[1:]] for variant in (self, own)]
-        losses = [
-            abs(row.loss / own_row.loss - 1) for row, own_row in zip(self.rows, own.rows, strict=True) if own_row.loss
-        ]
+        pairs = [(row.loss, own_row.loss) for row, own_row in zip(self.rows, own.rows, strict=True)]
+        losses = [abs(loss / own_loss - 1) for loss, own_loss in pairs if own_loss]
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class _Proof:
             self._reach(beside)
             if folder is not None:
                 keep(job, folder, last - 1, last_planned)
-            beside.close()
+            beside.plain.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
             with open_trainer(recipe, self._world, self._watchdog) as job:
@@ -85,9 +85,9 @@ class _Proof:
         assert state is not None
         layout = job.host.layout
         self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-        beside = beside.on(job)
+        beside = replace(beside, job=job)
         self._take(beside, job.planner(drawing_after(job, state)), range(state["step"], self._steps))
-        beside.close()
+        beside.plain.close()
 
     def _take(self, beside: Beside, planner: Planner, numbers: range) -> Planned:
         """Steps in the run's own order; the last of them as it was planned."""

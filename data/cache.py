@@ -81,9 +81,8 @@ def cached_file(key: str, suffix: str, write: Callable[[Path], None]) -> Path:
             if not path.exists():
                 _write_whole(path, write)
     except OSError as error:
-        raise EvenloadError(
-            f"cannot write into the cache {cache_dir()}", str(error), "set EVENLOAD_CACHE to a folder with room"
-        ) from error
+        do = "set EVENLOAD_CACHE to a folder with room"
+        raise EvenloadError(f"cannot write into the cache {cache_dir()}", str(error), do) from error
     return path
 
 

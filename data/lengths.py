@@ -20,6 +20,7 @@ from ..core.errors import SHOWN, EvenloadError, nearest, shorten, shown
 from ..core.input import reading
 from ..core.input.bounds import TOKENS, refuse_uncountable
 from .bin_idx import read_index
+from .documents import ID_FIELDS
 from .jsonl import check_ids, read_values
 from .tokenizers import ByteTokenizer
 
@@ -38,11 +39,8 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
     name = shorten(str(path))
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise EvenloadError(
-            f"{name} is of no kind that holds lengths",
-            f"the ending {shown(path.suffix)}",
-            nearest(path.suffix, _READERS),
-        )
+        detail = f"the ending {shown(path.suffix)}"
+        raise EvenloadError(f"{name} is of no kind that holds lengths", detail, nearest(path.suffix, _READERS))
     if not reading.is_file(path):
         raise EvenloadError(f"there is no lengths file {name}", "no regular file of that name", "check the path")
     parts = []
@@ -69,9 +67,8 @@ def _read_npy(path: Path, name: str) -> Iterator[_Part]:
         try:
             lengths = _array(stream)
         except Exception as error:  # numpy's parser raises SyntaxError, TypeError, tokenize.TokenError and more
-            raise EvenloadError(
-                f"{name} is not a numpy array", shorten(f"{type(error).__name__}: {error}"), do
-            ) from error
+            detail = shorten(f"{type(error).__name__}: {error}")
+            raise EvenloadError(f"{name} is not a numpy array", detail, do) from error
     if isinstance(lengths, str):
         raise EvenloadError(f"{name} is not a list of integers", lengths, "save a 1-D integer array")
     if lengths.dtype.kind == "u":  # a value beyond int64 must stay too large instead of turning negative
@@ -147,7 +144,7 @@ def _length_of(value: Any, place: str) -> int:
     if isinstance(value, dict):
         if "length" in value:
             return _integer(value["length"], place)
-        for field in ("input_ids", "tokens"):
+        for field in ID_FIELDS:
             if field in value:
                 return len(check_ids(value[field], field, place))
         if isinstance(value.get("text"), str):
@@ -168,7 +165,6 @@ def _integer(value: Any, place: str) -> int:
 
 
 def _bad(place: str, value: Any) -> EvenloadError:
-    detail = (
-        shorten(value.decode("utf-8", "backslashreplace").strip(), 80) if isinstance(value, bytes) else shown(value)
-    )
+    text = value.decode("utf-8", "backslashreplace").strip() if isinstance(value, bytes) else None
+    detail = shown(value) if text is None else shorten(text, 80)
     return EvenloadError(f"{place} is not a length", detail, f"a length is an integer from 1 to {TOKENS}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .documents import changed
+from .documents import Documents, changed
 
 NAME = "python-stdlib"
 
@@ -22,7 +22,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 """Not the library itself; some distributions leave its tests out, so they are left out everywhere."""
 
 
-class StdlibDocuments:
+class StdlibDocuments(Documents):
     """One document per ``.py`` file, sorted by path."""
 
     name = NAME
@@ -38,9 +38,6 @@ class StdlibDocuments:
         if len(tokens) != stop - start:
             raise changed(self.where(document))
         return tokens
-
-    def scan_vocab_size(self) -> int:
-        return 256
 
     def where(self, document: int) -> str:
         return str(self._root / self._paths[document])

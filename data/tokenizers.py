@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, shorten, shown
 from ..core.input import reading
-from .extras import require
+from .documents import require
 
 _DO = "give `bytes` or the path of a tokenizer.json"
 _MOST_BYTES = 1 << 30
@@ -55,11 +55,8 @@ class FileTokenizer:
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception on a malformed file
-            raise EvenloadError(
-                f"{path} is not a tokenizer file",
-                shorten(str(error)),
-                "give a tokenizer.json of the `tokenizers` library",
-            ) from error
+            do = "give a tokenizer.json of the `tokenizers` library"
+            raise EvenloadError(f"{path} is not a tokenizer file", shorten(str(error)), do) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -49,17 +49,13 @@ def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> d
     folder, state = newest[0], newest[1].state
     data = job.source.report()["fingerprint"]
     if state.get("data") != data:
-        raise EvenloadError(
-            "the checkpoint was made with other data",
-            f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}",
-            "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
-        )
+        detail = f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}"
+        do = "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
+        raise EvenloadError("the checkpoint was made with other data", detail, do)
     if not isinstance(state.get("order"), dict):
-        raise EvenloadError(
-            "the checkpoint does not say which samples were trained on",
-            f"{folder.name} has no order",
-            "choose another checkpoint.dir, or set checkpoint.resume=false",
-        )
+        do = "choose another checkpoint.dir, or set checkpoint.resume=false"
+        what = "the checkpoint does not say which samples were trained on"
+        raise EvenloadError(what, f"{folder.name} has no order", do)
     with job.watchdog.working("loading the checkpoint"):
         for host in (job.host, *beside):
             host.load(folder / "trainer")
