@@ -1,9 +1,8 @@
-"""evenload against baselines, alternating on the same batches in one run of one model.
+"""evenload against baselines, alternating on the same batches in one run of one model (`measuring`).
 
-Every step each variant plans and trains the same global batch, in turn (`measuring`). ``of_totals`` is a baseline's
-seconds over evenload's, all steps summed; ``median`` with its ``interval``, and ``quartiles``, are of the ratios step
-by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps summed: what balance
-alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
+Beside the numbers of `measuring.compare` stand the ``quartiles`` of the steps' ratios and a baseline's ceiling: its own
+measured imbalance, busiest rank over mean with steps summed, which is what balance alone can gain. ``of_ceiling``
+compares it with ``of_totals``, which weighs steps alike.
 
 Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
 ``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,

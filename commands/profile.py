@@ -1,20 +1,18 @@
 """Measure this machine's real layers and links through the recipe's trainer, and fit the cost model to them.
 
-Samples are training steps in which every rank has the same work at the same time (`profile_cases`), so that contention
-between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
-counts. What is measured of a step, and what it gives:
+Samples are training steps in which every rank has the same work at the same time (`profiling.cases`), so that
+contention between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs
+the least counts. What is measured of a step, and what it gives:
 
-    forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the three
-                        coefficients
-    rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
-                        clipping, the optimizer. Linear in launches and tokens, of which both directions get half, and
-                        a constant: ``update_s``
+    forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the coefficients
+    rest                all else that the rank computes: loading, the schedule, clearing gradients, clipping, the
+                        optimizer. Linear in launches and tokens, half to each direction, and a constant: ``update_s``
     collectives         by themselves (`runtime.measure.links`): latency and bandwidth of the links
 
 The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
 which waiting for a collective does not count. Where it does count, the simulator's exposed communication is taken off.
-Steps are longer by the wall than by CPU seconds (other threads of the rank, the system, waiting for slower ranks): one
-factor, the wall seconds of all samples over their simulated ones, goes onto every coefficient. Balance does not change.
+Steps are longer by the wall than by CPU seconds (other threads, the system, slower ranks): one factor, the wall seconds
+of all samples over their simulated ones, goes onto every coefficient. Balance does not change.
 
 Ranks keep the recipe's tensor parallelism and are data-parallel otherwise. Coefficients are those of the whole model,
 so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_stage` then gives back what was measured,

@@ -37,8 +37,7 @@ def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSa
     that of any sample is. ``max_length=None`` keeps documents whole. Raises `EvenloadError` on impossible settings.
     """
     check_cut(max_length, long_samples, min_length)
-    empty = lengths == 0
-    too_short = ~empty & (lengths < min_length)
+    num_empty = int((lengths == 0).sum())
     kept = np.flatnonzero(lengths >= min_length)
     longer = np.zeros(len(kept), dtype=bool) if max_length is None else lengths[kept] > max_length
     num_long, num_remainders = int(longer.sum()), 0
@@ -60,8 +59,8 @@ def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSa
         length = lengths[document] if max_length is None else np.minimum(lengths[document], max_length)
     treated = {"truncate": "truncated", "split": "split", "drop": "dropped"}
     counts = {
-        "empty": int(empty.sum()),
-        "too_short": int(too_short.sum()) + num_remainders,
+        "empty": num_empty,
+        "too_short": len(lengths) - len(kept) - num_empty + num_remainders,
         **{name: num_long if policy == long_samples else 0 for policy, name in treated.items()},
     }
     return Cut(document, start, length, counts, int(lengths.sum() - length.sum()))

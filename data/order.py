@@ -7,9 +7,8 @@ same order; ranks only choose which members of the batch they read. An epoch is 
 expected per index. O(1) memory, O(count) time: 0.5 ms for 512 of 1e8 samples, 8 ms for 65,536 (one shared x86 core);
 a materialised permutation would take 800 MB per rank and epoch.
 
-Nothing here uses numpy's random generators: their streams may change between releases, a saved run must not.
-
-Batches never mix epochs: the tail of an epoch that is shorter than a batch is a short batch.
+Nothing here uses numpy's random generators: their streams may change between releases, a saved run must not. Batches
+never mix epochs: the tail of an epoch that is shorter than a batch is a short batch.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if os.path.isdir(path):
         path = path / "tokenizer.json"
     if not reading.is_file(path):
-        detail = f"{shorten(str(path))} is not a file"
-        raise EvenloadError(f"there is no tokenizer {shown(spec)}", detail, _DO)
+        raise EvenloadError(f"there is no tokenizer {shown(spec)}", f"{shorten(str(path))} is not a file", _DO)
     return FileTokenizer(path)
 
 

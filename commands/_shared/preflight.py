@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
 
 
-@dataclass(frozen=True)
-class Preflight:
+class Preflight(NamedTuple):
     """A recipe that can run: its data, and its chain of planners for the layout."""
 
     recipe: Recipe

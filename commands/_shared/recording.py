@@ -51,9 +51,7 @@ class _Recorded:
 class Recording:
     """The recorded steps of a run; rank 0 holds and writes them. Nothing is recorded that nobody asked for.
 
-    Args:
-        first: the run's first step. It warms up, and is recorded only where there is no other.
-        pictures: where the ``plot`` and the ``report`` of the measured steps go.
+    The run's ``first`` step warms up, and is recorded only where there is no other.
     """
 
     def __init__(self, job: Job, first: int, pictures: Mapping[str, Path | None]) -> None:
@@ -80,8 +78,9 @@ class Recording:
     def bubbles(self) -> dict[str, list[dict[str, Any]]]:
         """By variant what each rank of each stage waits, measured and predicted (`Bubbles.rows`); rank 0 knows."""
         rows = {}
-        for name in sorted({one.name for one in self._in_trace()}, key=lambda name: (name != OURS, name)):
-            steps = [one for one in self._in_trace() if one.name == name]
+        in_order = sorted(self._in_trace(), key=lambda one: (one.name != OURS, one.name))
+        for name, group in groupby(in_order, key=lambda one: one.name):
+            steps = list(group)
             predicted = bubbles_of(one.predicted.spans for one in steps)
             rows[name] = bubbles_of(one.taken.spans for one in steps).rows(predicted)
         return rows

@@ -48,12 +48,7 @@ def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
 
 
 class Refitting:
-    """The costs of one run; does nothing unless the recipe asks for it.
-
-    Args:
-        chain: of the run, with the recipe's costs.
-        state: of a checkpoint, from `state`.
-    """
+    """The costs of one run, first those of ``chain`` or of a checkpoint's `state`; they stay unless the recipe asks."""
 
     def __init__(self, job: Job, chain: PlanChain, state: Mapping[str, Any] | None) -> None:
         self._job, self._prior = job, chain.context.costs
@@ -66,8 +61,7 @@ class Refitting:
     def after(
         self, planner: Planner, step: int, planned: Planned, taken: Taken, predicted_step: PredictedStep | None
     ) -> None:
-        """Learn from a step, unless it is the first of all, which warms up; ``predicted_step`` on rank 0.
-        Collective."""
+        """Learn from a step, unless it is the first of all, which warms up. Collective."""
         if not self.on or step == 0:
             return
         newest = np.zeros(7)

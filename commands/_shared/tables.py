@@ -356,9 +356,7 @@ def doctor(result: Result) -> Table:
     rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
     rows += [(f"{kind}: {r['name']}", "", "", r["status"]) for kind in ("attention", "solver") for r in result[kind]]
     groups = Counter((r["name"].partition(".")[0], r["supports"], r["status"]) for r in result["patches"])
-    rows += [
-        (f"patches: {name}", f"{count} rows", supports, status) for (name, supports, status), count in groups.items()
-    ]
+    rows += [(f"patches: {name}", f"{count} rows", *more) for (name, *more), count in groups.items()]
     return grid("doctor", ("", "found", "supported", "status"), rows)
 
 

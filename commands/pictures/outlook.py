@@ -42,13 +42,8 @@ def tracks_of(outlook: Outlook) -> list[Track]:
 def about(outlook: Outlook) -> dict[str, Any]:
     """What the numbers rest on."""
     context = outlook.chain.context
-    return {
-        "times": "predicted",
-        "costs": context.costs.source,
-        "cluster": context.cluster.name,
-        "layout": str(context.layout),
-        "command": command(),
-    }
+    basis = {"costs": context.costs.source, "cluster": context.cluster.name, "layout": str(context.layout)}
+    return {"times": "predicted", **basis, "command": command()}
 
 
 def command() -> str:

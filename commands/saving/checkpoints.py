@@ -43,8 +43,7 @@ _NOTHING_BYTES = 1 << 16
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write a checkpoint with all ranks and commit it. ``write(directory)`` is the trainer's own saver. Collective.
 
-    Raises:
-        RankError: on every rank, if it failed on any; the last good checkpoint is untouched.
+    Raises RankError on every rank if it failed on any; the last good checkpoint is untouched.
     """
     name = f"step{step:08d}"
     temporary = root / f"{name}.tmp"
@@ -73,11 +72,7 @@ def last_good(root: Path) -> Path | None:
 def newest_whole(root: Path, *, verify: bool = True) -> tuple[Path, Manifest] | None:
     """The checkpoint to go on from, the same on every rank; None where there is none at all. Collective.
 
-    Args:
-        verify: compare the hash of every file; False compares sizes alone.
-
-    Raises:
-        EvenloadError: there are checkpoints, and all of them are damaged.
+    ``verify`` compares the hash of every file, else sizes alone. Raises EvenloadError if all there are are damaged.
     """
     damaged: list[str] = []
     for name in from_first(lambda: _candidates(root)):

@@ -54,7 +54,7 @@ def read(checkpoint: Path) -> Manifest:
     if data["format"] == FORMAT and data.pop("hash", None) != _hash_of(data):
         raise _damaged(checkpoint, f"{NAME} was changed after it was written")
     files = data.pop("files", None)
-    known = isinstance(files, dict) and all(_is_file(row) for row in files.values())
+    known = isinstance(files, dict) and all(map(_is_file, files.values()))
     if not known or type(data.get("step")) is not int or data["step"] < 1:
         raise _damaged(checkpoint, f"{NAME} does not say which files of which step it lists")
     del data["format"]
