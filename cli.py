@@ -242,7 +242,7 @@ def _run_ranks(
             do = f"start them with torchrun -m evenload {verb} on several machines"
             raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
         for name in against:
-            ready.chain.refuse_unknown_baseline(name)
+            ready.chain.offer(name)
         result = launch(sys.argv[1:], size, recipe.safety)
     if result is not None:
         _show(verb, result, as_json)

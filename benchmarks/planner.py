@@ -92,7 +92,7 @@ def _step(chain: PlanChain, batch: Lengths, bound_s: float) -> dict[str, float]:
     cost_s = chain.context.costs.sequence_s(batch)
     return {
         "plan_s": plan_s,
-        "imbalance": predicted.imbalance,
+        "imbalance": max(predicted.busy_s) * len(predicted.busy_s) / sum(predicted.busy_s),
         "step_over_bound": predicted.step_s / bound_s,
         "busiest_over_bound": max(predicted.busy_s) / bound_s,
         "micro_batch_imbalance_forward": forward,

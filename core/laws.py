@@ -126,10 +126,8 @@ def _sharing(plan: StepPlan) -> None:
         if m.cp_comm and m.pad_to:
             raise PlanError("a shared micro-batch is padded", f"{name}: pad_to {m.pad_to}")
         if (m.cp_comm == "hybrid") != (m.ulysses_degree > 0):
-            raise PlanError(
-                "ulysses_degree belongs to the cp_comm hybrid",
-                f"{name}: cp_comm {m.cp_comm or 'none'}, {m.ulysses_degree}",
-            )
+            detail = f"{name}: cp_comm {m.cp_comm or 'none'}, {m.ulysses_degree}"
+            raise PlanError("ulysses_degree belongs to the cp_comm hybrid", detail)
         for number in range(len(m.slices)) if m.cp_groups else range(min(1, len(m.slices))):
             _home_is_possible(plan, name, m, number)
         if m.cp_groups and not m.remap and set(m.ranks) != {rank for cp_group in m.cp_groups for rank in cp_group}:
@@ -141,20 +139,15 @@ def _sharing(plan: StepPlan) -> None:
 
 
 def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> None:
-    cp_group, heads = cp_group_of(m, number), plan.limits.heads
-    if not cp_group.ranks or len(set(cp_group.ranks)) < len(cp_group.ranks) or not set(cp_group.ranks) <= set(m.ranks):
-        raise PlanError(
-            "the CP group of a slice is not among the ranks of its micro-batch", f"{name}: {cp_group.ranks}"
-        )
-    if len(cp_group.ranks) > 1 and (cp_group.ulysses_degree < 1 or len(cp_group.ranks) % cp_group.ulysses_degree):
-        raise PlanError(
-            "groups that share heads do not divide a home",
-            f"{name}: {cp_group.ulysses_degree} of {len(cp_group.ranks)}",
-        )
+    (ranks, ulysses_degree), heads = cp_group_of(m, number), plan.limits.heads
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(m.ranks):
+        raise PlanError("the CP group of a slice is not among the ranks of its micro-batch", f"{name}: {ranks}")
+    if len(ranks) > 1 and (ulysses_degree < 1 or len(ranks) % ulysses_degree):
+        raise PlanError("groups that share heads do not divide a home", f"{name}: {ulysses_degree} of {len(ranks)}")
     if m.cp_comm == "hybrid" and not 1 < m.ulysses_degree < len(m.ranks):
         raise PlanError("ulysses_degree does not divide the ranks", f"{name}: {m.ulysses_degree} of {len(m.ranks)}")
-    if heads and cp_group.ulysses_degree > heads:
-        detail = f"{name}: {cp_group.ulysses_degree} ranks, {heads} heads"
+    if heads and ulysses_degree > heads:
+        detail = f"{name}: {ulysses_degree} ranks, {heads} heads"
         raise PlanError("more ranks share heads than there are", detail, "use a ring, or a hybrid with smaller groups")
 
 
@@ -167,9 +160,8 @@ def _caps(plan: StepPlan) -> None:
         per_rank = max(tokens_of_ranks(micro_batch).values())
         if per_rank > cap:
             detail = f"{name}: {per_rank} tokens on a rank, cap {cap}"
-            raise PlanError(
-                "a micro-batch is over the token cap", detail, "raise max_tokens, cut its sequences or share it"
-            )
+            do = "raise max_tokens, cut its sequences or share it"
+            raise PlanError("a micro-batch is over the token cap", detail, do)
 
 
 def _slices_ascend(plan: StepPlan) -> None:
@@ -180,9 +172,8 @@ def _slices_ascend(plan: StepPlan) -> None:
         raise PlanError("this host runs whole sequences only", f"sequence {min(plan.cut)} is cut", "disable slices")
     stop_of: dict[int, int] = {}
     group_before: dict[int, CpGroup] = {}
-    cut = plan.cut
     for index, micro_batch in enumerate(plan.micro_batches):
-        own = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in cut]
+        own = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in plan.cut]
         _refuse_two_slices(f"micro-batch {index}", [s for _, s in own])
         for number, s in own:
             if s.start != stop_of.get(s.sequence, 0):
@@ -283,17 +274,16 @@ def _order_is_complete(plan: StepPlan) -> None:
     if len(plan.order) != plan.limits.num_stages:
         raise PlanError("the order has the wrong number of stages", f"{len(plan.order)}, not {plan.limits.num_stages}")
     wanted = sorted(Op(kind, i) for kind in ("B", "F") for i in range(len(plan.passes(kind))))
+    kept = [(index, forward) for index, forward in enumerate(plan.forward_of) if forward is not None]
+    replayed = [(index, index) for index in plan.replayed if not plan.backward]
     for stage, ops in enumerate(plan.order):
         if sorted(op for op in ops if op.kind != "W") != wanted:
             detail = f"stage {stage} lists {len(ops)} passes of {len(wanted)}"
             raise PlanError("a stage does not run every pass exactly once", detail)
         place = {op: at for at, op in enumerate(ops)}
         _weight_gradients(plan, stage, place)
-        for index, stored_forward in enumerate(plan.forward_of):
-            if stored_forward is not None and place[Op("B", index)] < place[Op("F", stored_forward)]:
-                raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
-        for index in plan.replayed if not plan.backward else ():
-            if place[Op("B", index)] < place[Op("F", index)]:
+        for index, forward in (*kept, *replayed):
+            if place[Op("B", index)] < place[Op("F", forward)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
 
 
@@ -336,18 +326,16 @@ def _slices_keep_their_prefix(plan: StepPlan) -> None:
                 raise PlanError("backward of a sequence starts before its forward has ended", detail)
         for index, other in pairs:
             if place[Op("B", other)] < place[Op("F", index)]:
-                raise PlanError(
-                    "backward of a sequence starts before its forward has ended", f"B{other} before F{index}"
-                )
+                detail = f"B{other} before F{index}"
+                raise PlanError("backward of a sequence starts before its forward has ended", detail)
 
 
 def _chains(plan: StepPlan, micro_batches: tuple[MicroBatch, ...]) -> dict[int, list[int]]:
     """The micro-batches of each cut sequence by ascending slice."""
     chains: dict[int, list[tuple[int, int]]] = {}
-    cut = plan.cut
     for index, micro_batch in enumerate(micro_batches):
         for s in micro_batch.slices:
-            if s.sequence in cut:
+            if s.sequence in plan.cut:
                 chains.setdefault(s.sequence, []).append((s.start, index))
     return {sequence: [index for _, index in sorted(chain)] for sequence, chain in chains.items()}
 

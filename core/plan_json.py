@@ -24,7 +24,7 @@ from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
 from .plan.limits import Limits
-from .plan.memory_cost import MemoryCost
+from .plan.memory_cost import NOT_OF_ALL_LAYERS, MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"
@@ -53,23 +53,13 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_MEMORY = {
-    "activation_bytes_per_token": True,
-    "kv_bytes_per_token": True,
-    "kv_grad_bytes_per_token": True,
-    "replay_bytes_per_token": True,
-    "input_bytes_per_token": False,
-    "deferred_bytes_per_token": True,
-}
-"""Fields of the memory record that stand among the limits in plan.json, and whether they are divided by the layers."""
-_BESIDE = {
-    "cut_saves_bytes_per_token": True,
-    "head_bytes_per_token": False,
-    "head_working_bytes_per_token": False,
-    "working_bytes_per_token": False,
-    "pass_bytes": False,
-    "gradient_bytes": False,
-}
+_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred"))
+"""Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
+_BESIDE = (
+    *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
+    "pass_bytes",
+    "gradient_bytes",
+)
 """Those that stand under ``beside``."""
 
 _beside: dict[str, Any] = dict.fromkeys(_BESIDE, (Amount, ...))
@@ -159,7 +149,7 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
         data = reading.read_json(path, name, _DO, reading.PLAN_BYTES)
     except EvenloadError as error:
         raise PlanError(error.what, error.found, error.do) from error
-    file = _form(data, _File, f"{name} is no plan.json")
+    file = described(data, _File, f"{name} is no plan.json", _DO, PlanError)
     caps = [cap.max_tokens for cap in file.caps.values() if cap.max_tokens is not None]
     plans = []
     for number, row in enumerate(file.steps):
@@ -179,7 +169,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     Raises:
         PlanError: it is no step, digest or checksum are those of another, or nobody says its limits.
     """
-    row = _form(data, _Step, "this is no step of a plan.json")
+    row = described(data, _Step, "this is no step of a plan.json", _DO, PlanError)
     own = None if row.limits is None else _limits(row.limits)
     held_to = limits or own
     if held_to is None:
@@ -209,35 +199,30 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     return plan
 
 
-def _form(data: Any, form: type[Any], fault: str) -> Any:
-    """``data`` as a form; what is wrong with it raises PlanError."""
-    try:
-        return described(data, form, fault, _DO)
-    except EvenloadError as error:
-        raise PlanError(error.what, error.found, error.do) from error
-
-
 def _limits_json(limits: Limits) -> dict[str, Any]:
     scalars = {f.name: getattr(limits, f.name) for f in _SCALARS}
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 
-    def written(table: dict[str, bool]) -> dict[str, float]:
-        values = {name: getattr(limits.memory, name) for name in table}
-        return {name: value / limits.layers_per_stage if table[name] else value for name, value in values.items()}
+    def written(names: Iterable[str]) -> dict[str, float]:
+        return {name: getattr(limits.memory, name) / _divisor(name, limits.layers_per_stage) for name in names}
 
     return {**scalars, **written(_MEMORY), "beside": written(_BESIDE)}
 
 
 def _limits(values: dict[str, Any]) -> Limits:
-    form = _form(values, _Limits, "the limits in plan.json are none").model_dump()
+    form = described(values, _Limits, "the limits in plan.json are none", _DO, PlanError).model_dump()
     amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
-    divided = _MEMORY | _BESIDE
     layers = form["layers_per_stage"]
-    memory = MemoryCost(**{name: value * layers if divided[name] else value for name, value in amounts.items()})
+    memory = MemoryCost(**{name: value * _divisor(name, layers) for name, value in amounts.items()})
     if form["max_activation_bytes"] is None:
         form["max_activation_bytes"] = float("inf")
     return Limits(**form, memory=memory)
+
+
+def _divisor(name: str, layers: int) -> int:
+    """By what a field of the memory record is divided in plan.json, which has bytes of one layer."""
+    return layers if name.endswith("_per_token") and name not in NOT_OF_ALL_LAYERS else 1
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:

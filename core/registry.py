@@ -9,20 +9,18 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from .costs.context import PlanningContext as PlanningContext
 from .errors import EvenloadError, nearest
+from .input.validation import Frozen
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
 
 ENTRY_POINT_GROUP = "evenload.plugins"
 
 
-class PluginConfig(BaseModel):
+class PluginConfig(Frozen):
     """Base of every plugin's section in a recipe."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     enabled: bool = False
     """Run this plugin; a disabled plugin is the identity."""

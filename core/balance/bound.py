@@ -12,14 +12,13 @@ from ..plan.limits import Limits
 def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs, head_frac: float = 0.0) -> float:
     """No plan that keeps each sequence on one rank has a busiest rank below this [s]. lengths int64 [K].
 
+    ``head_frac``: share of the linear work of the forward that is the output layer's.
+
     Cutting a sequence changes no sum: the slices of n tokens cost what the whole does, and one launch each. So it is
     the largest of: the mean over ranks, with the fewest launches that the tokens need; the costliest sequence with the
     launches that it needs; and the rank of most tokens, which has at least the mean number, its launches and its
     linear work. Where the recipe recomputes, backwards hold a forward already, and a host that replays need not run
     another one at the last stage but for keys and values: those of all tokens but the most that one slice can hold.
-
-    Args:
-        head_frac: share of the linear work of the forward that is the output layer's.
     """
     if not len(lengths):
         return 0.0

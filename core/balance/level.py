@@ -40,7 +40,7 @@ def level(weights: Floats, capacity: Floats, base: Floats, noise: Floats | float
     where they are put in order, for another start.
     """
     members = _largest_first(weights, capacity, base, noise)
-    _polish(weights, capacity, base, members)
+    _Bins(weights, capacity, base, members).polish()
     bins = np.zeros(weights.shape[1], dtype=np.int64)
     for b, items in enumerate(members):
         bins[items] = b
@@ -76,98 +76,88 @@ def _largest_first(weights: Floats, capacity: Floats, base: Floats, noise: Float
     return members
 
 
-def _polish(weights: Floats, capacity: Floats, base: Floats, members: list[list[int]]) -> None:
-    num_bins = len(members)
-    load = base + np.array([weights[:, items].sum(axis=1) for items in members]).reshape(num_bins, -1).T
-    stuck = np.zeros(num_bins, dtype=bool)
-    for _ in range(_MOVES_PER_BIN * num_bins):
-        fill = (load / capacity).max(axis=0)
-        full = int(np.where(stuck, -1.0, fill).argmax())
-        if stuck[full] or fill[full] <= _EVEN * fill.mean():
-            return
-        if not members[full]:
-            stuck[full] = True
-            continue
-        others = [int(b) for b in np.argsort(fill, kind="stable")[: _REACH + 1] if b != full][:_REACH]
-        if not (
-            _swap(full, others, fill[full], weights, capacity, load, members)
-            or _split_anew(full, others[:_PARTNERS], fill[full], weights, capacity, load, members)
-        ):
-            # One heavy item may hold its bin above the others for good; these can still be evened among themselves.
-            stuck[full] = True
+class _Bins:
+    """Items in bins, moved until the fullest bin is hardly fuller than the mean one."""
 
+    def __init__(self, weights: Floats, capacity: Floats, base: Floats, members: list[list[int]]) -> None:
+        self._weights, self._capacity, self._members = weights, capacity, members
+        sums = [weights[:, items].sum(axis=1) for items in members]
+        self._load = base + np.array(sums).reshape(len(members), -1).T
 
-def _swap(
-    full: int,
-    others: list[int],
-    limit: float,
-    weights: Floats,
-    capacity: Floats,
-    load: Floats,
-    members: list[list[int]],
-) -> bool:
-    """Apply the best move or swap between the fullest bin and the others; False if none gets below ``limit``."""
-    out = members[full]
-    per_bin = max(1, sum(map(len, members)) // len(members))
-    others = others[: max(2, _PAIRS // (len(out) * per_bin))]
-    if not others:
+    def polish(self) -> None:
+        stuck = np.zeros(len(self._members), dtype=bool)
+        for _ in range(_MOVES_PER_BIN * len(self._members)):
+            fill = (self._load / self._capacity).max(axis=0)
+            full = int(np.where(stuck, -1.0, fill).argmax())
+            if stuck[full] or fill[full] <= _EVEN * fill.mean():
+                return
+            others = [int(b) for b in np.argsort(fill, kind="stable")[: _REACH + 1] if b != full][:_REACH]
+            if not self._members[full] or not (
+                self._swap(full, others, fill[full]) or self._split_anew(full, others[:_PARTNERS], fill[full])
+            ):
+                # One heavy item may hold its bin above the others for good; these can still be evened among themselves.
+                stuck[full] = True
+
+    def _swap(self, full: int, others: list[int], limit: float) -> bool:
+        """Apply the best move or swap between the fullest bin and the others; False if none gets below ``limit``."""
+        weights, capacity, load, members = self._weights, self._capacity, self._load, self._members
+        out = members[full]
+        per_bin = max(1, sum(map(len, members)) // len(members))
+        others = others[: max(2, _PAIRS // (len(out) * per_bin))]
+        if not others:
+            return False
+        # A move is a swap against nothing: every other bin offers one item of no weight.
+        back = [(b, item) for b in others for item in members[b]]
+        owner = np.array([*others, *(b for b, _ in back)])
+        offered = np.concatenate(
+            [np.zeros((len(weights), len(others))), weights[:, [item for _, item in back]]], axis=1
+        )
+        shift = weights[:, out][:, :, None] - offered[:, None, :]
+        ours = (load[:, full][:, None, None] - shift) / capacity[:, full][:, None, None]
+        theirs = (load[:, owner][:, None, :] + shift) / capacity[:, owner][:, None, :]
+        after = np.maximum(ours, theirs).max(axis=0)
+        row, column = divmod(int(after.argmin()), after.shape[1])
+        if after[row, column] >= limit * (1 - 1e-6):
+            return False
+        other, moved = int(owner[column]), out[row]
+        if column >= len(others):
+            item = back[column - len(others)][1]
+            members[other].remove(item)
+            members[full].append(item)
+        members[full].remove(moved)
+        members[other].append(moved)
+        load[:, full] -= shift[:, row, column]
+        load[:, other] += shift[:, row, column]
+        return True
+
+    def _split_anew(self, full: int, others: list[int], limit: float) -> bool:
+        """Split the fullest bin and another one anew; False if that gets below ``limit`` with none of the others."""
+        weights, capacity, load, members = self._weights, self._capacity, self._load, self._members
+        for other in others:
+            items = np.array(sorted(members[full] + members[other]), dtype=np.int64)
+            items = items[np.argsort(-weights[:, items].max(axis=0), kind="stable")]
+            large, small = items[:_LARGEST], items[_LARGEST:]
+            caps = (capacity[:, full, None], capacity[:, other, None])
+            choices = _WAYS[: 1 << len(large), : len(large)].T
+            there = load[:, [full, other]] - np.stack(
+                [weights[:, members[b]].sum(axis=1) for b in (full, other)], axis=1
+            )
+            first = there[:, :1] + weights[:, large] @ choices
+            second = there[:, 1:] + weights[:, large] @ (1 - choices)
+            rest = weights[:, small].sum(axis=1, keepdims=True)
+            # Small items pour into what is left: the pair cannot get below its common fill, nor below its large items.
+            common = ((first + second + rest) / (caps[0] + caps[1])).max(axis=0)
+            reached = np.maximum((first / caps[0]).max(axis=0), (second / caps[1]).max(axis=0))
+            best = int(np.maximum(common, reached).argmin())
+            sums = [first[:, best, None].copy(), second[:, best, None].copy()]
+            sides = [large[choices[:, best] == 1].tolist(), large[choices[:, best] == 0].tolist()]
+            for item in small.tolist():
+                after = [float(((s + weights[:, item, None]) / c).max()) for s, c in zip(sums, caps, strict=True)]
+                side = int(after[1] < after[0])
+                sums[side] += weights[:, item, None]
+                sides[side].append(item)
+            if max(float((s / c).max()) for s, c in zip(sums, caps, strict=True)) < limit * (1 - 1e-6):
+                members[full], members[other] = sides
+                load[:, [full, other]] = np.concatenate(sums, axis=1)
+                return True
         return False
-    # A move is a swap against nothing: every other bin offers one item of no weight.
-    back = [(b, item) for b in others for item in members[b]]
-    owner = np.array([*others, *(b for b, _ in back)])
-    offered = np.concatenate([np.zeros((len(weights), len(others))), weights[:, [item for _, item in back]]], axis=1)
-    shift = weights[:, out][:, :, None] - offered[:, None, :]
-    ours = (load[:, full][:, None, None] - shift) / capacity[:, full][:, None, None]
-    theirs = (load[:, owner][:, None, :] + shift) / capacity[:, owner][:, None, :]
-    after = np.maximum(ours, theirs).max(axis=0)
-    row, column = divmod(int(after.argmin()), after.shape[1])
-    if after[row, column] >= limit * (1 - 1e-6):
-        return False
-    other, moved = int(owner[column]), out[row]
-    if column >= len(others):
-        item = back[column - len(others)][1]
-        members[other].remove(item)
-        members[full].append(item)
-    members[full].remove(moved)
-    members[other].append(moved)
-    load[:, full] -= shift[:, row, column]
-    load[:, other] += shift[:, row, column]
-    return True
-
-
-def _split_anew(
-    full: int,
-    others: list[int],
-    limit: float,
-    weights: Floats,
-    capacity: Floats,
-    load: Floats,
-    members: list[list[int]],
-) -> bool:
-    """Split the fullest bin and another one anew; False if that gets below ``limit`` with none of the others."""
-    for other in others:
-        items = np.array(sorted(members[full] + members[other]), dtype=np.int64)
-        items = items[np.argsort(-weights[:, items].max(axis=0), kind="stable")]
-        large, small = items[:_LARGEST], items[_LARGEST:]
-        caps = (capacity[:, full, None], capacity[:, other, None])
-        choices = _WAYS[: 1 << len(large), : len(large)].T
-        there = load[:, [full, other]] - np.stack([weights[:, members[b]].sum(axis=1) for b in (full, other)], axis=1)
-        first = there[:, :1] + weights[:, large] @ choices
-        second = there[:, 1:] + weights[:, large] @ (1 - choices)
-        rest = weights[:, small].sum(axis=1, keepdims=True)
-        # Small items pour into what is left: the pair cannot get below its common fill, nor below its large items.
-        common = ((first + second + rest) / (caps[0] + caps[1])).max(axis=0)
-        reached = np.maximum((first / caps[0]).max(axis=0), (second / caps[1]).max(axis=0))
-        best = int(np.maximum(common, reached).argmin())
-        sums = [first[:, best, None].copy(), second[:, best, None].copy()]
-        sides = [large[choices[:, best] == 1].tolist(), large[choices[:, best] == 0].tolist()]
-        for item in small.tolist():
-            after = [float(((s + weights[:, item, None]) / c).max()) for s, c in zip(sums, caps, strict=True)]
-            side = int(after[1] < after[0])
-            sums[side] += weights[:, item, None]
-            sides[side].append(item)
-        if max(float((s / c).max()) for s, c in zip(sums, caps, strict=True)) < limit * (1 - 1e-6):
-            members[full], members[other] = sides
-            load[:, [full, other]] = np.concatenate(sums, axis=1)
-            return True
-    return False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +88,11 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
         return free
     cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
     by_cost = np.argsort(-costs, kind="stable").tolist()
-    bins = _fill(by_cost, costs.tolist(), tokens.tolist(), cap, num_bins)
-    if bins is None:
+    chosen = fill(by_cost, costs.tolist(), tokens.tolist(), [cap] * num_bins, [0.0] * num_bins)
+    if chosen is None:
         return free
     capped = np.zeros(len(costs), dtype=np.int64)
-    for b, items in enumerate(bins):
-        capped[items] = b
+    capped[by_cost] = chosen
     return capped if loads(capped).max() < free_loads.max() else free
 
 
@@ -137,29 +137,43 @@ def into_bins(costs: list[float], tokens: list[int], cap: int, num_bins: int) ->
 
     Largest cost first onto the cheapest bin with room; if that fails, largest tokens first onto the emptiest.
     """
-    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    bins = _fill(by_cost, costs, tokens, cap, num_bins)
-    if bins is not None:
-        return bins
-    by_tokens = sorted(range(len(costs)), key=lambda i: (-tokens[i], i))
-    return _fill(by_tokens, tokens, tokens, cap, num_bins)
+    weights: list[Any]
+    for weights in (costs, tokens):
+        items = sorted(range(len(costs)), key=lambda i: (-weights[i], i))
+        chosen = fill(items, weights, tokens, [cap] * num_bins, [0.0] * num_bins)
+        if chosen is not None:
+            bins: list[list[int]] = [[] for _ in range(num_bins)]
+            for item, b in zip(items, chosen, strict=True):
+                bins[b].append(item)
+            return bins
+    return None
 
 
-def _fill(items: list[int], weights: list[Any], tokens: list[int], cap: int, num_bins: int) -> list[list[int]] | None:
-    """Each item onto the bin of least weight that has room for it."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    space = [cap] * num_bins
-    heap = [(0.0, b) for b in range(num_bins)]
+def fill(
+    items: list[int], weights: list[Any], tokens: list[int], spaces: list[int], loads: list[float], cap: int = 0
+) -> list[int] | None:
+    """The bin of each item: the one of least load that has room for it.
+
+    Args:
+        spaces: tokens for which each bin has room; filled bins are reduced.
+        cap: tokens of a further bin, opened where none has room. 0: none is opened, and None is returned there.
+    """
+    heap = [(load, b) for b, load in enumerate(loads)]
+    heapq.heapify(heap)
+    bins: list[int] = []
     for item in items:
         full = []
-        while heap and space[heap[0][1]] < tokens[item]:
+        while heap and spaces[heap[0][1]] < tokens[item]:
             full.append(heapq.heappop(heap))
-        if not heap:
+        if not heap and not cap:
             return None
-        weight, b = heapq.heappop(heap)
-        bins[b].append(item)
-        space[b] -= tokens[item]
-        for entry in (*full, (weight + weights[item], b)):
+        if not heap:
+            heap.append((0.0, len(spaces)))
+            spaces.append(cap)
+        load, b = heapq.heappop(heap)
+        bins.append(b)
+        spaces[b] -= tokens[item]
+        for entry in (*full, (load + weights[item], b)):
             heapq.heappush(heap, entry)
     return bins
 
@@ -177,20 +191,32 @@ def in_order(tokens: list[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def best_fit_decreasing(tokens: list[int], cap: int) -> list[list[int]]:
-    """Few bins of at most ``cap`` tokens: largest first into the bin that it fills best (Johnson, 1973)."""
+def best_fit_decreasing(tokens: Sequence[int] | Ints, cap: int, items: Iterable[int] | None = None) -> list[list[int]]:
+    """Few bins of at most ``cap`` tokens: largest first into the bin that it fills best (Johnson, 1973).
+
+    ``items``: those of the places in ``tokens`` that are put into bins; None: all.
+    """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    for item in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        place = bisect_left(rooms, (tokens[item], -1))
-        if place < len(rooms):
-            space, b = rooms.pop(place)
+    spaces: list[tuple[int, int]] = []  # (space, bin), ascending
+    sizes = {item: int(tokens[item]) for item in (range(len(tokens)) if items is None else items)}
+    for item in sorted(sizes, key=lambda i: (-sizes[i], i)):
+        place = bisect_left(spaces, (sizes[item], -1))
+        if place < len(spaces):
+            space, b = spaces.pop(place)
         else:
             space, b = cap, len(bins)
             bins.append([])
         bins[b].append(item)
-        insort(rooms, (space - tokens[item], b))
+        insort(spaces, (space - sizes[item], b))
     return bins
+
+
+def members(bins: Ints, num_bins: int) -> list[list[int]]:
+    """The items of each bin, ascending; ``bins`` int64 [K]: the bin of each item."""
+    items: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, b in enumerate(bins.tolist()):
+        items[b].append(item)
+    return items
 
 
 def karmarkar_karp(costs: list[float], num_bins: int) -> list[list[int]]:

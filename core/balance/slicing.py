@@ -1,13 +1,17 @@
 """Where sequences are cut: slices of equal cost, at multiples of a block, under a token cap.
 
-A slice of n tokens after a prefix of p costs u n + w n (p + n/2), so late slices of equal cost hold fewer tokens; where
-a cost is reached is the root of a quadratic (`PassCost.tokens_within`). Plans of every kind cut here.
+Late slices of equal cost hold fewer tokens; where a cost is reached says `PassCost.tokens_within`. Plans of every kind
+cut here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ..aliases import Ints
 from ..costs.costs import PassCost
 from ..plan.step_plan import Slice
+from .partition import best_fit_decreasing
 
 
 def cut(start: int, rest: int, wanted: float, most: int, block: int) -> int:
@@ -21,6 +25,15 @@ def cut(start: int, rest: int, wanted: float, most: int, block: int) -> int:
     while end - start > most or start + rest - end < min(block, rest):
         end -= block
     return max(0, end - start)
+
+
+def in_chunks(items: Iterable[int], lengths: Ints, chunk: int, cap: int) -> list[list[Slice]]:
+    """Micro-batches of sequences: those over ``cap`` tokens in chunks of ``chunk``, one each, the others best-fit."""
+    tokens = {i: int(lengths[i]) for i in items}
+    chunks = ((i, start, n) for i, n in tokens.items() if n > cap for start in range(0, n, chunk))
+    packs = [[Slice(i, start, min(start + chunk, n))] for i, start, n in chunks]
+    short = best_fit_decreasing(lengths, cap, (i for i, n in tokens.items() if n <= cap))
+    return packs + [[Slice(i, 0, tokens[i]) for i in pack] for pack in short]
 
 
 def evenly(sequence: int, length: int, count: int, price: PassCost, cap: int, block: int) -> list[Slice]:

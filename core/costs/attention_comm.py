@@ -4,9 +4,9 @@ A CP group of d ranks is g = d / u groups of u ranks that share heads (`core.pla
 stage, with T tokens of the home's slices, R tokens whose keys and values they read (T and the prefixes), P (query, key)
 pairs:
 
-    inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction; nothing
-                    hides it. A key head that query heads of several ranks read travels to each of them. Where u does
-                    not divide the heads, all wait for the rank that has the most.
+    inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction (Jacobs et
+                    al., arXiv 2309.14509, section 3); nothing hides it. A key head that query heads of several ranks
+                    read travels to each of them. Where u does not divide the heads, all wait for the rank of most.
     ring            K and V of R / d tokens a rank hop on while the block at hand is computed, P / (d g) pairs:
                         forward     g - 1 times  max(0, hop - block)
                         backward    K and V as above; their gradients follow one block later, g hops, the last of
@@ -41,8 +41,7 @@ import numpy.typing as npt
 from ..aliases import Floats
 from ..machine.cluster import Cluster
 from ..plan.step_plan import CpComm, MicroBatch
-from .context import Direction, PlanningContext
-from .traffic import Traffic
+from .context import Direction, PlanningContext, Traffic
 
 
 class Load(NamedTuple):
@@ -88,9 +87,7 @@ def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
     sums_of: dict[tuple[int, ...], list[float]] = {}
     for (_, start, stop), cp_group in zip(micro_batch.slices, micro_batch.ranks_of_slices, strict=True):
         n = pad or stop - start
-        sums = sums_of.get(cp_group)
-        if sums is None:
-            sums = sums_of[cp_group] = [0, 0, 0.0]
+        sums = sums_of.setdefault(cp_group, [0, 0, 0.0])
         sums[0] += n
         sums[1] += start + n
         sums[2] += n * (start + 0.5 * n)
@@ -121,10 +118,10 @@ def alone_s(times: Times) -> Any:
 
 
 def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats) -> Floats:
-    """Seconds that nothing hides on each of R ranks, which take turns in several homes: float64 [R].
+    """Seconds that nothing hides on each of R ranks, which take turns in several CP groups: float64 [R].
 
     Args:
-        homes: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats.
+        cp_groups: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats.
         local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
     """
     rows = [(list(ranks), times) for ranks, times in cp_groups]

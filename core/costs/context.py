@@ -1,14 +1,51 @@
-"""What a planner may know of its machine and model, and one direction of its passes."""
+"""What a planner may know of its machine and model: costs, cluster, layout, and what moves between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..machine.cluster import Cluster
 from ..machine.layout import Layout
+from ..plan.step_plan import CpComm
 from .costs import Costs, PassCost
-from .traffic import NO_TRAFFIC, Traffic
+
+Sharding = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a pipeline stage of one tensor-parallel rank moves [bytes]; `core.costs.exposed` says how long that takes.
+
+    Zero means that nothing moves, so the default predicts compute alone.
+    """
+
+    layers: int = 1
+    """Layers of a stage; ``query`` and ``kv`` are of all of them together."""
+    state_bytes_per_token: float = 0.0
+    query_bytes_per_token: float = 0.0
+    kv_bytes_per_token: float = 0.0
+    """K and V together."""
+    kv_grad_frac: float = 1.0
+    """Bytes of dK and dV over those of K and V: 2 where half precision is summed in float32."""
+    heads: int = 0
+    """Query heads of one tensor-parallel rank; 0: not known, then ranks that share heads divide them evenly."""
+    cp_comm: CpComm = "ring"
+    """Of micro-batches on several ranks that name none: what the trainer's static context parallelism does."""
+    gradient_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    sharding: Sharding = "none"
+    overlap_gradients: bool = False
+    """The gradient sum runs while the last backward of the step does."""
+    waits_for_sends: bool = False
+    """A stage of the host's own schedule goes on only when its output has arrived."""
+    expert_bytes_per_token: float = 0.0
+    """Hidden states a token sends to experts, all MoE layers together, one way; as much comes back."""
+    expert_weight_bytes: float = 0.0
+    """Weights of experts that a rank takes in for one pass of a micro-batch."""
+
+
+NO_TRAFFIC = Traffic()
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from pydantic import NonNegativeFloat
 
 from ..aliases import Floats
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import AmountOrNone, LayerCount, refuse_odd_numbers
-from ..input.validation import described
+from ..input.validation import Frozen, described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
 from ..machine.shape import Shape
@@ -95,11 +95,7 @@ def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
     return {rank: Work(1, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PassCost(_Frozen):
+class PassCost(Frozen):
     """Coefficients of one direction, forward or backward."""
 
     launch_s: NonNegativeFloat = 0.0
@@ -137,7 +133,7 @@ class PassCost(_Frozen):
         return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
 
 
-class Costs(_Frozen):
+class Costs(Frozen):
     """The cost model of one model on one device."""
 
     source: str
@@ -167,6 +163,11 @@ class Costs(_Frozen):
     def launch_s(self) -> float:
         """Constant seconds of one micro-batch, forward and backward together."""
         return self.forward.launch_s + self.backward.launch_s
+
+    @property
+    def both(self) -> PassCost:
+        """A pass forward and a pass backward, one after the other."""
+        return self.forward.plus(self.backward)
 
     def micro_batch_s(self, micro_batch: MicroBatch) -> tuple[float, float]:
         """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
@@ -208,49 +209,43 @@ class Costs(_Frozen):
         """
         return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
 
+    def holding(self, **changes: float) -> Costs:
+        """The same with other bytes in these fields of its memory."""
+        return self.model_copy(update={"memory": self.memory.model_copy(update=changes)})
+
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
-        again = self.forward.plus(self.backward)
         whole = self.memory.activation_bytes_per_token
-        memory = self.memory.model_copy(
-            update={"activation_bytes_per_token": kept_bytes_per_token, "replay_bytes_per_token": whole}
-        )
-        return self.model_copy(update={"backward": again, "memory": memory, "recompute": True})
+        holding = self.holding(activation_bytes_per_token=kept_bytes_per_token, replay_bytes_per_token=whole)
+        return holding.model_copy(update={"backward": self.both, "recompute": True})
 
     def kept(self) -> Costs:
         """What `recomputed` started from."""
         names = PassCost.model_fields
         less = {name: max(0.0, getattr(self.backward, name) - getattr(self.forward, name)) for name in names}
-        memory = self.memory.model_copy(
-            update={"activation_bytes_per_token": self.memory.replay_bytes_per_token, "replay_bytes_per_token": 0.0}
-        )
-        return self.model_copy(update={"backward": PassCost(**less), "memory": memory, "recompute": False})
+        whole = self.memory.replay_bytes_per_token
+        holding = self.holding(activation_bytes_per_token=whole, replay_bytes_per_token=0.0)
+        return holding.model_copy(update={"backward": PassCost(**less), "recompute": False})
 
     def of_stage(self, layout: Layout) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
         compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
-        return self.model_copy(
-            update={
-                "forward": self.forward.scaled(compute, launch),
-                "backward": self.backward.scaled(compute, launch),
-                "memory": self.memory.of_stage(layout),
-                "update_s": self.update_s * compute,
-            }
-        )
+        forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
+        changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute}
+        return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
 
 def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float = 0.0, **rest: Any) -> Costs:
     """Costs from published totals (forward + backward): ``square_s * n^2 + token_s * n + launch_s`` [s]."""
     attention = 2 * square_s / (1 + BACKWARD_ATTENTION)
     linear, launch = token_s / (1 + BACKWARD_LINEAR), launch_s / (1 + BACKWARD_LINEAR)
-    return Costs(
-        source=source,
-        forward=PassCost(launch_s=launch, token_s=linear, pair_s=attention),
-        backward=PassCost(
-            launch_s=BACKWARD_LINEAR * launch, token_s=BACKWARD_LINEAR * linear, pair_s=BACKWARD_ATTENTION * attention
-        ),
-        **rest,
-    )
+    forward = PassCost(launch_s=launch, token_s=linear, pair_s=attention)
+    return Costs(source=source, forward=forward, backward=_backward_of(forward), **rest)
+
+
+def _backward_of(forward: PassCost) -> PassCost:
+    linear, launch = BACKWARD_LINEAR * forward.token_s, BACKWARD_LINEAR * forward.launch_s
+    return PassCost(launch_s=launch, token_s=linear, pair_s=BACKWARD_ATTENTION * forward.pair_s)
 
 
 def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
@@ -262,16 +257,13 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
     layers = shape.num_layers
     token_s = 2 * shape.weights / cluster.flops_per_s
     pair_s = 4 * layers * shape.query_size / cluster.flops_per_s
+    forward = PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s)
     # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix.
     activation_bytes = 17 * bytes_per_value * shape.hidden_size * layers
     return Costs(
         source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
-        forward=PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s),
-        backward=PassCost(
-            launch_s=2 * cluster.launch_s,
-            token_s=BACKWARD_LINEAR * token_s,
-            pair_s=BACKWARD_ATTENTION * pair_s,
-        ),
+        forward=forward,
+        backward=_backward_of(forward),
         memory=MemoryCost(
             fixed_bytes=16.0 * shape.parameters,
             activation_bytes_per_token=activation_bytes,
@@ -324,9 +316,8 @@ def load(name: str, folder: Path) -> Costs:
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not reading.is_file(path):
         presets = sorted(p.stem for p in folder.glob("*.yaml"))
-        raise EvenloadError(
-            "there is no such cost model", shown(name), f"give a file or a preset; {nearest(name, ['auto', *presets])}"
-        )
+        do = f"give a file or a preset; {nearest(name, ['auto', *presets])}"
+        raise EvenloadError("there is no such cost model", shown(name), do)
     file, do = shorten(str(path)), "write one with `evenload profile`"
     fault = f"{file} is not a cost model"
     data = reading.read_yaml(path, f"the cost model {file}", do)
@@ -340,7 +331,7 @@ def load(name: str, folder: Path) -> Costs:
     return costs
 
 
-class _Totals(_Frozen):
+class _Totals(Frozen):
     """The arguments of `from_totals`."""
 
     token_s: AmountOrNone

@@ -4,13 +4,8 @@
     tensor         two all-reduces of the hidden states a layer and direction, one more at the embedding and at the
                    output layer, over the tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053, section 3); nothing
                    hides them
-    attention      a micro-batch on d ranks of the plane, by cp_comm (`attention_comm` has the formulas):
-                     ring        K and V go round in d - 1 hops (backward: dK and dV too), hidden behind attention
-                     all_to_all  Q, K, V and the output change from sequence to head shards and back
-                                 (Jacobs et al., arXiv 2309.14509, section 3); nothing hides it
-                     hybrid      all_to_all inside groups, a ring across them
-                     all_gather  K and V of all tokens to all (backward: their gradients summed back); not hidden
-                   with `MicroBatch.remap` what moved tokens have goes there and back, in each direction
+    attention      a micro-batch on several ranks of the plane, by cp_comm (`attention_comm`); with `MicroBatch.remap`
+                   what moved tokens have goes there and back, in each direction
     host           activations that wait there for the backward, hidden behind compute
     experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
                    behind its compute
@@ -18,7 +13,7 @@
                    all-gather of the updated weights; with sharded parameters (ZeRO 3) instead all-gather of weights in
                    every pass and reduce-scatter of gradients in every backward, hidden by nothing here
 
-All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.traffic`).
+All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.context`).
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from ..aliases import Floats
 from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..plan.step_plan import MicroBatch
-from ..plan.token_layout import tokens_of_ranks
+from ..plan.token_layout import token_counts
 from .attention_comm import Load, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
 from .context import Direction, PlanningContext
 from .costs import is_even
@@ -60,7 +55,7 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
         return np.full(len(ranks), exposed_s(context, direction, micro_batch))
     total = np.zeros(len(ranks))
     if context.layout.tp > 1 or context.layout.ep > 1:
-        total += _modules_s(context, direction, ranks[0], _tokens(micro_batch))
+        total += _modules_s(context, direction, ranks[0], token_counts(micro_batch))
     number = {rank: i for i, rank in enumerate(ranks)}
     local_s = np.zeros(len(ranks))
     cp_groups = []
@@ -74,11 +69,6 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
     if micro_batch.remap:
         total += _remap_s(context, direction.stage, micro_batch)
     return total
-
-
-def _tokens(micro_batch: MicroBatch) -> Floats:
-    """Of every rank of a micro-batch [ranks]."""
-    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
 
 def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any) -> Any:
@@ -121,7 +111,7 @@ def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats,
 
     As `token_layout.layout_of` moves them: inside a node first, ranks of the plane in ascending order.
     """
-    spare = _tokens(micro_batch._replace(remap=False)) - _tokens(micro_batch)
+    spare = token_counts(micro_batch._replace(remap=False)) - token_counts(micro_batch)
     inside = np.zeros(len(nodes))
     by_node: dict[int, list[int]] = {}
     for place in np.argsort(micro_batch.ranks).tolist():
@@ -137,11 +127,8 @@ def moved_tokens(micro_batch: MicroBatch, nodes: Sequence[int]) -> tuple[Floats,
 def attention_s(context: PlanningContext, direction: Direction, shared: SharedLoad) -> Floats:
     """Communication that nothing hides in one pass of a sequence by itself: what sharing its attention costs.
 
-    Args:
-        shared: S sequences, each by itself on these ranks (`attention_comm.load_of`).
-
-    Returns:
-        Seconds, float64 [S]; infinite where more ranks share heads than there are.
+    ``shared``: S sequences, each by itself on these ranks (`attention_comm.load_of`). Seconds, float64 [S]; infinite
+    where more ranks share heads than there are.
     """
     if len(shared.ranks) == 1:
         return np.zeros(len(shared.load.tokens))

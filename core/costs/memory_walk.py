@@ -116,15 +116,10 @@ class Walk:
         return level
 
     def _bytes_of(self, part: Part, number: int, forward: int | None) -> tuple[float, float, float, float]:
-        """What a pass holds, whatever ran before it [bytes].
+        """What a pass holds, whatever ran before it [bytes]; ``forward``: what keeps something for it, None: a replay.
 
-        Args:
-            part: what the rank has of the pass's micro-batch, by its ``number``.
-            forward: the micro-batch of the forward that keeps something for the pass; None: it is replayed.
-
-        Returns:
-            One layer with all that its backward needs; one layer that is recomputed; all layers and the head from
-            forward to backward; the part of a layer that is on its way from host memory while another one computes.
+        One layer with all that its backward needs; one layer that is recomputed; all layers and the head from forward
+        to backward; the part of a layer that is on its way from host memory while another one computes.
         """
         layer, layer_input = part.tokens * self._layer, part.tokens * self._layer_input
         if part.saving:

@@ -161,14 +161,7 @@ class Window:
         self._steps: deque[_Step] = deque()
 
     def add(self, work: Floats, forward_s: Floats, backward_s: Floats, rest_s: float) -> None:
-        """Count a step.
-
-        Args:
-            work: of `rows_of`.
-            forward_s: measured, [ranks], of one stage.
-            backward_s: likewise.
-            rest_s: what the whole update would take alone, as far as this step tells.
-        """
+        """Count a step: ``work`` of `rows_of`, seconds [ranks] as measured at one stage, and `rest_of_step`."""
         seconds = np.stack([forward_s, backward_s], axis=1)
         self._steps.append(_Step(work.reshape(-1, 6), seconds.reshape(-1), rest_s))
         most = max(FEWEST_STEPS, min(WINDOW_STEPS, MOST_ROWS // seconds.size))

@@ -88,8 +88,7 @@ _DIGITS = re.compile(r"[+-]?[0-9]{1,30}")
 def whole_number(value: Any, name: str, most: int, *, do: str = "give one") -> int:
     """``value`` if it is an integer from 1 to ``most``, of Python, numpy or torch.
 
-    Raises:
-        EvenloadError: naming ``name``; for anything else, floats, booleans and texts among it.
+    Raises EvenloadError, naming ``name``, for anything else, floats, booleans and texts among it.
     """
     try:
         number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import EvenloadError, shorten, shown
 
 Described = TypeVar("Described", bound=BaseModel)
+
+
+class Frozen(BaseModel):
+    """Values that do not change: no others than the fields, and numbers that are finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Fault(NamedTuple):
@@ -39,13 +45,15 @@ def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
     return Fault(path, shown(fault["input"]), shorten(fault["msg"]), known, error.error_count() - 1)
 
 
-def described(data: Any, schema: type[Described], fault: str, do: str) -> Described:
-    """What a file holds as a ``schema``. Raises EvenloadError with ``fault``, the first wrong value, and ``do``."""
+def described(
+    data: Any, schema: type[Described], fault: str, do: str, error_type: type[EvenloadError] = EvenloadError
+) -> Described:
+    """What a file holds as a ``schema``. Raises the error with ``fault``, the first wrong value, and ``do``."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
         first = first_fault(error, schema)
-        raise EvenloadError(fault, shorten(f"{first.key}: {first.value}: {first.says}"), do) from error
+        raise error_type(fault, shorten(f"{first.key}: {first.value}: {first.says}"), do) from error
 
 
 def _fields(schema: Any, path: tuple[str, ...]) -> tuple[str, ...]:

@@ -19,20 +19,18 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import RankCount, refuse_odd_numbers
-from ..input.validation import described
+from ..input.validation import Frozen, described
 
 Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
 
-class Link(BaseModel):
+class Link(Frozen):
     """One direction of a link, per rank."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     latency_s: NonNegativeFloat
     bytes_per_s: PositiveFloat
@@ -52,10 +50,8 @@ class Link(BaseModel):
         return (num_ranks - 1) * self.send_s(num_bytes / num_ranks, calls)
 
 
-class Cluster(BaseModel):
+class Cluster(Frozen):
     """A homogeneous cluster. Every number carries its origin in ``source``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     source: str
@@ -67,7 +63,7 @@ class Cluster(BaseModel):
     memory_bytes: PositiveFloat
     intra: Link
     inter: Link
-    all_to_all_bytes_per_s: dict[RankCount, PositiveFloat] = {}
+    all_to_all_bytes_per_s: dict[RankCount, PositiveFloat] = Field(default={})
     """Measured rates of all-to-all by group size, where known: bytes that a rank sends in total, a second."""
     host_bytes_per_s: PositiveFloat | None = None
     """From a device's memory to its host's, the slower direction; None: nothing can be left there."""

@@ -9,6 +9,7 @@ ever, as that peer waits for it in the gather of that round.
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from typing import Literal
 
 from ..errors import EvenloadError
 from .action import DUMMY, Action
@@ -25,11 +26,8 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
     activations than in the plan but those of dummies, and rows that are in step already stay as they are. Cost:
     O(ranks * passes) without shared ones; 1,024 ranks of 40 passes take 0.1 s.
 
-    Args:
-        rows: of each rank, forwards and backwards alone.
-
-    Raises:
-        EvenloadError: ranks wait for each other in a circle; no lawful plan does that.
+    ``rows``: of each rank, forwards and backwards alone. Raises EvenloadError where ranks wait for each other in a
+    circle, which no lawful plan makes them do.
     """
     if _are_in_step(rows):
         return tuple(map(tuple, rows))
@@ -56,11 +54,9 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
     return tuple(tuple(_without_graph(a, set(left)) for a in row) for row, left in zip(result, spare, strict=True))
 
 
-def dummy(kind: str, graph: int) -> Action:
+def dummy(kind: Literal["forward", "backward"], graph: int) -> Action:
     """A forward or a backward of one token without weight."""
-    return Action(
-        "forward" if kind == "forward" else "backward", Op("F" if kind == "forward" else "B", -1), DUMMY, graph
-    )
+    return Action(kind, Op("F" if kind == "forward" else "B", -1), DUMMY, graph)
 
 
 def _are_in_step(rows: Row[Row[Action]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory_cost import NO_MEMORY, MemoryCost
 
@@ -33,6 +33,15 @@ class Limits:
     """Neighbouring plane ranks that share a node; 0: all do."""
     splits_backward: bool = False
     """The host can run weight gradients as passes of their own (W)."""
+
+    def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
+        """The same under further caps on tokens and activations [GiB]; None caps nothing."""
+        held_bytes = activation_gib * GIB if activation_gib else self.max_activation_bytes
+        return replace(
+            self,
+            max_tokens=min(max_tokens or self.max_tokens, self.max_tokens),
+            max_activation_bytes=min(held_bytes, self.max_activation_bytes),
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

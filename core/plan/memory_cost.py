@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
+from ..input.validation import Frozen
 from ..machine.layout import Layout
 
 
-class MemoryCost(BaseModel):
+class MemoryCost(Frozen):
     """Bytes on one device, of the whole model (in a cost model) or of a pipeline stage (`of_stage`).
 
     `core.costs.memory` says when each of them is held.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     fixed_bytes: NonNegativeFloat = 0.0
     """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
@@ -57,12 +56,8 @@ class MemoryCost(BaseModel):
 
         Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
         """
-        return self.model_copy(
-            update={
-                name: getattr(self, name) / (layout.tp * (1 if name in _NOT_OF_ALL_LAYERS else layout.pp))
-                for name in AMOUNTS
-            }
-        )
+        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else layout.pp) for name in AMOUNTS}
+        return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
 
     def folded(self, layout: Layout) -> MemoryCost:
         """What each rank holds where ``layout.cp`` ranks act as one, a token of whose work lies on each in part."""
@@ -77,7 +72,7 @@ class MemoryCost(BaseModel):
 
 AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
 """The fields that are bytes."""
-_NOT_OF_ALL_LAYERS = frozenset(
+NOT_OF_ALL_LAYERS = frozenset(
     {
         "head_bytes_per_token",
         "head_working_bytes_per_token",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Row
+from typing import TypeVar
 
 from .step_plan import Op, PassKind, StepPlan, fact_of_plan
 
 DIRECTIONS: tuple[PassKind, ...] = ("F", "B")
+Item = TypeVar("Item")
 PASS_KINDS: tuple[PassKind, ...] = (*DIRECTIONS, "W")
 
 
@@ -22,6 +25,12 @@ def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
         for rank in ranks[op.kind][op.micro_batch]:
             lists[rank].append(op)
     return lists
+
+
+def in_turn(rows: Row[Row[Item]]) -> Iterator[tuple[int, Item]]:
+    """Items of ``rows[rank]`` in launch order, each with its rank: the first of every rank, then the next of each."""
+    for place in range(max(map(len, rows), default=0)):
+        yield from ((rank, row[place]) for rank, row in enumerate(rows) if place < len(row))
 
 
 def one_forward_one_backward(micro_batches: Row[int], ahead: int) -> list[Op]:

@@ -39,8 +39,7 @@ _ALL = ("lengths", "micro_batches", "backward", "replayed", "order", "recompute"
 def lower(plan: StepPlan, stage: int, rank: int, dummies: Dummies = "none") -> Program:
     """The actions of a rank of the dp_cp plane at a pipeline stage, in order.
 
-    Raises:
-        PlanError: the plan has no such stage or rank, or wants ranks of several stages in step.
+    Raises PlanError where the plan has no such stage or rank, or wants ranks of several stages in step.
     """
     _refuse_nowhere(plan, stage, rank)
     if dummies == "in step":

@@ -228,11 +228,7 @@ class StepPlan:
         return not (own or any(m.cp_comm and len(m.ranks) > 1 for m in self.micro_batches))
 
     def revised(self, **changes: Any) -> StepPlan:
-        """The same plan but for these fields. What was worked out of other fields is not worked out again.
-
-        Raises:
-            PlanError: a plan has no such field.
-        """
+        """The same plan but for these fields, with what was worked out of others. Raises PlanError for unknown ones."""
         if unknown := sorted(set(changes) - set(self.__dataclass_fields__)):
             fields = ", ".join(self.__dataclass_fields__)
             raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")
@@ -246,22 +242,11 @@ class StepPlan:
         return other
 
     def with_micro_batches(
-        self,
-        micro_batches: Iterable[MicroBatch],
-        limits: Limits,
-        made_by: str,
-        order: tuple[tuple[Op, ...], ...] = (),
+        self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
-        """A plan of the same sequences in these micro-batches; nothing else of this plan stays."""
-        return StepPlan(
-            self.lengths,
-            tuple(micro_batches),
-            limits,
-            order,
-            made_by=made_by,
-            bound_s=self.bound_s,
-            tenants=self.tenants,
-        )
+        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound."""
+        batches, tenants = tuple(micro_batches), self.tenants
+        return StepPlan(self.lengths, batches, limits, order, made_by=made_by, bound_s=self.bound_s, tenants=tenants)
 
     @fact("micro_batches", "backward", "replayed")
     def forward_of(self) -> tuple[int | None, ...]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..aliases import Ranks
+from ..aliases import Floats, Ranks
 from .step_plan import MicroBatch, Slice
 
 Pieces = tuple[Slice, ...]
@@ -70,8 +70,7 @@ def dealt(piece: Slice, cp_group: CpGroup, place: int) -> Pieces:
 def layout_of(micro_batch: MicroBatch, node_ranks: int = 0) -> dict[int, Pieces]:
     """The token layout: the pieces of every rank of a micro-batch, in the order in which it holds them.
 
-    Args:
-        node_ranks: plane ranks of a node; a remap moves tokens inside a node first. 0: all are in one.
+    ``node_ranks``: plane ranks of a node, 0 where all are in one; a remap moves tokens inside a node first.
     """
     held: dict[int, list[Slice]] = {rank: [] for rank in micro_batch.ranks}
     for number, piece in enumerate(micro_batch.slices):
@@ -107,6 +106,11 @@ def tokens_of_ranks(micro_batch: MicroBatch) -> dict[int, int]:
             for rank, count in zip(cp_group, row, strict=True):
                 counts[rank] += count
     return counts
+
+
+def token_counts(micro_batch: MicroBatch) -> Floats:
+    """`tokens_of_ranks`, in the order of the ranks: float64 [ranks]."""
+    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
 
 
 def _tokens_of_places(lengths: npt.NDArray[np.int64], degree: int, ulysses_degree: int) -> npt.NDArray[np.int64]:

@@ -37,7 +37,7 @@ logger = logging.getLogger("evenload")
 SMALL = 1 << 14
 """Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
 NEXT_TO_BOUND = 1.001
-"""Compute of the step over its certified bound from which on baselines are not planned for larger batches."""
+"""Step over its certified bound up to which baselines are not planned for larger batches."""
 MOST_PASSES = 1 << 21
 """Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
@@ -165,10 +165,9 @@ class PlanChain:
         """The same before it is checked."""
         if self._cp > 1:
             return unfold_cp(self._of_lanes()._baseline(name, batch), self.limits, self._cp)
-        if ALIASES.get(name, name) == STOCK:
+        if (offer := self.offer(name)) is None:
             return self.stock(batch)
-        plugin, config = self._owner(name)
-        plan = plugin.baselines[name](StepPlan(batch, (), self.caps), self.context, config)
+        plan = offer[0].baselines[name](StepPlan(batch, (), self.caps), self.context, offer[1])
         return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf))
 
     def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
@@ -179,9 +178,8 @@ class PlanChain:
         one that takes long to plan is left out of large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
-        large = len(plan.lengths) * self.limits.num_ranks > SMALL
-        next_to_bound = large and outcome_of(plan, self.context).working_s <= NEXT_TO_BOUND * plan.bound_s
-        if ours.fits and (next_to_bound or ours.step_s <= plan.bound_s + after_passes_s(self.context)):
+        near = NEXT_TO_BOUND if len(plan.lengths) * self.limits.num_ranks > SMALL else 1.0
+        if ours.fits and ours.step_s <= near * plan.bound_s + after_passes_s(self.context):
             return plan
         for name in self.baselines_for(plan.lengths, "tried"):
             with suppress(EvenloadError):
@@ -210,23 +208,21 @@ class PlanChain:
 
     def _baseline_below(self, name: str, ours: StepPlan, bar_s: float) -> StepPlan | None:
         """The plan of a baseline; None where it knows already that none of its own takes less than ``bar_s``."""
-        if self._cp == 1 and ALIASES.get(name, name) != STOCK:
-            plugin, config = self._owner(name)
-            baseline: Any = plugin.baselines[name]
-            if isinstance(baseline, Prunable):
-                return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, config, bar_s)
+        offer = self.offer(name)
+        baseline: Any = offer and offer[0].baselines[name]
+        if offer and self._cp == 1 and isinstance(baseline, Prunable):
+            return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, offer[1], bar_s)
         return self._baseline(name, ours.lengths)
 
     def _rival(self, name: str) -> str:
         """A baseline's name together with that of the plugin that offers it."""
-        return name if ALIASES.get(name, name) == STOCK else f"{self._owner(name)[0].name}.{name}"
+        offer = self.offer(name)
+        return f"{offer[0].name}.{name}" if offer else name
 
     def breaks(self, name: str, plan: StepPlan) -> str:
         """Which setting of its plugin a baseline's plan does not keep; empty where it keeps all."""
-        if ALIASES.get(name, name) == STOCK:
-            return ""
-        plugin, config = self._owner(name)
-        return plugin.breaks(plan, config) if plugin.breaks else ""
+        offer = self.offer(name)
+        return offer[0].breaks(plan, offer[1]) if offer and offer[0].breaks else ""
 
     @property
     def caps(self) -> Limits:
@@ -255,15 +251,13 @@ class PlanChain:
             return []
         return [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())]
 
-    def _owner(self, name: str) -> tuple[Plugin, PluginConfig]:
-        """The first enabled plugin that offers a baseline. Raises EvenloadError where none does."""
-        self.refuse_unknown_baseline(name)
-        return next(link for link in self.links if name in link[0].baselines)
-
-    def refuse_unknown_baseline(self, name: str) -> None:
-        """Raise EvenloadError unless `baseline` knows the name."""
-        if ALIASES.get(name, name) not in (STOCK, *self.baseline_names):
+    def offer(self, name: str) -> tuple[Plugin, PluginConfig] | None:
+        """The first enabled plugin that offers a baseline; None for the stock plan. Raises EvenloadError."""
+        if ALIASES.get(name, name) == STOCK:
+            return None
+        if name not in self.baseline_names:
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
+        return next(link for link in self.links if name in link[0].baselines)
 
     def _best_of_lanes(self, batch: Lengths) -> StepPlan:
         """Lanes are planned by compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.

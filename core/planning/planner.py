@@ -104,12 +104,9 @@ class Planner:
         """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
         start = time.perf_counter()
         draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
-        status, plan, plan_s, why = self._wait(future, self._budget_s)
-        answers = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
-        if plan is None or any(message[0] != READY for message in answers):
+        plan, plan_s, why, answers = self._agreed(future, self._budget_s)
+        if plan is None:
             plan = self._fall_back(draw, chain, answers, why, future)
-        else:
-            _refuse_divergence([message[1:] for message in answers], self.step)
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
         self.step += 1
@@ -157,13 +154,19 @@ class Planner:
             return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
         return READY, plan, plan_s, ""
 
+    def _agreed(
+        self, future: Future[tuple[StepPlan, float]], budget_s: float | None
+    ) -> tuple[StepPlan | None, float, str, list[bytes]]:
+        """(plan, seconds of planning, why there is none, what each rank told); None where some rank lacks it."""
+        status, plan, plan_s, why = self._wait(future, budget_s)
+        answers = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
+        if plan is None or any(message[0] != READY for message in answers):
+            return None, plan_s, why, answers
+        _refuse_divergence([message[1:] for message in answers], self.step)
+        return plan, plan_s, why, answers
+
     def _fall_back(
-        self,
-        draw: Draw,
-        chain: PlanChain,
-        answers: list[bytes],
-        why: str,
-        future: Future[tuple[StepPlan, float]],
+        self, draw: Draw, chain: PlanChain, answers: list[bytes], why: str, future: Future[tuple[StepPlan, float]]
     ) -> StepPlan:
         """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
         ranks = {kind: [r for r, message in enumerate(answers) if message[0] == kind] for kind in (LATE, FAILED)}
@@ -184,10 +187,8 @@ class Planner:
             return replace(plan, notes=(*plan.notes, f"fallback: {cause}"))
         if not ranks[FAILED]:
             logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
-            status, late, _, why = self._wait(future, budget_s=None)
-            answers = self._exchange(bytes([status]) + (late.digest if late else bytes(16)))
-            if late is not None and all(message[0] == READY for message in answers):
-                _refuse_divergence([message[1:] for message in answers], self.step)
+            late, _, why, _ = self._agreed(future, budget_s=None)
+            if late is not None:
                 return replace(late, notes=(*late.notes, f"waited for: {cause}"))
         raise EvenloadError(
             "no planner could plan this step under the caps and settings of the recipe",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..costs import costs as cost_models
-from ..costs.context import PlanningContext
-from ..costs.traffic import Traffic
+from ..costs.context import PlanningContext, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
@@ -43,7 +42,7 @@ def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
     of_weight = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
     memory = {name: float(each * shape.parameters) for name, each in of_weight.items()}
     memory["gathered_bytes"] = states.gathered_bytes(shape.parameters)
-    return costs.model_copy(update={"memory": costs.memory.model_copy(update=memory)})
+    return costs.holding(**memory)
 
 
 def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
@@ -55,14 +54,12 @@ def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cos
     if recipe.train.recompute:
         costs = costs.recomputed(shape.num_layers * shape.hidden_size * value_bytes)
     costs = costs.of_stage(layout)
-    counted = {
-        "kv_grad_bytes_per_token": costs.memory.kv_bytes_per_token * _kv_grad_frac(recipe),
-        "input_bytes_per_token": float(shape.hidden_size * value_bytes),
-        "deferred_bytes_per_token": float(
-            _layers_per_stage(recipe, layout) * shape.linear_values(layout.tp) * value_bytes
-        ),
-    }
-    return costs.model_copy(update={"memory": costs.memory.model_copy(update=counted)})
+    deferred_bytes = _layers_per_stage(recipe, layout) * shape.linear_values(layout.tp) * value_bytes
+    return costs.holding(
+        kv_grad_bytes_per_token=costs.memory.kv_bytes_per_token * _kv_grad_frac(recipe),
+        input_bytes_per_token=float(shape.hidden_size * value_bytes),
+        deferred_bytes_per_token=float(deferred_bytes),
+    )
 
 
 def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:

@@ -2,8 +2,8 @@
 
 This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
 planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
-share. Which traffic the sharing costs is `traffic`'s to say; an all-to-all, which nothing hides and which grows with
-the tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
+share. What the sharing costs is said in `costs.exposed`; an all-to-all, which nothing hides and which grows with the
+tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from ..plan.step_plan import MicroBatch, Op, StepPlan
 def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
     """Limits and situation of a plane whose ranks are the lanes."""
     layout = context.layout
-    lanes = replace(
-        limits,
-        num_ranks=layout.dp,
-        max_tokens=limits.max_tokens * layout.cp,
-        memory=limits.memory.folded(layout),
-    )
+    max_tokens, memory = limits.max_tokens * layout.cp, limits.memory.folded(layout)
+    lanes = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
     # Each rank of a lane hands over its own share, on the link of its own place.
     traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token / layout.cp)
@@ -37,11 +33,8 @@ def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningC
 
 def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
     """The plan of lanes as one of ranks, under their own limits; the token cap is what the plan's becomes on a rank."""
-    own = replace(
-        limits,
-        max_tokens=-(-plan.limits.max_tokens // cp),
-        max_activation_bytes=plan.limits.max_activation_bytes,
-    )
+    max_tokens, held_bytes = -(-plan.limits.max_tokens // cp), plan.limits.max_activation_bytes
+    own = replace(limits, max_tokens=max_tokens, max_activation_bytes=held_bytes)
     places = {kind: _places(plan.passes(kind), cp) for kind in PASS_KINDS}
     order = tuple(tuple(Op(op.kind, i) for op in ops for i in places[op.kind][op.micro_batch]) for ops in plan.order)
     return replace(
@@ -78,15 +71,10 @@ def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
 
 
 def _shared(context: PlanningContext) -> Costs:
-    costs, cp = context.costs, context.layout.cp
-    moves = _all_to_all(context)
-    return costs.model_copy(
-        update={
-            "forward": costs.forward.scaled(1.0 / cp, 1.0).plus(moves),
-            "backward": costs.backward.scaled(1.0 / cp, 1.0).plus(moves),
-            "memory": costs.memory.folded(context.layout),
-        }
-    )
+    costs, moves, share = context.costs, _all_to_all(context), 1.0 / context.layout.cp
+    forward, backward = (cost.scaled(share, 1.0).plus(moves) for cost in (costs.forward, costs.backward))
+    memory = costs.memory.folded(context.layout)
+    return costs.model_copy(update={"forward": forward, "backward": backward, "memory": memory})
 
 
 def _all_to_all(context: PlanningContext) -> PassCost:

@@ -5,31 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field
 
-from ..input.bounds import (
-    Amount,
-    AmountOrNone,
-    Count,
-    CountOrNone,
-    LayerCount,
-    Milliseconds,
-    RankCount,
-    SampleLength,
-    Seconds,
-    Seed,
-    SequenceCount,
-    SharerCount,
-    Size,
-    StageCount,
-)
+from ..input import bounds
 from ..input.reading import file_name
+from ..input.validation import Frozen
 
 FilePath = Annotated[Path, AfterValidator(file_name)]
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+class Section(Frozen):
+    model_config = ConfigDict(validate_default=True)
 
 
 class Model(Section):
@@ -37,16 +23,16 @@ class Model(Section):
 
     family: Literal["llama", "gpt", "qwen2", "qwen3"] = "llama"
     """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. All use rotary positions."""
-    num_layers: LayerCount = 4
-    hidden_size: Size = 256
-    num_attention_heads: Size = 8
-    num_query_groups: Size | None = None
+    num_layers: bounds.LayerCount = 4
+    hidden_size: bounds.Size = 256
+    num_attention_heads: bounds.Size = 8
+    num_query_groups: bounds.Size | None = None
     """Key-value heads (GQA); null means one per attention head."""
-    ffn_hidden_size: Size | None = None
+    ffn_hidden_size: bounds.Size | None = None
     """Null means 4x hidden (gpt) or 8/3x hidden rounded up to 64 (the gated families)."""
-    vocab_size: Size | None = None
+    vocab_size: bounds.Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
-    rotary_base: Amount = 10000.0
+    rotary_base: bounds.Amount = 10000.0
     config: FilePath | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""
 
@@ -73,47 +59,47 @@ class Data(Section):
     tokenizer: str = "bytes"
     """bytes, or the path of a `tokenizers` JSON file."""
     text_key: str = "text"
-    max_length: SampleLength = 8192
+    max_length: bounds.SampleLength = 8192
     """Tokens of the longest sample that is kept whole."""
     long_samples: Literal["split", "truncate", "drop"] = "split"
     """What happens to longer ones; the count is reported."""
-    min_length: SampleLength = 2
+    min_length: bounds.SampleLength = 2
 
 
 class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""
 
-    tp: SharerCount = 1
-    pp: StageCount = 1
-    cp: SharerCount = 1
-    ep: RankCount = 1
-    dp: RankCount | None = None
+    tp: bounds.SharerCount = 1
+    pp: bounds.StageCount = 1
+    cp: bounds.SharerCount = 1
+    ep: bounds.RankCount = 1
+    dp: bounds.RankCount | None = None
 
 
 class Train(Section):
-    steps: Count = 20
-    global_batch_size: SequenceCount = 64
+    steps: bounds.Count = 20
+    global_batch_size: bounds.SequenceCount = 64
     """Samples per optimizer step, over all ranks."""
-    micro_batch_size: SequenceCount = 1
+    micro_batch_size: bounds.SequenceCount = 1
     """Samples per micro-batch of the stock plan, padded to the longest of them (no plugin enabled)."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     recompute: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again (activation checkpointing)."""
-    seed: Seed = 1234
-    lr: Amount = 1e-3
-    min_lr: AmountOrNone = 0.0
+    seed: bounds.Seed = 1234
+    lr: bounds.Amount = 1e-3
+    min_lr: bounds.AmountOrNone = 0.0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: CountOrNone = 0
-    weight_decay: AmountOrNone = 0.0
-    clip_grad: AmountOrNone = 1.0
+    warmup_steps: bounds.CountOrNone = 0
+    weight_decay: bounds.AmountOrNone = 0.0
+    clip_grad: bounds.AmountOrNone = 1.0
     """Global gradient norm; 0 switches clipping off."""
 
 
 class Checkpoint(Section):
     dir: FilePath | None = None
     """Null saves nothing."""
-    every: Count = 50
-    keep: Count = 2
+    every: bounds.Count = 50
+    keep: bounds.Count = 2
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
     verify: bool = True
@@ -126,17 +112,17 @@ class Checkpoint(Section):
 class Log(Section):
     tensorboard: FilePath | None = None
     """Folder for TensorBoard scalars under ``evenload/``."""
-    every: Count = 1
+    every: bounds.Count = 1
     trace: FilePath | None = None
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
-    trace_steps: Count = 4
+    trace_steps: bounds.Count = 4
     """How many steps it holds."""
     jsonl: FilePath | None = None
     """File that gets one JSON object a step, with the numbers of the step's samples."""
 
 
 class Planner(Section):
-    budget_ms: Milliseconds = 2000.0
+    budget_ms: bounds.Milliseconds = 2000.0
     """How long a step may wait for its plan before the next simpler planner takes over."""
     background: bool = True
     """Plan one step ahead in a thread; false plans in line (for debugging)."""
@@ -145,11 +131,11 @@ class Planner(Section):
 
 
 class Safety(Section):
-    stuck_s: Seconds = 300.0
+    stuck_s: bounds.Seconds = 300.0
     """A job in which no rank makes progress for this long is ended with one message that names the rank."""
-    gone_s: Seconds = 15.0
+    gone_s: bounds.Seconds = 15.0
     """A rank whose heartbeat stops for this long is taken for dead."""
-    collective_timeout_s: Seconds = 1800.0
+    collective_timeout_s: bounds.Seconds = 1800.0
 
 
 class Megatron(Section):
@@ -159,5 +145,5 @@ class Megatron(Section):
 
 class DeepSpeed(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default={})
     """Further ds_config keys; what evenload must own (batch sizes, precision, clipping) is refused here."""

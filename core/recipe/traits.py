@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..costs.traffic import Sharding
+from ..costs.context import Sharding
 from ..errors import EvenloadError
 
 Rule = tuple[bool, str, str, str]

@@ -9,15 +9,15 @@ the slowest. O(passes x stages).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..plan.grid import GridRow, render
+from ..plan.grid import render
 from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
 from ..plan.program import lower
-from ..plan.step_plan import Op, PassKind, StepPlan
+from ..plan.step_plan import Op, StepPlan
 
 _AHEAD = {"F": 1, "B": -1, "W": 0}
 """To which stage the result of a pass goes, from its own."""
@@ -56,23 +56,24 @@ def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, 
     if plan.limits.equal_counts:
         yield from _rounds(plan, seconds)
         return
-    stuck = yield from _walk(plan, seconds, hand_over, waits)
+    stuck: list[Stuck] = []
+    yield from _walk(plan, seconds, hand_over, stuck, waits=waits)
     if stuck:
         waiting = [f"rank {rank} of stage {stage} waits at {op.kind}{op.micro_batch}" for stage, rank, op in stuck[:8]]
         drawn = grid(plan, [(stage, rank) for stage, rank, _ in stuck[:8]], columns=12)
         raise PlanError("the order deadlocks", f"{'; '.join(waiting)}\n{drawn}", "let ranks and stages meet in order")
 
 
-def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool) -> Generator[Event, None, list[Stuck]]:
-    """Every pass that can run; returns stage, rank and pass of those that wait for ever."""
+def _walk(
+    plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, stuck: list[Stuck], *, waits: bool = False
+) -> Iterator[Event]:
+    """Every pass that can run; adds to ``stuck`` stage, rank and pass of those that wait for ever."""
     num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
     ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
     at = [[0] * num_ranks for _ in orders]
     free = [[0.0] * num_ranks for _ in orders]
-    arrives: list[dict[PassKind, list[float | None]]] = [
-        {k: [None] * len(ranks[k]) for k in DIRECTIONS} for _ in orders
-    ]
+    arrives: list[dict[Op, float]] = [{} for _ in orders]
     link_free = [{kind: [0.0] * num_ranks for kind in DIRECTIONS} for _ in orders]
     ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
@@ -87,7 +88,7 @@ def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool)
         source, target = stage - ahead, stage + ahead
         start = free[stage][rank]
         if ahead and 0 <= source < num_stages:
-            arrived = arrives[stage][op.kind][op.micro_batch]
+            arrived = arrives[stage].get(op)
             if arrived is None:
                 continue
             start = max(start, arrived)
@@ -101,7 +102,7 @@ def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool)
         if ahead and 0 <= target < num_stages:
             links = link_free[stage][op.kind]
             arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), op)
-            arrives[target][op.kind][op.micro_batch] = arrival
+            arrives[target][op] = arrival
             for r in members:
                 links[r] = arrival
             ready += [(target, r) for r in members]
@@ -112,7 +113,7 @@ def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool)
             ready.append((stage, r))
         left -= len(members)
         yield Event(stage, op, members, start, end, goes_on)
-    return [
+    stuck += [
         (stage, rank, row[at[stage][rank]])
         for stage, rows in enumerate(orders if left else ())
         for rank, row in enumerate(rows)
@@ -123,45 +124,31 @@ def _walk(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, waits: bool)
 def grid(plan: StepPlan, shown: Sequence[tuple[int, int]], columns: int = 0) -> str:
     """The programs of these (stage, rank) against each other, every computing action one column long.
 
-    Args:
-        columns: so many, up to where the last of them waits for ever; 0: all.
+    So many ``columns``, up to where the last of them waits for ever; 0: all.
     """
     cells = {
-        (stage, op): [action.cell for action in actions if action.computes]
+        (stage, op): [f" {action.cell}" for action in actions if action.computes]
         for stage, rank in ((s, r) for s in range(plan.limits.num_stages) for r in range(plan.limits.num_ranks))
         for op, actions in groupby(lower(plan, stage, rank), lambda action: action.op)
     }
-    events, stuck = _carried_out(_walk(plan, lambda *pass_: float(len(cells.get(pass_, ()))), nothing, False))
-    drawn: dict[tuple[int, int], list[tuple[int, str]]] = {place: [] for place in shown}
+    stuck: list[Stuck] = []
+    events = list(_walk(plan, lambda *pass_: float(len(cells.get(pass_, ()))), nothing, stuck))
+    drawn: dict[tuple[int, int], dict[int, str]] = {place: {} for place in shown}
     for event in events:
         for place in ((event.stage, rank) for rank in event.ranks):
             if place in drawn:
-                drawn[place] += enumerate(cells.get((event.stage, event.op), ()), int(event.start_s))
-    waiting = {(stage, rank): op for stage, rank, op in stuck}
-    rows = [GridRow(_label(plan, *place), own, _waits_at(own, waiting.get(place))) for place, own in drawn.items()]
-    last = max((int(event.end_s) for event in events), default=0)
-    end = max([last, *(row.broken[0] + 1 for row in rows if row.broken)])
+                drawn[place] |= enumerate(cells.get((event.stage, event.op), ()), int(event.start_s))
+    for stage, rank, op in stuck:
+        if (row := drawn.get((stage, rank))) is not None:
+            row[max(row, default=-1) + 1] = f"[{op.kind}{op.micro_batch}]"
+    end = max([0, *(int(event.end_s) for event in events), *(column + 1 for row in drawn.values() for column in row)])
     first = max(0, end - columns) if columns else 0
-    return render(rows, first, max(1, end - first))
-
-
-def _carried_out(walk: Generator[Event, None, list[Stuck]]) -> tuple[list[Event], list[Stuck]]:
-    """What a walk yields and returns."""
-    events: list[Event] = []
-    while True:
-        try:
-            events.append(next(walk))
-        except StopIteration as stop:
-            return events, stop.value
+    return render({_label(plan, *place): row for place, row in drawn.items()}, first, max(1, end - first))
 
 
 def _label(plan: StepPlan, stage: int, rank: int) -> str:
     words = [f"stage {stage}"] * (plan.limits.num_stages > 1) + [f"rank {rank}"] * (plan.limits.num_ranks > 1)
     return ", ".join(words) or "rank 0"
-
-
-def _waits_at(cells: Sequence[tuple[int, str]], op: Op | None) -> tuple[int, str] | None:
-    return None if op is None else (cells[-1][0] + 1 if cells else 0, f"{op.kind}{op.micro_batch}")
 
 
 def _rounds(plan: StepPlan, seconds: SecondsOf) -> Iterator[Event]:

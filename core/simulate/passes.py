@@ -21,7 +21,7 @@ from ..costs.offload import KEPT_LAYERS
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
-from ..plan.token_layout import tokens_of_ranks
+from ..plan.token_layout import token_counts, tokens_of_ranks
 from .predict import busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
 
 Part = Literal["R", "F", "B", "W", "C"]
@@ -51,7 +51,8 @@ class PassTimes:
         self.compute = _compute(plan, context, self._of_ranks, kv)
         """By stage, direction and micro-batch, on its busiest ranks."""
         self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
-        self._whole_again = _forward_again(plan, self._costs)
+        backwards = range(len(plan.passes("B")))
+        self._whole_again = frozenset(backwards if self._costs.recompute else plan.replayed)
         self._heads = _head_of_stages(context, plan.limits.num_stages)
         self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
         self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
@@ -85,19 +86,16 @@ class PassTimes:
         split = op.kind == "B" and self._plan.split and op.micro_batch in self._plan.split[stage]
         return self._weights_s[op.micro_batch] if split else 0.0
 
-    def _again_s(self, stage: int, op: Op) -> float:
-        """Forward that runs again inside a pass whose ranks have equal work."""
+    def _again_s(self, stage: int, op: Op) -> Any:
+        """Forward that runs again inside a pass: a number where its ranks have equal work, else float64 [ranks]."""
         if op.kind != "B":
             return 0.0
-        share = self._layers_again[stage].get(op.micro_batch, 0.0)
-        layers_s = share * self._layers_s(op.micro_batch) if share else 0.0
+        costs, micro_batch, again_s = self._costs, self._plan.passes("B")[op.micro_batch], 0.0
         if op.micro_batch in self._whole_again:
-            head_s = self._heads[stage] * self._costs.forward.token_s * _tokens_each(self._plan, op)
-            return self._whole_again[op.micro_batch] + head_s + layers_s
-        return layers_s
-
-    def _layers_s(self, number: int) -> float:
-        return self._costs.layers_s(self._plan.passes("B")[number], self._at.head_frac)
+            forward_s = costs.micro_batch_s(micro_batch) if is_even(micro_batch) else costs.rank_s(micro_batch)
+            again_s = forward_s[0] + self._heads[stage] * costs.forward.token_s * _tokens_of(micro_batch)
+        share = self._layers_again[stage].get(op.micro_batch, 0.0)
+        return again_s + share * _layers_of(micro_batch, self._at, costs) if share else again_s
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
@@ -168,12 +166,7 @@ class PassTimes:
                 exposed += share * exposed_of_ranks(at, direction, micro_batch)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
-            again = np.zeros_like(compute_s)
-            if op.kind == "B" and op.micro_batch in self._whole_again:
-                again += self._costs.rank_s(micro_batch)[0]
-                again += self._heads[stage] * self._costs.forward.token_s * _tokens(micro_batch)
-            if op.kind == "B" and op.micro_batch in self._layers_again[stage]:
-                again += self._layers_again[stage][op.micro_batch] * _layers_of_ranks(micro_batch, at, self._costs)
+            again = np.zeros_like(compute_s) + self._again_s(stage, op)
             places = {rank: place for place, rank in enumerate(micro_batch.ranks)}
             self._unlike[stage, op] = _Unlike(again, compute_s, exposed, places)
         return self._unlike[stage, op]
@@ -196,12 +189,8 @@ class PassTimes:
         number = op.micro_batch if op.kind == "F" else plan.forward_of[op.micro_batch]
         if number not in plan.kept or not plan.offload[number]:
             return 0.0
-        micro_batch = plan.micro_batches[number]
-        tokens = (
-            _tokens(micro_batch) if not is_even(micro_batch) else micro_batch.num_padded_tokens / len(micro_batch.ranks)
-        )
-        hiding = max(0, layers - KEPT_LAYERS) / layers
-        return offload_s(self._at.cluster, offloaded_bytes(plan, stage, number, tokens), compute_s * hiding)
+        waiting_bytes = offloaded_bytes(plan, stage, number, _tokens_of(plan.micro_batches[number]))
+        return offload_s(self._at.cluster, waiting_bytes, compute_s * (max(0, layers - KEPT_LAYERS) / layers))
 
 
 def _tokens_each(plan: StepPlan, op: Op) -> float:
@@ -209,8 +198,9 @@ def _tokens_each(plan: StepPlan, op: Op) -> float:
     return plan.slots[op.kind][op.micro_batch] / len(plan.passes(op.kind)[op.micro_batch].ranks)
 
 
-def _tokens(micro_batch: MicroBatch) -> Floats:
-    return np.fromiter(tokens_of_ranks(micro_batch).values(), dtype=np.float64)
+def _tokens_of(micro_batch: MicroBatch) -> Any:
+    """Tokens of each rank: a number where all have equal work, else float64 [ranks]."""
+    return micro_batch.num_padded_tokens / len(micro_batch.ranks) if is_even(micro_batch) else token_counts(micro_batch)
 
 
 def _stages_alike(plan: StepPlan, context: PlanningContext) -> list[int]:
@@ -240,21 +230,23 @@ def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -
         kind, number = op
         micro_batch = plan.passes(kind)[number]
         cost = {"F": costs.forward, "B": costs.backward}[kind]
-        linear_s = cost.token_s * _tokens(micro_batch)
+        linear_s = cost.token_s * token_counts(micro_batch)
         if kind == "B" and number in replayed:
-            linear_s = linear_s + costs.forward.token_s * _tokens(micro_batch)
+            linear_s = linear_s + costs.forward.token_s * token_counts(micro_batch)
         rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
         for stage in range(stages) if kind == "B" else ():
             if number in again[stage]:
-                rows[stage] = rows[stage] + again[stage][number] * _layers_of_ranks(micro_batch, context, costs)
+                rows[stage] = rows[stage] + again[stage][number] * _layers_of(micro_batch, context, costs)
         if kind == "F" and number in kv:
             rows[-1] = kv[number]
         result[op] = rows
     return result
 
 
-def _layers_of_ranks(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Floats:
-    """Forward seconds of the layers on each rank of a micro-batch."""
+def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Any:
+    """Forward seconds of the layers on each rank: a number where all have equal work, else float64 [ranks]."""
+    if is_even(micro_batch):
+        return costs.layers_s(micro_batch, context.head_frac)
     return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
 
 
@@ -295,16 +287,5 @@ def _compute(
 
 def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:
     """Of the weight gradients of every backward on its busiest rank; empty where none is a pass of its own."""
-    if not any(plan.split):
-        return []
-    most = [
-        max(tokens_of_ranks(m).values()) if not is_even(m) else m.num_padded_tokens / len(m.ranks)
-        for m in plan.passes("B")
-    ]
-    return [float(costs.weights_s(tokens, head_frac)) for tokens in most]
-
-
-def _forward_again(plan: StepPlan, costs: Costs) -> dict[int, float]:
-    """Seconds of the forward inside each backward that runs all of it: replays, and all where the recipe recomputes."""
-    wanted = range(len(plan.passes("B"))) if costs.recompute else plan.replayed
-    return {j: costs.micro_batch_s(plan.passes("B")[j])[0] for j in wanted}
+    backwards = plan.passes("B") if any(plan.split) else ()
+    return [float(costs.weights_s(np.max(_tokens_of(m)), head_frac)) for m in backwards]

@@ -6,8 +6,8 @@ A pass of every micro-batch on its ranks, stage by stage, by the rules of `event
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,29 +15,17 @@ from ..aliases import Floats
 from ..costs.costs import Costs, is_even, rank_works
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
-from ..plan.step_plan import MicroBatch, Op, StepPlan
+from ..plan.step_plan import Op, PassKind, StepPlan
 from .events import play
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Predicted seconds of one step."""
 
     step_s: float
     """When the last rank has finished."""
     busy_s: tuple[float, ...]
     """Busy seconds of each plane rank on one stage."""
-
-    @property
-    def imbalance(self) -> float:
-        """Busiest rank over mean rank; 1.0 is even."""
-        mean = sum(self.busy_s) / len(self.busy_s)
-        return max(self.busy_s) / mean if mean else 1.0
-
-    @property
-    def bubble_frac(self) -> float:
-        """Idle share of all ranks and stages, from the step's start to its end."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
 Passes = tuple[list[float], list[float]]
@@ -46,16 +34,13 @@ OfRanks = Mapping[Op, Floats]
 """Seconds of each rank of a micro-batch, in their order, by its pass."""
 
 
-def predict(plan: StepPlan, costs: Costs, passes: Passes | None = None, head_frac: float = 0.0) -> Prediction:
-    """Predict a lawful plan. ``costs`` are those of one stage (`Costs.of_stage`); ``passes`` spares `pass_seconds`.
+def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
+    """Predict a lawful plan. ``costs`` and ``head_frac`` are those of a planning context.
 
     Stages are alike here: where they recompute different layers, or run less of a forward, each is taken to run the
     mean of them.
-
-    Args:
-        head_frac: share of the linear work of the forward that is the output layer's.
     """
-    forward, backward = map(list, passes or pass_seconds(plan, costs))
+    forward, backward = map(list, pass_seconds(plan, costs))
     stages = plan.limits.num_stages
     for stage in range(stages) if plan.recompute else ():
         for j, share in layers_again(plan, stage).items():
@@ -142,16 +127,12 @@ def busy_seconds(plan: StepPlan, passes: Passes, of_ranks: OfRanks) -> list[floa
     return busy
 
 
-def micro_batch_imbalance(plan: StepPlan, costs: Costs, passes: Passes | None = None) -> tuple[float, float]:
+def micro_batch_imbalance(plan: StepPlan, costs: Costs) -> tuple[float, float]:
     """Costliest micro-batch over mean, forward and backward (replays included, dummies and launches left out)."""
-    forward, backward = passes or pass_seconds(plan, costs)
-    return (
-        _over_mean(forward, plan.passes("F"), costs.forward.launch_s),
-        _over_mean(backward, plan.passes("B"), costs.backward.launch_s),
-    )
 
+    def over_mean(seconds: list[float], kind: PassKind, launch_s: float) -> float:
+        busy = [s - launch_s for s, m in zip(seconds, plan.passes(kind), strict=True) if m.slices]
+        return max(busy) * len(busy) / sum(busy) if sum(busy) else 1.0
 
-def _over_mean(seconds: list[float], micro_batches: tuple[MicroBatch, ...], launch_s: float) -> float:
-    busy = [s - launch_s for s, m in zip(seconds, micro_batches, strict=True) if m.slices]
-    total = sum(busy)
-    return max(busy) * len(busy) / total if total else 1.0
+    forward, backward = pass_seconds(plan, costs)
+    return over_mean(forward, "F", costs.forward.launch_s), over_mean(backward, "B", costs.backward.launch_s)

@@ -1,9 +1,9 @@
 """Runs a plan in simulated time: every pass of every rank at every stage, what moves between them, what they hold.
 
-When passes start and end is `events`, what they take `passes`, what moves and what hides it `traffic`, what is held
-`memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward
-where the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and
-between the ranks of a host, and the data loader.
+When passes start and end is `events`, what they take `passes`, what moves and what hides it `costs.exposed`, what is
+held `costs.memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward where
+the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and between
+the ranks of a host, and the data loader.
 
 O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchmarks/simulator.py).
 """

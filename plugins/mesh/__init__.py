@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.mesh":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, branches, config, plan, settings
+from . import baselines, config, plan, settings
 
 register(
     Plugin(
@@ -18,7 +18,7 @@ register(
         places=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
-        branches=branches.branches,
+        branches=settings.branches,
         breaks=settings.breaks,
         simpler="cp_1",
         shares=True,

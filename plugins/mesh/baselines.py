@@ -20,8 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.aliases import Ints
-from ...core.balance.partition import Load, balance, best_fit_decreasing
+from ...core.balance.partition import Load, balance, best_fit_decreasing, members
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
@@ -31,23 +30,17 @@ from .candidates.slice_chains import chained
 from .config import MeshConfig
 from .cost_table import CostTable, CpStrategy, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
-from .emit.micro_batches import common_strategy, whole
-from .emit.step import lengths_of, limits_for, step
+from .emit.micro_batches import common_strategy, in_packs, whole
+from .emit.step import limits_for, step
 
 
 def cp_all(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     ranks = tuple(range(limits.num_ranks))
-    packs: list[list[Slice]] = []
-    free_tokens = 0
-    for i, n in enumerate(lengths.tolist()):
-        if n > free_tokens or not packs:
-            packs.append([])
-            free_tokens = limits.num_ranks * (limits.max_tokens - 2)
-        packs[-1].append(Slice(i, 0, n))
-        free_tokens -= n + 2 * limits.num_ranks  # what uneven chunks may add on one of the ranks
-    cost_table = _prices(lengths, context, config, incoming)
-    micro_batches = [_on_all(pack, ranks, cost_table) for pack in packs]
+    # Uneven chunks may add two tokens of each sequence on one of the ranks.
+    packs = in_order_bins((lengths + 2 * len(ranks)).tolist(), limits.max_tokens * len(ranks))
+    cost_table = _cost_table(incoming, context, config)
+    micro_batches = [_on_all(whole(lengths, np.array(pack)), ranks, cost_table) for pack in packs]
     cap = max([limits.max_tokens, *(-(-m.num_tokens // len(m.ranks)) + 2 * len(m.slices) for m in micro_batches)])
     return step(incoming, replace(limits, max_tokens=cap), micro_batches, "cp_all")
 
@@ -57,57 +50,45 @@ def _on_all(pack: list[Slice], ranks: tuple[int, ...], cost_table: CostTable) ->
     ranks = ranks[:tokens]
     if len(ranks) == 1:
         return MicroBatch(tuple(pack), ranks)
-    strategy = common_strategy([(tokens, ranks)], cost_table) or CpStrategy("ring")
     # Very short sequences leave ranks without a token, unless tokens are dealt anew.
     short = max(s.length for s in pack) < 2 * len(ranks)
-    return MicroBatch(
-        tuple(pack), ranks, 0, strategy.cp_comm, strategy.ulysses_degree, remap=short, routed=strategy.routed
-    )
+    return _strategy(tokens, ranks, cost_table).micro_batch(pack, ranks, remap=short)
 
 
 def cp_1(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     if lengths.max(initial=0) > limits.max_tokens and not limits.whole_sequences:
-        sliced = _sliced(incoming, lengths, limits, context, config)
+        sliced = _sliced(incoming, limits, context, config)
         if sliced is not None:
             return sliced
     cap, costs = limits.max_tokens, context.costs
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
-    packs: list[list[list[int]]] = []
-    for rank in range(limits.num_ranks):
-        own = np.flatnonzero(ranks == rank).tolist()
-        bins = best_fit_decreasing([int(lengths[i]) for i in own], cap)
-        packs.append([[own[i] for i in one] for one in bins])
-    return _single(incoming, limits.max_tokens, context, config, packs, "cp_1")
+    items = members(ranks, limits.num_ranks)
+    return _single(incoming, limits, [best_fit_decreasing(lengths, cap, of_rank) for of_rank in items], "cp_1")
 
 
-def _sliced(
-    incoming: StepPlan, lengths: Ints, limits: Limits, context: PlanningContext, config: MeshConfig
-) -> StepPlan | None:
+def _sliced(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan | None:
     """With chains of slices on single ranks; None where the cap is too small for a slice."""
-    cost_table = cost_table_of(context, limits, config.model_copy(update={"max_degree": 1}), int(lengths.max()))
-    price, stages = context.costs.forward.plus(context.costs.backward), limits.num_stages
-    divisions = chained(lengths, cost_table, limits)
+    alone = config.model_copy(update={"max_degree": 1})
+    divisions = chained(incoming.lengths, cost_table_of(context, limits, alone, int(incoming.lengths.max())), limits)
+    price, stages = context.costs.both, limits.num_stages
     blocks = min(divisions, key=lambda blocks: compute_seconds(blocks, price, stages), default=None)
     if blocks is None:
         return None
-    return fitted(
-        in_blocks(incoming, limits, blocks, "cp_1"),
-        activation_budget_bytes(context.cluster, context.costs.memory, limits),
-    )
+    budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
+    return fitted(in_blocks(incoming, limits, blocks, "cp_1"), budget_bytes)
 
 
 def in_order(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
-    packs = in_order_bins(lengths.tolist(), limits.max_tokens)
-    dealt = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
-    return _single(incoming, limits.max_tokens, context, config, dealt, "in_order")
+    limits = limits_for(incoming, context, config)
+    packs = in_order_bins(incoming.lengths.tolist(), limits.max_tokens)
+    return _single(incoming, limits, [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)], "in_order")
 
 
 def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     cap, costs, num_ranks = limits.max_tokens, context.costs, limits.num_ranks
-    cost_table = _prices(lengths, context, config, incoming)
+    cost_table = _cost_table(incoming, context, config)
     seconds = costs.sequence_s(lengths).tolist()
     most = 1 << (num_ranks.bit_length() - 1)
     load = np.zeros(num_ranks)
@@ -116,27 +97,17 @@ def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConf
     for i in np.argsort(-lengths, kind="stable").tolist():
         n = int(lengths[i])
         degree = min(most, 1 << (-(-n // cap) - 1).bit_length())
-        starts = np.arange(0, num_ranks - degree + 1, degree)
-        windows = load[: len(starts) * degree].reshape(-1, degree).max(axis=1)
-        first = int(starts[windows.argmin()])
+        windows = load[: num_ranks // degree * degree].reshape(-1, degree).max(axis=1)
+        first = int(windows.argmin()) * degree
         ranks = tuple(range(first, first + degree))
         load[first : first + degree] = windows.min() + seconds[i] / degree
         if degree == 1:
             alone[first].append(i)
         else:
-            strategy = common_strategy([(n, ranks)], cost_table) or CpStrategy("ring")
-            gangs.append(
-                MicroBatch(
-                    (Slice(i, 0, n),), ranks, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed
-                )
-            )
-    packs = [
-        [[own[k] for k in one] for one in best_fit_decreasing([int(lengths[k]) for k in own], cap)] for own in alone
-    ]
-    fits = max(
-        [cap, *(-(-m.num_tokens // len(m.ranks)) + 2 for m in gangs), *(lengths[i] for own in alone for i in own)]
-    )
-    return step(incoming, replace(limits, max_tokens=int(fits)), [*gangs, *_rows(lengths, packs)], "memory_degree")
+            gangs.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
+    packs = in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])
+    held = [-(-m.num_tokens // len(m.ranks)) + 2 for m in gangs] + [s.length for m in packs for s in m.slices]
+    return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*gangs, *packs], "memory_degree")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]] = {
@@ -147,23 +118,15 @@ BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]
 }
 
 
-def _single(
-    incoming: StepPlan, cap: int, context: PlanningContext, config: MeshConfig, packs: list[list[list[int]]], name: str
-) -> StepPlan:
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
-    cap = max(cap, int(lengths.max(initial=0)))
-    return step(incoming, replace(limits, max_tokens=cap), _rows(lengths, packs), name)
+def _single(incoming: StepPlan, limits: Limits, bins_of_ranks: list[list[list[int]]], name: str) -> StepPlan:
+    """Packs on single ranks, under a cap that holds the longest sequence."""
+    cap = max(limits.max_tokens, int(incoming.lengths.max(initial=0)))
+    return step(incoming, replace(limits, max_tokens=cap), in_packs(incoming.lengths, bins_of_ranks), name)
 
 
-def _rows(lengths: Ints, packs: list[list[list[int]]]) -> list[MicroBatch]:
-    """Launch order of ``packs[rank][k]``: the k-th of every rank, then the next of every rank."""
-    out: list[MicroBatch] = []
-    for place in range(max(map(len, packs), default=0)):
-        for rank, rank_packs in enumerate(packs):
-            if place < len(rank_packs):
-                out.append(MicroBatch(tuple(whole(lengths, np.array(sorted(rank_packs[place])))), (rank,)))
-    return out
+def _strategy(tokens: int, ranks: tuple[int, ...], cost_table: CostTable) -> CpStrategy:
+    return common_strategy([(tokens, ranks)], cost_table) or CpStrategy("ring")
 
 
-def _prices(lengths: Ints, context: PlanningContext, config: MeshConfig, incoming: StepPlan) -> CostTable:
-    return cost_table_of(context, incoming.limits, config, int(lengths.max(initial=1)))
+def _cost_table(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> CostTable:
+    return cost_table_of(context, incoming.limits, config, int(incoming.lengths.max(initial=1)))

@@ -113,11 +113,7 @@ class _Areas:
         degrees = cost_table.degrees
         priced = [_from_below(lengths, cost_table, j) for j in range(len(degrees))]
         exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
-        gaps = (
-            np.flatnonzero(np.diff(degrees) > 1)
-            if not cost_table.config.powers_of_two
-            else np.array([], dtype=np.int64)
-        )
+        gaps = np.flatnonzero((np.diff(degrees) > 1) & (not cost_table.config.powers_of_two))
         least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
         # No degree between two priced ones exposes less than the better of both.
         exposed, never_hidden = (
@@ -135,10 +131,7 @@ class _Areas:
         A rank's tokens in a round are at most ``cap``; they take at most ``rate`` each, but for sequences that cost
         more, and what those cost more can fill a wait only once. Asked of the longest sequence by itself, and of each
         two of the longest: in different rounds, in one round on ranks of their own, or on some in common.
-
-        Args:
-            alone: [S] seconds of all other, short sequences on one rank each.
-            lengths: int [S], their tokens.
+        ``alone`` [S]: seconds of all other, short sequences on one rank each; ``lengths`` int [S]: their tokens.
         """
         order = np.argsort(-self._lengths, kind="stable")[:_TOGETHER].tolist()
         pairs = [(order[0], order[0]), *combinations(order, 2)]
@@ -172,10 +165,7 @@ class _Areas:
         beside = step(np.where(possible, beside_s[..., 0], np.inf), waits, both)
         after_s = one.time + two.time
         ends = []
-        for common in (
-            np.maximum(1, one.degree + two.degree - ranks),
-            np.minimum(one.degree, two.degree),
-        ):
+        for common in (np.maximum(1, one.degree + two.degree - ranks), np.minimum(one.degree, two.degree)):
             waits = np.maximum(0, ranks - one.degree - two.degree + common) * np.maximum(0.0, after_s - rate * cap)
             waits = waits + (one.degree - common) * np.maximum(0.0, after_s - one.used)
             ends.append(waits + (two.degree - common) * np.maximum(0.0, after_s - two.used))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -51,4 +50,4 @@ class MeshConfig(PluginConfig):
         return (value,) if isinstance(value, str) else value
 
     def capped(self, limits: Limits) -> Limits:
-        return replace(limits, max_tokens=min(self.max_tokens or limits.max_tokens, limits.max_tokens))
+        return limits.under(self.max_tokens)

@@ -9,13 +9,14 @@ The table depends on the situation alone and is kept; reading it for 8,192 seque
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Floats, Ints, Ranks
 from ...core.costs.attention_comm import SharedLoad, load_of
 from ...core.costs.context import Direction, PlanningContext
 from ...core.costs.exposed import attention_s, exposed_s, gathering_s
@@ -37,6 +38,12 @@ class CpStrategy(NamedTuple):
     cp_comm: CpComm
     ulysses_degree: int = 0
     routed: bool = False
+
+    def micro_batch(
+        self, slices: Iterable[Slice], ranks: Ranks, cp_groups: tuple[Ranks, ...] = (), *, remap: bool = False
+    ) -> MicroBatch:
+        """Slices on ranks that share attention in this way."""
+        return MicroBatch(tuple(slices), ranks, 0, self.cp_comm, self.ulysses_degree, cp_groups, remap, self.routed)
 
 
 @dataclass(frozen=True)
@@ -234,19 +241,13 @@ _KNOWN: list[CostTable] = []
 def cost_table_of(context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> CostTable:
     """The table of a situation, made anew only when something that it depends on has changed."""
     for known in _KNOWN:
-        same = (known.limits.num_ranks, known.limits.heads, known.limits.node_ranks, known.config, known.context)
-        if longest <= known.longest and same == (
-            limits.num_ranks,
-            limits.heads,
-            limits.node_ranks,
-            config,
-            context,
-        ):
+        own = known.limits.num_ranks, known.limits.heads, known.limits.node_ranks
+        same = own == (limits.num_ranks, limits.heads, limits.node_ranks) and known.config == config
+        if longest <= known.longest and same and known.context == context:
             return known
-    table = CostTable(context, limits, config, longest)
-    _KNOWN.insert(0, table)
+    _KNOWN.insert(0, CostTable(context, limits, config, longest))
     del _KNOWN[4:]
-    return table
+    return _KNOWN[0]
 
 
 def shares_heads(heads: int, ranks: int) -> bool:
@@ -256,11 +257,7 @@ def shares_heads(heads: int, ranks: int) -> bool:
 
 def most_tokens(lengths: Ints, degree: int) -> Ints:
     """The most tokens of a sequence that one of so many ranks has, in every engine's layout."""
-    return (
-        np.where(lengths % (2 * degree), lengths // degree + (2 if degree > 1 else 0), lengths // degree)
-        if degree > 1
-        else lengths
-    )
+    return np.where(lengths % (2 * degree), lengths // degree + 2, lengths // degree) if degree > 1 else lengths
 
 
 def _degrees(num_ranks: int, node: int, config: MeshConfig) -> list[int]:

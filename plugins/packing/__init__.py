@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.packing":
     )
 
 from ...core.registry import Plugin, Sizes, register
-from . import baselines, branches, config, delay, plan, settings
+from . import baselines, config, delay, plan, settings
 
 register(
     Plugin(
@@ -19,7 +19,7 @@ register(
         plan=plan.plan,
         baselines=baselines.BASELINES,
         costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17)},
-        branches=branches.branches,
+        branches=settings.branches,
         breaks=settings.breaks,
         simpler="chunks",
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},

@@ -9,12 +9,13 @@ With pipeline stages the same two orders run in 1F1B slots (`core.order.in_slots
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from ...core.balance.joined import Joined
 from ...core.plan.limits import Limits
-from ...core.plan.order import in_slots
-from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from ...core.plan.order import in_slots, in_turn
+from ...core.plan.step_plan import MicroBatch, Op, StepPlan
 from .slicing import Packs
 
 
@@ -51,34 +52,35 @@ def assemble(
     if backward is None:
         if not plan.cut:
             return plan
-        ranks = [_symmetric(packs) for packs in forward]
+        ranks = [_in_chains(packs, packs, reverse=True) for packs in forward]
         back_numbers = numbers
     else:
         backward = [packs or [[]] for packs in backward]
         back_micro_batches, back_numbers = _launch_order(backward)
         plan = replace(plan, backward=back_micro_batches, made_by=f"{made_by} (asymmetric)")
-        ranks = [_asymmetric(f, b) for f, b in zip(forward, backward, strict=True)]
+        ranks = [_in_chains(f, b, reverse=False) for f, b in zip(forward, backward, strict=True)]
         # Where ranks must keep in step, all replay or none.
         same = set() if limits.equal_counts else {m[:2] for m in micro_batches}
         plan = replace(plan, replayed=tuple(j for j, m in enumerate(plan.backward) if m[:2] not in same))
     if limits.equal_counts:
-        ranks = [_one_chain(rank) for rank in ranks]
-    order = []
-    for stage in range(limits.num_stages):
-        ops = [
+        # All forwards, then all backwards: the one pattern that every rank can run in step with the others.
+        ranks = [rank._replace(need=[len(rank.forward)] * len(rank.backward)) for rank in ranks]
+    order = (
+        tuple(
             Op(op.kind, (numbers if op.kind == "F" else back_numbers)[r][op.micro_batch])
             for r, rank in enumerate(ranks)
             for op in in_slots(rank.forward, rank.backward, rank.need, limits.num_stages - 1 - stage)
-        ]
-        order.append(tuple(ops))
+        )
+        for stage in range(limits.num_stages)
+    )
     return replace(plan, order=tuple(order))
 
 
 def chains_of_rank(plan: StepPlan, rank: int) -> list[list[int]]:
     """The chains of a rank of a symmetric plan, each its micro-batches in forward order."""
     numbers = plan.of_rank(rank)
-    rows = _symmetric([list(plan.micro_batches[i].slices) for i in numbers]).chains
-    return [[numbers[k] for k in forward] for forward, _ in rows]
+    packs = [list(plan.micro_batches[i].slices) for i in numbers]
+    return [[numbers[k] for k in forward] for forward, _ in _in_chains(packs, packs, reverse=True).chains]
 
 
 def _same(forward: Packs, backward: Packs) -> bool:
@@ -86,62 +88,39 @@ def _same(forward: Packs, backward: Packs) -> bool:
 
 
 def _equal(packs: list[Packs]) -> list[Packs]:
-    count = max(1, *(len(rank_packs) for rank_packs in packs))
-    return [rank_packs + [[]] * (count - len(rank_packs)) for rank_packs in packs]
+    count = max(1, *map(len, packs))
+    return [of_rank + [[]] * (count - len(of_rank)) for of_rank in packs]
 
 
 def _launch_order(packs: list[Packs]) -> tuple[tuple[MicroBatch, ...], list[list[int]]]:
     """Launch order: the k-th micro-batch of every rank, then the next of every rank; and ``numbers[rank][k]``."""
     numbers: list[list[int]] = [[] for _ in packs]
-    micro_batches: list[MicroBatch] = []
-    for place in range(max(map(len, packs))):
-        for rank, rank_packs in enumerate(packs):
-            if place < len(rank_packs):
-                numbers[rank].append(len(micro_batches))
-                micro_batches.append(MicroBatch(tuple(rank_packs[place]), (rank,)))
-    return tuple(micro_batches), numbers
+    micro_batches = tuple(MicroBatch(tuple(pack), (rank,)) for rank, pack in in_turn(packs))
+    for number, micro_batch in enumerate(micro_batches):
+        numbers[micro_batch.ranks[0]].append(number)
+    return micro_batches, numbers
 
 
-def _symmetric(packs: Packs) -> _Rank:
-    return _in_chains([_sequences(p) for p in packs], [_sequences(p) for p in packs], reverse=True)
-
-
-def _asymmetric(forward: Packs, backward: Packs) -> _Rank:
-    return _in_chains([_sequences(p) for p in forward], [_sequences(p) for p in backward], reverse=False)
-
-
-def _sequences(pack: list[Slice]) -> set[int]:
-    return {s.sequence for s in pack}
-
-
-def _in_chains(forward: list[set[int]], backward: list[set[int]], *, reverse: bool) -> _Rank:
+def _in_chains(forward: Packs, backward: Packs, *, reverse: bool) -> _Rank:
     """Chains by shared sequences; ``reverse`` runs a chain's backwards in the reverse order of their numbers."""
     if len(forward) == len(backward) == 1:
         return _Rank([0], [0], [1], [([0], [0])])
     joined = Joined(len(forward) + len(backward))
     owner: dict[int, int] = {}
-    for number, members in enumerate((*forward, *backward)):
-        joined.join([number, *(owner.setdefault(s, number) for s in members)])
+    for number, pack in enumerate((*forward, *backward)):
+        joined.join([number, *(owner.setdefault(s.sequence, number) for s in pack)])
     chains: dict[int, tuple[list[int], list[int]]] = {}
-    empties = [k for k, members in enumerate(backward) if not members]
-    for k, members in enumerate(forward):
+    empties = [k for k, pack in enumerate(backward) if not pack]
+    for k, pack in enumerate(forward):
         chain = chains.setdefault(joined.first(k), ([], []))
         chain[0].append(k)
-        if not members and empties:  # a dummy is a chain by itself
+        if not pack and empties:  # a dummy is a chain by itself
             chain[1].append(empties.pop(0))
-    for k, members in enumerate(backward):
-        if members:
+    for k, pack in enumerate(backward):
+        if pack:
             chains[joined.first(len(forward) + k)][1].append(k)
     rows = [(f, b[::-1] if reverse else b) for f, b in chains.values()]
     rows[-1][1].extend(empties)
-    need: list[int] = []
-    done = 0
-    for f, b in rows:
-        done += len(f)
-        need += [done] * len(b)
+    ends = accumulate(len(f) for f, _ in rows)
+    need = [end for end, (_, b) in zip(ends, rows, strict=True) for _ in b]
     return _Rank([k for f, _ in rows for k in f], [k for _, b in rows for k in b], need, rows)
-
-
-def _one_chain(rank: _Rank) -> _Rank:
-    """All forwards, then all backwards: the one pattern that every rank can run in step with the others."""
-    return rank._replace(need=[len(rank.forward)] * len(rank.backward))

@@ -22,56 +22,53 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from ...core.aliases import Ints
 from ...core.balance.bound import lower_bound_s
 from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
-from ...core.plan.step_plan import Slice, StepPlan
-from .assemble import assemble
-from .candidates import chunked
+from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
+from .candidates import chunked, uncut
+from .candidates import whole as whole_plan
 from .config import PackingConfig
 from .replay import DoesNotFitError, fit_memory
-from .whole import whole_packs
 
 Packs = list[list[list[int]]]
 
 
 def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(incoming, config)
-    limits = replace(incoming.limits, max_tokens=cap)
-    bound_s = lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    return _planned(incoming, cap, "whole", whole_packs(lengths, limits, context.costs, bound_s))
+    limits = _holding_longest(incoming, config)
+    bound_s = lower_bound_s(incoming.lengths, limits, context.costs, context.head_frac)
+    return whole_plan(incoming, limits, context.costs, bound_s, "whole")
 
 
 def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, longest = _sizes(incoming, config)
     limits = config.capped(incoming.limits)
     if limits.whole_sequences:
-        limits = replace(limits, max_tokens=longest)
-    plan = replace(chunked(incoming, lengths, limits, context.costs, config.block_tokens), made_by="chunks")
+        limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
+    plan = replace(chunked(incoming, limits, context.costs, config.block_tokens), made_by="chunks")
     with suppress(DoesNotFitError):
-        return fit_memory(plan)
+        plan = fit_memory(plan)
     return plan
 
 
 def in_order(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(incoming, config)
-    packs = in_order_bins(lengths.tolist(), cap)
-    return _planned(incoming, cap, "in_order", _deal(packs, incoming.limits.num_ranks))
+    limits = _holding_longest(incoming, config)
+    packs = in_order_bins(incoming.lengths.tolist(), limits.max_tokens)
+    return uncut(incoming, limits, _deal(packs, limits.num_ranks), "in_order")
 
 
 def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(incoming, config)
-    packs = best_fit_decreasing(lengths.tolist(), cap)
-    return _planned(incoming, cap, "best_fit", _deal(packs, incoming.limits.num_ranks))
+    limits = _holding_longest(incoming, config)
+    packs = best_fit_decreasing(incoming.lengths, limits.max_tokens)
+    return uncut(incoming, limits, _deal(packs, limits.num_ranks), "best_fit")
 
 
 def differencing(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
-    lengths, cap = _sizes(incoming, config)
-    seconds = context.costs.sequence_s(lengths)
+    lengths, limits = incoming.lengths, _holding_longest(incoming, config)
+    seconds, cap = context.costs.sequence_s(lengths), limits.max_tokens
     packs: Packs = []
-    for items in karmarkar_karp(seconds.tolist(), incoming.limits.num_ranks):
+    for items in karmarkar_karp(seconds.tolist(), limits.num_ranks):
         tokens = [int(lengths[i]) for i in items]
         for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
@@ -80,7 +77,7 @@ def differencing(incoming: StepPlan, context: PlanningContext, config: PackingCo
                 break
         else:
             packs.append([])
-    return _planned(incoming, cap, "karmarkar_karp", packs)
+    return uncut(incoming, limits, packs, "karmarkar_karp")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
@@ -104,13 +101,7 @@ def _deal(packs: list[list[int]], num_ranks: int) -> Packs:
     return [packs[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _sizes(incoming: StepPlan, config: PackingConfig) -> tuple[Ints, int]:
-    """Lengths int64 [K], and the token cap: one that holds the longest."""
-    lengths = incoming.lengths
-    return lengths, max(config.capped(incoming.limits).max_tokens, int(lengths.max(initial=0)))
-
-
-def _planned(incoming: StepPlan, cap: int, name: str, packs: Packs) -> StepPlan:
-    lengths = incoming.lengths.tolist()
-    slices = [[[Slice(i, 0, lengths[i]) for i in pack] for pack in rank_packs] for rank_packs in packs]
-    return assemble(incoming, replace(incoming.limits, max_tokens=cap), slices, made_by=name)
+def _holding_longest(incoming: StepPlan, config: PackingConfig) -> Limits:
+    """The host's limits with the section's token cap, or one that holds the longest sequence."""
+    cap = max(config.capped(incoming.limits).max_tokens, int(incoming.lengths.max(initial=0)))
+    return replace(incoming.limits, max_tokens=cap)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import field_validator
 
 from ...core.input.bounds import Amount, CountOrNone, Effort, TokenCount
-from ...core.plan.limits import GIB, Limits
+from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
 logger = logging.getLogger("evenload")
@@ -61,12 +60,7 @@ class PackingConfig(PluginConfig):
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks, "asymmetric": asymmetric})
 
     def capped(self, limits: Limits) -> Limits:
-        cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
-        return replace(
-            limits,
-            max_tokens=min(self.max_tokens, limits.max_tokens),
-            max_activation_bytes=min(cap, limits.max_activation_bytes),
-        )
+        return limits.under(self.max_tokens, self.activation_gib)
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

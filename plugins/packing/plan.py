@@ -46,10 +46,10 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     if not cuts:
         refuse_longer(lengths, limits, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    drafts = portfolio(incoming, lengths, limits, costs, config, bound_s)
+    drafts = portfolio(incoming, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: DoesNotFitError | None = None
-    for draft in drafts if cuts else [whole(incoming, lengths, limits, costs, bound_s)]:
+    for draft in drafts if cuts else [whole(incoming, limits, costs, bound_s)]:
         try:
             candidate = judge(fit_memory(draft), context)
         except DoesNotFitError as error:

@@ -30,27 +30,25 @@ def fit_memory(plan: StepPlan) -> StepPlan:
         return plan
     ranks = range(limits.num_ranks)
     chains = [_chains(plan, rank) for rank in ranks]
-    longest = [max(map(len, rank_chains), default=1) for rank_chains in chains]
-    keep = list(longest)
+    keep = [max(map(len, of_rank), default=1) for of_rank in chains]
 
     def planned() -> StepPlan:
         replayed = sorted(i for rank in ranks for chain in chains[rank] for i in chain[: -keep[rank]])
         return plan if plan.backward else plan.revised(replayed=tuple(replayed))
 
     over = _over(plan)
-    low = dict.fromkeys(over, 1)
-    high = {rank: longest[rank] for rank in over}
+    low, high = dict.fromkeys(over, 1), {rank: keep[rank] for rank in over}
     for rank in over:
         keep[rank] = 1
-    if over and _over(planned(), over):
-        _refuse(planned(), _over(planned(), over))
+    if over and (still := _over(planned(), over)):
+        _refuse(planned(), still)
     passes = 2 * sum(len(m.ranks) for m in plan.micro_batches) * limits.num_stages
     tries = max(1, _WALKED // max(1, passes))
     while tries and any(low[rank] < high[rank] for rank in over):
         tries -= 1
         for rank in over:
             keep[rank] = (low[rank] + high[rank] + 1) // 2
-        still = set(_over(planned(), over))
+        still = _over(planned(), over)
         for rank in over:
             if rank in still:
                 high[rank] = keep[rank] - 1
@@ -82,10 +80,9 @@ def _over(plan: StepPlan, among: list[int] | None = None) -> list[int]:
 def _refuse(plan: StepPlan, over: list[int]) -> None:
     limits = plan.limits
     peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
-    lengths = plan.lengths.tolist()
+    lengths, memory = plan.lengths.tolist(), limits.memory
     own = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
     longest = max((lengths[i] for i in own), default=0)
-    memory = limits.memory
     kv = longest * (memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token) if own & plan.cut else 0.0
     tokens = max(plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank))
     alive = tokens * memory.activation_bytes_per_token

@@ -1,7 +1,9 @@
-"""Which settings of the section a plan of somebody else does not keep."""
+"""Which settings of the section a plan of somebody else does not keep, and which branches of the runtime they open."""
 
 from __future__ import annotations
 
+from ...core.costs.context import PlanningContext
+from ...core.plan.branches import CUT, PACKED, REGROUPED, REPLAYED
 from ...core.plan.step_plan import StepPlan
 from .config import PackingConfig
 
@@ -16,3 +18,16 @@ def breaks(plan: StepPlan, config: PackingConfig) -> str:
         (not config.asymmetric and plan.backward, "asymmetric is false, the backward has groups of its own"),
     )
     return next((f"plugins.packing.{words}" for broken, words in rules if broken), "")
+
+
+def branches(config: PackingConfig, context: PlanningContext) -> dict[str, PackingConfig]:
+    """For each branch that plans may take, settings under the same caps with which they most likely do."""
+    even = config.model_copy(update={"slices": "even"})
+    opened = {PACKED: config}
+    if config.slices != "off":
+        opened[CUT] = even
+        if config.activation_gib:
+            opened[REPLAYED] = even
+        if config.asymmetric and context.costs.recompute:
+            opened |= {REPLAYED: even, REGROUPED: even}
+    return opened

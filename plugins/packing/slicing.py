@@ -8,8 +8,7 @@ what its own sequences leave of
 
 and the cut falls where that is reached, in the middle of a sequence at a multiple of ``block`` tokens. Slices are thus
 of equal *cost*: late ones, which attend to a long prefix, hold fewer tokens. At most one cut per micro-batch, slices of
-a sequence in neighbouring micro-batches, in order. With n tokens after a prefix of p costing u n + w n (p + n/2), the
-cut solves a quadratic. O(K log K + m) for K sequences in m micro-batches.
+a sequence in neighbouring micro-batches, in order. O(K log K + m) for K sequences in m micro-batches.
 
 After SlimPack (arXiv 2509.26246), whose MicroPacks this reconstructs; ChunkFlow (arXiv 2503.02356) cuts equal tokens.
 """
@@ -21,7 +20,6 @@ import math
 from ...core.aliases import Ints
 from ...core.balance.partition import into_bins
 from ...core.balance.slicing import Line
-from ...core.balance.work import Work
 from ...core.costs.costs import PassCost
 from ...core.plan.step_plan import Slice
 
@@ -29,6 +27,18 @@ Packs = list[list[Slice]]
 
 EVEN = 0.005
 """Excess over the mean at which a micro-batch counts as even."""
+
+
+class Work:
+    """Units of work that are left, about a microsecond each: counted, so that all ranks stop at the same place."""
+
+    def __init__(self, units: int) -> None:
+        self._left = units
+
+    def spend(self, units: int) -> bool:
+        """Take so many; False where no more are left."""
+        self._left -= units
+        return self._left >= 0
 
 
 def fill(

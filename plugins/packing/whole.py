@@ -16,7 +16,7 @@ token cap, with the number of micro-batches chosen by the objective. O(K log R +
 from __future__ import annotations
 
 from ...core.aliases import Floats, Ints
-from ...core.balance.partition import Load, balance, best_fit_decreasing, into_bins
+from ...core.balance.partition import Load, balance, best_fit_decreasing, into_bins, members
 from ...core.costs.costs import Costs
 from ...core.plan.limits import Limits
 
@@ -34,19 +34,10 @@ def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
     """Sequences of each rank, balanced with the launches that their tokens need."""
     load = Load(costs.launch_s, limits.max_tokens)
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
-    items: list[list[int]] = [[] for _ in range(limits.num_ranks)]
-    for item, rank in enumerate(ranks.tolist()):
-        items[rank].append(item)
-    return items
+    return members(ranks, limits.num_ranks)
 
 
-def _pack(
-    items: list[int],
-    seconds: Floats,
-    lengths: Ints,
-    limits: Limits,
-    costs: Costs,
-) -> list[list[int]]:
+def _pack(items: list[int], seconds: Floats, lengths: Ints, limits: Limits, costs: Costs) -> list[list[int]]:
     """Micro-batches of one rank, as few as fit; more where a pipeline gains by smaller ones."""
     cost, tokens = seconds[items].tolist(), lengths[items].tolist()
     least = -(-sum(tokens) // limits.max_tokens) if items else 0
@@ -71,11 +62,9 @@ def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list
     costliest. All micro-batches of all ranks are filled evenly at once; sorted by cost, neighbours share a round, dealt
     to the ranks to and fro so that none has the costliest of every round."""
     cost, tokens = seconds.tolist(), lengths.tolist()
-    rounds = max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
-    bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
-    while bins is None:
+    ranks, rounds = limits.num_ranks, max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
+    while (bins := into_bins(cost, tokens, limits.max_tokens, rounds * ranks)) is None:
         rounds += 1
-        bins = into_bins(cost, tokens, limits.max_tokens, rounds * limits.num_ranks)
     bins.sort(key=lambda b: -sum(cost[i] for i in b))
-    per_round = [bins[k * limits.num_ranks : (k + 1) * limits.num_ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
-    return [list(rank_bins) for rank_bins in zip(*per_round, strict=True)]
+    per_round = [bins[k * ranks : (k + 1) * ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
+    return [list(of_rank) for of_rank in zip(*per_round, strict=True)]

@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.pipeline":
     )
 
 from ...core.registry import Plugin, register
-from . import baselines, branches, config, plan, settings
+from . import baselines, config, plan, settings
 
 register(
     Plugin(
@@ -19,7 +19,7 @@ register(
         orders=True,
         plan=plan.plan,
         baselines=baselines.BASELINES,
-        branches=branches.branches,
+        branches=settings.branches,
         breaks=settings.breaks,
         simpler="fixed_chunks",
     )

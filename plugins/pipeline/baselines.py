@@ -16,15 +16,14 @@ that cut. The orders are of `elastic`, without anything run ahead.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...core.aliases import Ints
-from ...core.balance.partition import best_fit_decreasing
 from ...core.balance.partition import in_order as in_order_bins
-from ...core.balance.slicing import evenly
+from ...core.balance.slicing import evenly, in_chunks
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.costs.memory import activation_budget_bytes, peaks_of_stage
@@ -114,65 +113,51 @@ def _first_ones(drafts: Iterable[StepPlan]) -> Iterator[StepPlan]:
 
 
 def whole_1f1b(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(incoming)
-    ranks = incoming.limits.num_ranks
-    packs = [[[Slice(i, 0, int(lengths[i]))] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
-    yield _uncut(incoming, lengths, config, packs, "whole_1f1b")
+    yield _uncut(incoming, config, [[i] for i in range(len(incoming.lengths))], "whole_1f1b")
 
 
 def in_order(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(incoming)
-    sizes, cap = lengths.tolist(), max(config.capped(incoming.limits).max_tokens, int(lengths.max(initial=0)))
-    packs = [[Slice(i, 0, sizes[i]) for i in one] for one in in_order_bins(sizes, cap)]
-    ranks = incoming.limits.num_ranks
-    yield _uncut(incoming, lengths, config, [packs[rank::ranks] for rank in range(ranks)], "in_order")
+    cap = max(config.capped(incoming.limits).max_tokens, int(incoming.lengths.max(initial=0)))
+    yield _uncut(incoming, config, in_order_bins(incoming.lengths.tolist(), cap), "in_order")
 
 
 def fixed_chunks(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    lengths = _lengths(incoming)
-    longest = int(lengths.max(initial=1))
+    lengths, longest = incoming.lengths, int(incoming.lengths.max(initial=1))
     uncut = incoming.limits.whole_sequences or config.chunks == 1
     limits = config.capped(incoming.limits) if uncut else limits_for(incoming, config)
     if uncut:
         limits = replace(limits, max_tokens=max(limits.max_tokens, longest))
-    items = dealt(lengths, _price(context), limits.num_ranks)
+    items = dealt(lengths, context.costs.both, limits.num_ranks)
     block = 1 if uncut else config.block_tokens
     least = max(block, -(-longest // config.chunks))
     for halving in range(1 if uncut else SIZES):
         size = (limits.max_tokens >> halving) // block * block
         if not halving or size >= least:
-            packs = [_fixed(rank_items, lengths, size) for rank_items in items]
+            packs = [_fixed(of_rank, lengths, size) for of_rank in items]
             yield replace(assembled(incoming, limits, packs), made_by="fixed_chunks")
 
 
 def algorithm_1(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[StepPlan]:
-    limits = limits_for(incoming, config)
-    lengths = _lengths(incoming)
+    limits, lengths, price = limits_for(incoming, config), incoming.lengths, context.costs.both
     if limits.whole_sequences or config.chunks == 1:
         raise EvenloadError("algorithm_1 cuts sequences", "sequences stay whole here", "choose another baseline")
-    price = _price(context)
     items = dealt(lengths, price, limits.num_ranks)
     for count in (k for k in MESHES if k <= config.chunks or k == MESHES[0]):
-        packs = [
-            on_one_mesh(rank_items, lengths, price, count, limits.max_tokens, config.block_tokens)
-            for rank_items in items
-        ]
+        packs = [on_one_mesh(own, lengths, price, count, limits.max_tokens, config.block_tokens) for own in items]
         yield replace(assembled(incoming, limits, packs), made_by="algorithm_1")
 
 
-def as_the_host(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """In the order of the host's own schedule."""
-    return plan
-
-
-def elastically(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """1F1B over chunks."""
-    return ordered(plan, context)
-
-
-def in_groups(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
-    """Pipelines by the dynamic program, one after the other."""
-    return flushed(plan, grouped(plan, context, config), context)
+def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext) -> StepPlan:
+    """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
+    if len(groups) < 2:
+        return ordered(chunked, context)
+    order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
+    for group in groups:
+        numbers = sorted(group)
+        alone = ordered(chunked.revised(micro_batches=tuple(chunked.micro_batches[i] for i in numbers)), context)
+        for ops, of_group in zip(order, alone.order, strict=True):
+            ops += [Op(op.kind, numbers[op.micro_batch]) for op in of_group]
+    return chunked.revised(order=tuple(map(tuple, order)))
 
 
 def statically_recomputed(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -185,13 +170,11 @@ def statically_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
     def recomputing(count: int) -> StepPlan:
         return plan.revised(recompute=((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
 
-    low, high = 0, plan.limits.layers_per_stage
-    while low < high:
-        middle = (low + high) // 2
-        trial = recomputing(middle)
-        fits = all(peak <= budget_bytes for stage in stages for peak, _ in peaks_of_stage(trial, stage))
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return recomputing(low)
+    def fits(count: int) -> bool:
+        trial = recomputing(count)
+        return all(peak <= budget_bytes for stage in stages for peak, _ in peaks_of_stage(trial, stage))
+
+    return recomputing(bisect_left(range(plan.limits.layers_per_stage), True, key=fits))
 
 
 def adaptively_recomputed(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -200,10 +183,14 @@ def adaptively_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
 
 
 BASELINES: dict[str, Baseline] = {
-    "whole_1f1b": Baseline(whole_1f1b, as_the_host, statically_recomputed),
-    "in_order": Baseline(in_order, as_the_host, statically_recomputed),
-    "fixed_chunks": Baseline(fixed_chunks, elastically, statically_recomputed),
-    "algorithm_1": Baseline(algorithm_1, in_groups, adaptively_recomputed),
+    "whole_1f1b": Baseline(whole_1f1b, lambda plan, *_: plan, statically_recomputed),
+    "in_order": Baseline(in_order, lambda plan, *_: plan, statically_recomputed),
+    "fixed_chunks": Baseline(fixed_chunks, lambda plan, context, _: ordered(plan, context), statically_recomputed),
+    "algorithm_1": Baseline(
+        algorithm_1,
+        lambda plan, context, config: flushed(plan, grouped(plan, context, config), context),
+        adaptively_recomputed,
+    ),
 }
 
 
@@ -267,45 +254,15 @@ def _buckets(
     return packs
 
 
-def flushed(chunked: StepPlan, groups: list[list[int]], context: PlanningContext) -> StepPlan:
-    """The groups of micro-batches one after the other, each a pipeline that drains before the next one fills."""
-    if len(groups) < 2:
-        return ordered(chunked, context)
-    order: list[list[Op]] = [[] for _ in range(chunked.limits.num_stages)]
-    for group in groups:
-        numbers = sorted(group)
-        alone = ordered(_part(chunked, numbers), context)
-        for ops, stage_ops in zip(order, alone.order, strict=True):
-            ops += [Op(op.kind, numbers[op.micro_batch]) for op in stage_ops]
-    return chunked.revised(order=tuple(map(tuple, order)))
-
-
-def _part(chunked: StepPlan, numbers: list[int]) -> StepPlan:
-    """Some of the micro-batches alone."""
-    return chunked.revised(micro_batches=tuple(chunked.micro_batches[i] for i in numbers))
-
-
 def _fixed(items: list[int], lengths: Ints, size: int) -> list[Pack]:
     """Long sequences in chunks of ``size`` tokens, a micro-batch each, most chunks first; the others best-fit."""
-    long = sorted((i for i in items if lengths[i] > size), key=lambda i: (-int(lengths[i]), i))
-    packs: list[Pack] = [
-        [Slice(i, start, min(start + size, int(lengths[i])))] for i in long for start in range(0, int(lengths[i]), size)
-    ]
-    short = [i for i in items if lengths[i] <= size]
-    filled = best_fit_decreasing([int(lengths[i]) for i in short], size)
-    return packs + [[Slice(short[k], 0, int(lengths[short[k]])) for k in pack] for pack in filled]
+    return in_chunks(sorted(items, key=lambda i: (-int(lengths[i]), i)), lengths, size, size)
 
 
-def _uncut(incoming: StepPlan, lengths: Ints, config: PipelineConfig, packs: list[list[Pack]], name: str) -> StepPlan:
-    """Whole sequences in the order of the host's own schedule, under a cap that holds the longest."""
-    limits = config.capped(incoming.limits)
-    cap = max(limits.max_tokens, int(lengths.max(initial=0)))
-    return replace(assembled(incoming, replace(limits, max_tokens=cap), packs), made_by=name)
-
-
-def _price(context: PlanningContext) -> PassCost:
-    return context.costs.forward.plus(context.costs.backward)
-
-
-def _lengths(incoming: StepPlan) -> Ints:
-    return incoming.lengths
+def _uncut(incoming: StepPlan, config: PipelineConfig, bins: list[list[int]], name: str) -> StepPlan:
+    """Packs of whole sequences, dealt out in turn, in the host's own schedule, under a cap that holds the longest."""
+    limits, lengths = config.capped(incoming.limits), incoming.lengths.tolist()
+    packs = [[Slice(i, 0, lengths[i]) for i in numbers] for numbers in bins]
+    dealt_out = [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)]
+    cap = max([limits.max_tokens, *lengths])
+    return replace(assembled(incoming, replace(limits, max_tokens=cap), dealt_out), made_by=name)

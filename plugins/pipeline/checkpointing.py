@@ -54,10 +54,6 @@ class DoesNotFitError(EvenloadError):
         """The cap on activations with which it would fit, if a device has as much."""
         super().__init__(f"stage {most.stage} of the pipeline does not fit into memory", observed, do)
 
-    def advising(self, do: str) -> DoesNotFitError:
-        """The same with another remedy."""
-        return DoesNotFitError(self.most, self.missing_bytes, self.found, do, self.enough_gib)
-
 
 def keeping_all(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The plan with nothing recomputed where plans may say so, whatever the recipe recomputes."""
@@ -90,7 +86,7 @@ def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, 
         raise _refusal(most, probes.plan_of(layers), context, budget_bytes)
     tightened = budget_bytes
     for _ in range(_ROUNDS):
-        chosen = _chosen(probes, plan, tightened, context, config.solver_ms if solver else 0)
+        chosen = _chosen(probes, tightened, context, config.solver_ms if solver else 0)
         over = fullest(chosen, levels_of(chosen)).held_bytes - budget_bytes
         if over <= 0:
             return chosen
@@ -98,10 +94,11 @@ def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, 
     return probes.plan_of(layers)
 
 
-def _chosen(probes: Probes, plan: StepPlan, budget_bytes: float, context: PlanningContext, solver_ms: int) -> StepPlan:
+def _chosen(probes: Probes, budget_bytes: float, context: PlanningContext, solver_ms: int) -> StepPlan:
     """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
+    plan = probes.plan
     backwards, seconds = _backwards(plan), _layer_seconds(plan, context)
-    teams = [_Team(probes, plan, budget_bytes, seconds, backwards, ranks) for ranks in _teams(plan)]
+    teams = [_Team(probes, budget_bytes, seconds, backwards, ranks) for ranks in _teams(plan)]
     answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
     if solver_ms:
         searched = [team.by_program(solver_ms) for team in teams]
@@ -115,15 +112,9 @@ class _Team:
     """Ranks that have micro-batches in common, and no other: what they recompute is theirs alone to choose."""
 
     def __init__(
-        self,
-        probes: Probes,
-        plan: StepPlan,
-        budget_bytes: float,
-        seconds: Floats,
-        backwards: list[list[int]],
-        ranks: list[int],
+        self, probes: Probes, budget_bytes: float, seconds: Floats, backwards: list[list[int]], ranks: list[int]
     ) -> None:
-        self.ranks = ranks
+        plan, self.ranks = probes.plan, ranks
         self.numbers = sorted({i for rank in ranks for i in backwards[rank]})
         columns = {number: column for column, number in enumerate(self.numbers)}
         stages = range(plan.limits.num_stages)
@@ -147,8 +138,8 @@ class _Team:
 
     def by_program(self, solver_ms: int) -> Ints | None:
         """The same, where the program says what a diagonal has; None without an answer of its."""
-        solution = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
-        return None if solution is None else self._lowered(solution[self._diagonals])
+        layers = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
+        return None if layers is None else self._lowered(layers[self._diagonals])
 
     @cached_property
     def _tied(self) -> Rows:

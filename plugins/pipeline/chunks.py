@@ -16,20 +16,21 @@ O(K log K) for K sequences and each T.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Ints
 from ...core.balance.level import level
+from ...core.balance.partition import fill, members
 from ...core.balance.slicing import evenly
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
+from ...core.plan.order import in_turn
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from .config import PipelineConfig
 
@@ -58,7 +59,7 @@ def chunkings(
     most = 1 if limits.whole_sequences else config.chunks
     if most == 1:
         refuse_longer(lengths, limits)
-    price = context.costs.forward.plus(context.costs.backward)
+    price = context.costs.both
     ranks = dealt(lengths, price, limits.num_ranks)
     seen: set[tuple[MicroBatch, ...]] = set()
     for count in counts(lengths, price, limits):
@@ -89,7 +90,7 @@ def dealt(lengths: Ints, price: PassCost, num_ranks: int) -> list[list[int]]:
     if num_ranks == 1:
         return [list(range(len(lengths)))]
     ranks = level(price.seconds(lengths * 1.0)[None], np.ones((1, num_ranks)), np.zeros((1, num_ranks)))
-    return [np.flatnonzero(ranks == rank).tolist() for rank in range(num_ranks)]
+    return members(ranks, num_ranks)
 
 
 def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
@@ -131,30 +132,13 @@ def chunks_of(
     more = max(0, math.ceil(wanted_s / slice_s - TOLERANCE)) if slice_s else 1
     packs += [[] for _ in range(more)]
     loads += [0.0] * more
-    _spread(short, seconds, lengths, packs, loads, cap)
+    spaces = [cap - sum(s.length for s in pack) for pack in packs]
+    chosen = fill(short, seconds.tolist(), lengths.tolist(), spaces, loads, cap)
+    assert chosen is not None
+    packs += [[] for _ in spaces[len(packs) :]]
+    for item, b in zip(short, chosen, strict=True):
+        packs[b].append(Slice(item, 0, int(lengths[item])))
     return [pack for pack in packs if pack]
-
-
-def _spread(short: list[int], seconds: Floats, lengths: Ints, packs: list[Pack], loads: list[float], cap: int) -> None:
-    """Whole sequences onto the pack of least time that has room, further packs where none has; changes ``packs``."""
-    tokens = [sum(s.length for s in pack) for pack in packs]
-    heap = [(load, b) for b, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for item in short:
-        length = int(lengths[item])
-        full = []
-        while heap and tokens[heap[0][1]] + length > cap:
-            full.append(heapq.heappop(heap))
-        if heap:
-            load, b = heapq.heappop(heap)
-        else:
-            load, b = 0.0, len(packs)
-            packs.append([])
-            tokens.append(0)
-        packs[b].append(Slice(item, 0, length))
-        tokens[b] += length
-        for entry in (*full, (load + float(seconds[item]), b)):
-            heapq.heappush(heap, entry)
 
 
 def taper(packs: list[Pack], price: PassCost, num_stages: int) -> list[Pack]:
@@ -189,11 +173,6 @@ def _growing(pack: Pack, price: PassCost, num_stages: int) -> list[Pack]:
 
 def assembled(incoming: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
     """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank."""
-    rows = [rank_packs or [[]] for rank_packs in packs]
-    micro_batches = tuple(
-        MicroBatch(tuple(rank_packs[k]), (rank,))
-        for k in range(max(map(len, rows)))
-        for rank, rank_packs in enumerate(rows)
-        if k < len(rank_packs)
-    )
+    launched = in_turn([of_rank or [[]] for of_rank in packs])
+    micro_batches = (MicroBatch(tuple(pack), (rank,)) for rank, pack in launched)
     return incoming.with_micro_batches(micro_batches, limits, "pipeline")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import field_validator
 
 from ...core.input.bounds import Amount, Count, CountOrNone, Effort, TokenCount
-from ...core.plan.limits import GIB, Limits
+from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
 
@@ -48,9 +47,4 @@ class PipelineConfig(PluginConfig):
         return self.model_copy(update={"chunks": 1})
 
     def capped(self, limits: Limits) -> Limits:
-        cap = self.activation_gib * GIB if self.activation_gib else limits.max_activation_bytes
-        return replace(
-            limits,
-            max_tokens=min(self.max_tokens, limits.max_tokens),
-            max_activation_bytes=min(cap, limits.max_activation_bytes),
-        )
+        return limits.under(self.max_tokens, self.activation_gib)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -36,9 +35,6 @@ from ...core.costs.context import PlanningContext
 from ...core.plan.order import in_slots
 from ...core.plan.step_plan import Op, StepPlan
 from .clock import Clock, clock_of, end_of, reordered
-from .weights import placed
-
-Groups = Sequence[Sequence[int]]
 
 
 class Lines(NamedTuple):
@@ -52,15 +48,7 @@ class Lines(NamedTuple):
     """For each backward the forwards that are due before it at the last stage; never falls."""
 
 
-def ordered(
-    plan: StepPlan,
-    context: PlanningContext,
-    *,
-    extra: int = 0,
-    split: bool = False,
-    groups: Groups | None = None,
-    cap_bytes: float = math.inf,
-) -> StepPlan:
+def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_bytes: float = math.inf) -> StepPlan:
     """The plan with an order for every stage, whatever order it had.
 
     Plans that group the backward anew, replay, share micro-batches or run in step keep theirs. With one stage, where
@@ -68,37 +56,29 @@ def ordered(
 
     Args:
         extra: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
-        split: weight gradients as passes of their own where that is predicted to be faster (`weights.placed`).
-        groups: numbers of micro-batches that form one pipeline each, in the order in which they run: a stage does not
-            run forwards ahead for the next one while it has any of its own. None: all in launch order, as one.
         cap_bytes: activations and prefix KV, estimated, above which a stage does not run ahead of what its next
             backward needs.
     """
     limits = plan.limits
-    if not (plan.backward or plan.replayed or plan.shared or limits.equal_counts):
-        clock = clock_of(plan, context)
-        kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
-        orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
-        for rank in range(limits.num_ranks):
-            for ops, rank_ops in zip(
-                orders, _best(lines_of(plan, rank, groups), clock, extra, kept, cap_bytes), strict=True
-            ):
-                ops += rank_ops
-        plan = reordered(plan, orders)
-    return placed(plan, context) if split else plan
+    if plan.backward or plan.replayed or plan.shared or limits.equal_counts:
+        return plan
+    clock = clock_of(plan, context)
+    kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
+    orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
+    for rank in range(limits.num_ranks):
+        for ops, of_rank in zip(orders, _best(lines_of(plan, rank), clock, extra, kept, cap_bytes), strict=True):
+            ops += of_rank
+    return reordered(plan, orders)
 
 
-def lines_of(plan: StepPlan, rank: int, groups: Groups | None = None) -> Lines:
+def lines_of(plan: StepPlan, rank: int) -> Lines:
     """Forwards, backwards and what ties them, of a plane rank."""
-    numbers = plan.of_rank(rank)
-    own = set(numbers)
-    rows = [list(numbers)] if groups is None else [[j for j in group if j in own] for group in groups]
-    forward = [j for row in rows for j in row]
+    forward = list(plan.of_rank(rank))
     reach = _reach(plan, forward)
     back = sorted(range(len(forward)), key=lambda place: (reach[place], -place))
     need = [reach[place] + 1 for place in back]
-    owed = _spread(need, list(accumulate(map(len, rows)))) if plan.limits.num_stages > 1 else need
-    return Lines(forward, [forward[place] for place in back], need, owed)
+    owed = list(accumulate(reversed(need), lambda behind, own: max(own, behind - 1)))[::-1]
+    return Lines(forward, [forward[place] for place in back], need, owed if plan.limits.num_stages > 1 else need)
 
 
 def _reach(plan: StepPlan, forward: list[int]) -> list[int]:
@@ -116,20 +96,6 @@ def _reach(plan: StepPlan, forward: list[int]) -> list[int]:
     for place in sorted(behind, reverse=True):
         reach[place] = max(reach[later] for later in behind[place])
     return reach
-
-
-def _spread(need: list[int], ends: list[int]) -> list[int]:
-    """What is owed before each backward; ``ends``: forwards up to the end of each pipeline, ascending."""
-    owed = list(need)
-    inside = beyond = 0  # of the backward behind: for its own pipeline, and for those that follow as well
-    end = math.inf
-    for j in reversed(range(len(need))):
-        own_end = next(e for e in ends if e >= need[j])
-        inside = max(need[j], inside - 1) if own_end == end else need[j]
-        end = own_end
-        beyond = max(inside, beyond - 1) if inside == end else inside
-        owed[j] = beyond
-    return owed
 
 
 def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:

@@ -85,9 +85,7 @@ def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: li
 def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineConfig, sums: Floats, most: int) -> Floats:
     """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines].
 
-    Args:
-        sums: of their chunks [pipelines, ranks, 4], as `_sums`.
-        most: chunks of their longest sequence.
+    ``sums`` of their chunks [pipelines, ranks, 4], as `_sums`; ``most`` chunks of their longest sequence.
     """
     limits, memory = plan.limits, plan.limits.memory
     stages, layers = limits.num_stages, limits.layers_per_stage

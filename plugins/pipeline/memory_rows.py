@@ -95,12 +95,12 @@ class Probes:
     """What every pass of a plan holds when so many layers of every micro-batch are recomputed at every stage."""
 
     def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._known: dict[int, list[list[list[float]]]] = {}
 
     def plan_of(self, layers: int) -> StepPlan:
         """The plan with so many layers of every micro-batch whose activations wait."""
-        plan, kept = self._plan, self._plan.kept
+        plan, kept = self.plan, self.plan.kept
         row = tuple(layers if i in kept else 0 for i in range(len(plan.micro_batches)))
         return plan.revised(recompute=(row,) * plan.limits.num_stages)
 
@@ -125,7 +125,7 @@ class Probes:
     def _rows_of_rank(
         self, stage: int, rank: int, columns: dict[int, int], budget_bytes: float
     ) -> Iterator[tuple[Floats, int, float, tuple[float, float, float]]]:
-        plan, layers = self._plan, self._plan.limits.layers_per_stage
+        plan, layers = self.plan, self.plan.limits.layers_per_stage
         ops = orders_of_stage(plan, stage)[rank]
         save, waits = np.zeros(len(columns)), np.zeros(len(columns))
         waiting = 0.0  # what a layer of all that wait saves
@@ -160,7 +160,7 @@ def fullest(plan: StepPlan, levels: list[list[list[float]]]) -> Most:
     most = Most(0.0, 0, 0, Op("F", 0))
     for stage, ranks in enumerate(levels):
         for rank, row in enumerate(ranks):
-            held = max(row, default=0.0)
-            if held > most.held_bytes:
-                most = Most(held, stage, rank, orders_of_stage(plan, stage)[rank][row.index(held)])
+            held_bytes = max(row, default=0.0)
+            if held_bytes > most.held_bytes:
+                most = Most(held_bytes, stage, rank, orders_of_stage(plan, stage)[rank][row.index(held_bytes)])
     return most

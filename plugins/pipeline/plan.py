@@ -94,12 +94,14 @@ class _Portfolio:
                 self._add(judge(keeping_all(_explicit(came.plan), self._context, self._config), self._context))
 
     def keep_baselines(self, incoming: StepPlan) -> None:
-        """Other people's plans under the same caps, as far as they are faster than what there is, and what the fastest
-        could be besides."""
+        """Other people's plans under the same caps, as far as they are faster than what would be chosen, and what the
+        fastest could be besides."""
         limited = replace(incoming, limits=self._limits)
         for name, baseline in BASELINES.items():
             with suppress(EvenloadError):
-                plan = baseline.below(limited, self._context, self._config, self._least_s)
+                chosen = self._chosen
+                bar_s = chosen.step_s if chosen and chosen.fits else math.inf
+                plan = baseline.below(limited, self._context, self._config, bar_s)
                 if plan is not None:
                     named = judge(plan.revised(made_by=f"pipeline ({name})"), self._context, name)
                     self._candidates.append(named)
@@ -173,27 +175,28 @@ class _Portfolio:
     def _least_s(self) -> float:
         return min((one.step_s for one in self._candidates if one.fits), default=float("inf"))
 
+    @property
+    def _chosen(self) -> Candidate | None:
+        """The fastest that fits, or one next to it that holds less."""
+        return best(self._candidates, (SMALLER, FASTEST))
+
     def best(self, incoming: StepPlan) -> StepPlan:
-        """The fastest that fits, or one next to it that holds less. Raises EvenloadError."""
-        chosen = best(self._candidates, (SMALLER, FASTEST))
+        """The chosen plan. Raises EvenloadError where none fits."""
+        chosen = self._chosen
         if chosen is None or not chosen.fits:
             if self._problem:
                 raise refused(self._problem, incoming, self._context, self._config)
-            raise self._too_large()
+            raise EvenloadError(
+                "no order of the pipeline fits into memory",
+                f"the best one is {min(one.missing_bytes for one in self._candidates) / GIB:.3g} GiB over",
+                "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
+            )
         own = [self._note] if self._note else []
         plan = chosen.plan.revised(
             notes=(*chosen.plan.notes, *_notes(chosen.plan), *own),
             bound_s=_bound_s(chosen.plan, incoming, self._context),
         )
         return beside(plan, (f"pipeline.{name}" for name in BASELINES))
-
-    def _too_large(self) -> EvenloadError:
-        least = min(one.missing_bytes for one in self._candidates)
-        return EvenloadError(
-            "no order of the pipeline fits into memory",
-            f"the best one is {least / GIB:.3g} GiB over",
-            "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
-        )
 
 
 def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> float:

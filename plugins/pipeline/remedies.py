@@ -8,6 +8,7 @@ belongs to them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -29,58 +30,53 @@ _CHUNKINGS = 6
 
 
 def refused(
-    problem: DoesNotFitError, plan: StepPlan, context: PlanningContext, config: PipelineConfig
+    problem: DoesNotFitError, incoming: StepPlan, context: PlanningContext, config: PipelineConfig
 ) -> DoesNotFitError:
     """The refusal of a batch with what would fit instead of what might."""
-    remedies = list(_remedies(plan, context, config))
+    remedies = list(_remedies(incoming, context, config))
     if problem.enough_gib:
-        alone = problem.enough_gib * GIB <= plan.limits.max_activation_bytes
+        alone = problem.enough_gib * GIB <= incoming.limits.max_activation_bytes
         name = "plugins.pipeline.activation_gib" if alone else "activation_gib of every plugin"
         remedies.insert(0, f"{name} raised to {problem.enough_gib:g}")
     if not remedies:
         return problem
-    return problem.advising("this batch would fit with any of: " + "; ".join(remedies))
+    do = "this batch would fit with any of: " + "; ".join(remedies)
+    return DoesNotFitError(problem.most, problem.missing_bytes, problem.found, do, problem.enough_gib)
 
 
-def _remedies(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[str]:
-    limits = config.capped(plan.limits)
+def _remedies(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> Iterator[str]:
+    limits = config.capped(incoming.limits)
 
     def fits_with(tokens: int) -> bool:
-        cap = min(tokens, plan.limits.max_tokens)  # another plugin's own cap holds beside this one
+        cap = min(tokens, incoming.limits.max_tokens)  # another plugin's own cap holds beside this one
         changes = cap != limits.max_tokens
-        return changes and _fits(plan, replace(limits, max_tokens=cap), context, config)
+        return changes and _fits(incoming, replace(limits, max_tokens=cap), context, config)
 
     fewer = [times for times in _TIMES if config.max_tokens // times >= config.block_tokens]
     lowered = (n for n in fewer if fits_with(config.max_tokens // n))
     raised = (n for n in _TIMES if fits_with(config.max_tokens * n))
     # More tokens leave sequences whole, whose K and V need not be kept.
-    words = [f"lowered to 1/{n} of it" for n in islice(lowered, 1)] or [
-        f"raised to {n} times" for n in islice(raised, 1)
-    ]
-    yield from (f"plugins.pipeline.max_tokens {one}" for one in words)
-    stages, layers = limits.num_stages, limits.layers_per_stage
-    deeper = (times for times in _TIMES if not layers % times and _fits(plan, *_deeper(limits, context, times), config))
-    yield from (f"parallel.pp={stages * times} on {times} times as many devices" for times in islice(deeper, 1))
-    longest = int(plan.lengths.max(initial=0))
-    shorter = (n for times in _TIMES if (n := longest // times) and _fits(_cut_off(plan, n), limits, context, config))
-    yield from (f"data.max_length={n}" for n in islice(shorter, 1))
+    if n := next(lowered, 0):
+        yield f"plugins.pipeline.max_tokens lowered to 1/{n} of it"
+    elif n := next(raised, 0):
+        yield f"plugins.pipeline.max_tokens raised to {n} times"
+    whole = (n for n in _TIMES if not limits.layers_per_stage % n)
+    if n := next((n for n in whole if _fits(incoming, *_deeper(limits, context, n), config)), 0):
+        yield f"parallel.pp={limits.num_stages * n} on {n} times as many devices"
+    shorter = (incoming.lengths.clip(max=n) for times in _TIMES if (n := int(incoming.lengths.max(initial=0)) // times))
+    fitting = (rows for rows in shorter if _fits(incoming.revised(lengths=rows), limits, context, config))
+    yield from (f"data.max_length={rows.max()}" for rows in islice(fitting, 1))
 
 
 def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: PipelineConfig) -> bool:
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     batch = StepPlan(incoming.lengths, (), limits)
-    try:
+    with suppress(EvenloadError):  # a sequence that is longer than a micro-batch, and may not be cut
         for chunked in islice(chunkings(batch, limits, context, config), _CHUNKINGS):
             plan = ordered(chunked, context)
             if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= budget_bytes:
                 return True
-    except EvenloadError:  # a sequence that is longer than a micro-batch, and may not be cut
-        return False
     return False
-
-
-def _cut_off(plan: StepPlan, longest: int) -> StepPlan:
-    return plan.revised(lengths=plan.lengths.clip(max=longest))
 
 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:

@@ -1,10 +1,12 @@
-"""Which settings of the section a plan of somebody else does not keep, and which caps it cannot plan under."""
+"""Which settings a plan of somebody else does not keep, which caps are too small, and which branches they open."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from ...core.costs.context import PlanningContext
 from ...core.errors import EvenloadError
+from ...core.plan.branches import CUT, RECOMPUTED, WEIGHT_PASSES
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from .config import PipelineConfig
@@ -47,3 +49,13 @@ def breaks(plan: StepPlan, config: PipelineConfig) -> str:
         (config.split_backward == "off" and any(plan.split), "split_backward is off, weight gradients run apart"),
     )
     return next((f"plugins.pipeline.{words}" for broken, words in rules if broken), "")
+
+
+def branches(config: PipelineConfig, context: PlanningContext) -> dict[str, PipelineConfig]:
+    """For each branch that plans may take, settings under the same caps with which they most likely do."""
+    opened = {CUT: config} if config.chunks > 1 and context.layout.pp > 1 else {}
+    if config.recompute == "auto":
+        opened[RECOMPUTED] = config
+    if config.split_backward != "off" and context.layout.pp > 1:
+        opened[WEIGHT_PASSES] = config
+    return opened

@@ -22,10 +22,10 @@ from collections import deque
 from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
-from ...core.costs.memory import levels_of_stage
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, StepPlan
 from .clock import Clock, clock_of, end_of
+from .memory_rows import levels_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))
 """Patience, and passes of a stage that may leave or run a W: the last so many times the number of stages, or all.
@@ -52,14 +52,14 @@ def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
         return plan
     clock = clock_of(plan, context)
-    rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
-    levels = [levels_of_stage(plan, stage) for stage in range(limits.num_stages)]
+    rows, levels = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)], levels_of(plan)
     memory = limits.memory
     deferred = [slots * memory.deferred_bytes_per_token for slots in plan.slots["B"]]
-    tries = []
-    for rank in range(limits.num_ranks):
-        line = _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
-        tries.append(_tries(line, clock))
+    lines = [
+        _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
+        for rank in range(limits.num_ranks)
+    ]
+    tries = [_tries(line, clock) for line in lines]
     least_s = max(min(end_s for _, end_s in each) for each in tries)
     orders: list[list[Op]] = [[] for _ in rows]
     for each in tries:

@@ -17,9 +17,8 @@ from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
 from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
-from evenload.core.costs.context import PlanningContext
+from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout

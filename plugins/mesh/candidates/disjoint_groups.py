@@ -160,8 +160,7 @@ class _Search:
     def _better(self, best: _Filling | None, candidates: Iterator[Counts], worth: float) -> _Filling | None:
         """The best of the candidates, the most promising first, and of what was known.
 
-        Args:
-            worth: time over the best known one up to which a candidate is polished before it is judged.
+        ``worth``: time over the best known one up to which a candidate is polished before it is judged.
         """
         new = {counts for counts in candidates if counts not in self._tried}
         for bound, counts in sorted((self._bound(counts), counts) for counts in new):

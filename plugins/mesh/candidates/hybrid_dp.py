@@ -12,10 +12,10 @@ import numpy as np
 
 from ....core.aliases import Ints
 from ....core.balance.partition import best_fit_decreasing
-from ....core.plan.step_plan import MicroBatch
+from ....core.plan.step_plan import MicroBatch, Slice
 from ..assign import Assignment, Frame, placed
 from ..cost_table import CostTable, SequenceCosts
-from ..emit.micro_batches import common_strategy, packs, whole
+from ..emit.micro_batches import common_strategy, in_packs
 
 _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
@@ -30,27 +30,15 @@ def gangs(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int)
 
 
 def _launched(lengths: Ints, assignment: Assignment, cost_table: CostTable, cap: int) -> list[MicroBatch] | None:
-    pieces = whole(lengths, np.arange(len(lengths)))
-    packed: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
+    alone: list[list[int]] = [[] for _ in range(cost_table.limits.num_ranks)]
     shared: list[int] = []
     for k, cp_group in enumerate(assignment.cp_groups):
-        if len(cp_group) == 1:
-            packed[cp_group[0]].append(k)
-        else:
-            shared.append(k)
-    out: list[MicroBatch] = []
+        (alone[cp_group[0]] if len(cp_group) == 1 else shared).append(k)
+    launched: list[MicroBatch] = []
     for k in sorted(shared, key=lambda k: assignment.turn[k]):
-        cp_group = assignment.cp_groups[k]
-        strategy = common_strategy([(pieces[k].length, cp_group)], cost_table)
+        piece, cp_group = Slice(k, 0, int(lengths[k])), assignment.cp_groups[k]
+        strategy = common_strategy([(piece.length, cp_group)], cost_table)
         if strategy is None:
             return None
-        out.append(
-            MicroBatch((pieces[k],), cp_group, 0, strategy.cp_comm, strategy.ulysses_degree, routed=strategy.routed)
-        )
-    local: list[list[MicroBatch]] = []
-    for rank, numbers in enumerate(packed):
-        bins = best_fit_decreasing([pieces[k].length for k in numbers], cap)
-        local.append(packs(pieces, rank, [[numbers[i] for i in one] for one in bins]))
-    for place in range(max(map(len, local), default=0)):
-        out += [row[place] for row in local if place < len(row)]
-    return out
+        launched.append(strategy.micro_batch((piece,), cp_group))
+    return launched + in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])

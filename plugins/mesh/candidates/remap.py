@@ -25,10 +25,7 @@ _ANY = 1 << 50
 def remapped(lengths: Ints, numbers: Ints, shares: SequenceCosts, cost_table: CostTable) -> MicroBatch | None:
     """The round as one micro-batch of all ranks; None where these cannot hold it, or no cp_comm suits all.
 
-    Args:
-        lengths: int64 [K], of the batch.
-        numbers: int64 [k], sequences of the round.
-        shares: what the batch costs, without a cap of tokens.
+    lengths int64 [K] of the batch, ``numbers`` int64 [k] of the round; ``shares`` are without a cap of tokens.
     """
     limits, costs = cost_table.limits, cost_table.context.costs
     total = int(lengths[numbers].sum())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,6 +51,10 @@ class Chain(NamedTuple):
     degree: int
     strategy: CpStrategy
 
+    def of(self, sequence: int) -> Chain:
+        """The chain of another sequence of the same length."""
+        return self._replace(slices=tuple(s._replace(sequence=sequence) for s in self.slices))
+
 
 def chained(
     lengths: Ints, cost_table: CostTable, limits: Limits, notes: list[str] | None = None
@@ -80,12 +85,9 @@ def chained(
                 notes.append("mesh: a large batch in slices: divisions into more of them were not tried")
             return
         spent += slices_of(round_s, degree)
-        cuts = [
-            chain
-            for i in longest_first
-            if i in too_long or seconds[i] > _FULL * round_s
-            for chain in _chain(i, int(lengths[i]), degree, round_s, price, cost_table, limits)
-        ]
+        chain_of = cache(partial(_chain, degree=degree, round_s=round_s, cost_table=cost_table, limits=limits))
+        cut = [i for i in longest_first if i in too_long or seconds[i] > _FULL * round_s]
+        cuts = [chain.of(i) for i in cut if (chain := chain_of(int(lengths[i]))) is not None]
         named = {chain.slices[0].sequence for chain in cuts}
         if not named >= too_long:
             continue  # one of them has too few tokens for so many ranks
@@ -98,10 +100,13 @@ def _powers(degrees: list[int]) -> list[int]:
     return [d for d in degrees if d & (d - 1) == 0 or d == degrees[-1]]
 
 
-def _chain(
-    index: int, length: int, degree: int, round_s: float, price: PassCost, cost_table: CostTable, limits: Limits
-) -> Iterator[Chain]:
-    """The sequence on as many ranks, or on as many as its tokens are enough for; nothing where the cap is too small."""
+def _chain(length: int, *, degree: int, round_s: float, cost_table: CostTable, limits: Limits) -> Chain | None:
+    """Sequence 0, of ``length`` tokens, on ``degree`` ranks, or on as many as its tokens are enough for.
+
+    None where the cap is too small.
+    """
+    costs = cost_table.context.costs
+    price = costs.forward.plus(costs.backward)
     ranks = max((d for d in cost_table.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
     least = LEAST_TOKENS * ranks
     most = ranks * (limits.max_tokens - 2) if ranks > 1 else limits.max_tokens
@@ -112,15 +117,15 @@ def _chain(
         first, last = _ends(length, count + more, price)
         if first > most + 1 or last < least - 1:
             continue
-        slices = _equal(index, length, count + more, price)
+        slices = _equal(length, count + more, price)
         if all(least <= s.length <= most for s in slices):
-            yield Chain(slices, ranks, _strategy(slices, ranks, cost_table))
-            return
+            return Chain(slices, ranks, _strategy(slices, ranks, cost_table))
     if most >= least:
         # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
-        slices = tuple(evenly(index, length, count, price, most, least))
+        slices = tuple(evenly(0, length, count, price, most, least))
         if ranks == 1 or slices[-1].length >= least:
-            yield Chain(slices, ranks, _strategy(slices, ranks, cost_table))
+            return Chain(slices, ranks, _strategy(slices, ranks, cost_table))
+    return None
 
 
 def _ends(length: int, count: int, price: PassCost) -> tuple[float, float]:
@@ -129,11 +134,11 @@ def _ends(length: int, count: int, price: PassCost) -> tuple[float, float]:
     return price.tokens_within(0, whole_s / count), length - price.tokens_within(0, whole_s * (count - 1) / count)
 
 
-def _equal(index: int, length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
-    """Slices of equal cost."""
+def _equal(length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
+    """Slices of sequence 0 of equal cost."""
     whole = float(price.seconds(length))
     ends = [round(price.tokens_within(0, whole * k / count)) for k in range(count)] + [length]
-    return tuple(Slice(index, a, b) for a, b in pairwise(ends))
+    return tuple(Slice(0, a, b) for a, b in pairwise(ends))
 
 
 def _strategy(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
@@ -187,11 +192,16 @@ def _blocks(
     num_ranks, node = limits.num_ranks, cost_table.node
     grids: list[_Grid] = []
     tall = max((len(chain.slices) for chain in chains), default=1)
+    first_open: dict[tuple[int, int], int] = {}  # a block that refused a chain refuses all others of its shape
     for chain in sorted(chains, key=lambda c: (-len(c.slices), -c.degree, c.slices[0].sequence)):
         step = chain.degree if chain.degree <= node and node % chain.degree == 0 else 1
-        if not any(grid.takes(chain, step, tall) for grid in grids):
+        shape = len(chain.slices), chain.degree
+        tried = range(first_open.get(shape, 0), len(grids))
+        number = next((k for k in tried if grids[k].takes(chain, step, tall)), len(grids))
+        if number == len(grids):
             grids.append(_Grid(np.zeros(num_ranks, dtype=np.int64), [0], []))
-            grids[-1].takes(chain, step, tall)
+            grids[number].takes(chain, step, tall)
+        first_open[shape] = number
     blocks = [_laid_out(grid.placed, int(grid.used.max())) for grid in grids]
     cells = [[_idle(one, num_ranks) for one in block.rounds] for block in blocks]
     _fill(blocks, cells, rest, lengths, round_s, price, limits)

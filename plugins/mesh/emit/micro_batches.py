@@ -8,12 +8,13 @@ travels farthest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ....core.aliases import Ints, Ranks
 from ....core.balance.joined import Joined
+from ....core.plan.order import in_turn
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..cost_table import CostTable, CpStrategy
 
@@ -23,33 +24,28 @@ def micro_batches(
 ) -> list[MicroBatch] | None:
     """The micro-batches of one round; None where no cp_comm suits sequences that meet.
 
-    Args:
-        pieces: what each sequence runs in this round, on ``cp_groups``.
-        dummies: give ranks without work a micro-batch too.
+    ``pieces``: what each sequence runs, on ``cp_groups``; ``dummies``: give ranks without work a micro-batch too.
     """
+    sharing = Joined(cost_table.limits.num_ranks)
+    for cp_group in {cp_group for cp_group in cp_groups if len(cp_group) > 1}:
+        sharing.join(cp_group)
     members: dict[int, list[int]] = {}
-    root = _components(cp_groups, cost_table.limits.num_ranks)
     for k, cp_group in enumerate(cp_groups):
-        members.setdefault(root[cp_group[0]], []).append(k)
-    out: list[MicroBatch] = []
-    for together in members.values():
-        micro_batch = joined([(pieces[k], cp_groups[k]) for k in together], cost_table)
+        members.setdefault(sharing.first(cp_group[0]), []).append(k)
+    together: list[MicroBatch] = []
+    for numbers in members.values():
+        micro_batch = joined([(pieces[k], cp_groups[k]) for k in numbers], cost_table)
         if micro_batch is None:
             return None
-        out.append(micro_batch)
-    out.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
-    if dummies:
-        busy = {rank for m in out for rank in m.ranks}
-        out += [MicroBatch((), (rank,)) for rank in range(cost_table.limits.num_ranks) if rank not in busy]
-    return out
+        together.append(micro_batch)
+    together.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
+    return together + (idle(together, cost_table.limits.num_ranks) if dummies else [])
 
 
-def _components(cp_groups: list[Ranks], num_ranks: int) -> list[int]:
-    """For each rank the first of all ranks that share sequences with it."""
-    joined = Joined(num_ranks)
-    for cp_group in {cp_group for cp_group in cp_groups if len(cp_group) > 1}:
-        joined.join(cp_group)
-    return [joined.first(rank) for rank in range(num_ranks)]
+def idle(micro_batches: Iterable[MicroBatch], num_ranks: int) -> list[MicroBatch]:
+    """A dummy for each rank that has none of these micro-batches."""
+    busy = {rank for m in micro_batches for rank in m.ranks}
+    return [MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy]
 
 
 def _span(m: MicroBatch, node: int) -> int:
@@ -57,20 +53,18 @@ def _span(m: MicroBatch, node: int) -> int:
     return max(len({rank // node for rank in cp_group}) for cp_group in m.ranks_of_slices)
 
 
-def joined(parts: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:
+def joined(placed: list[tuple[Slice, Ranks]], cost_table: CostTable) -> MicroBatch | None:
     """One micro-batch of slices, each on its CP group; None where no cp_comm suits all."""
-    ranks = tuple(sorted({rank for _, cp_group in parts for rank in cp_group}))
-    parts = sorted(parts, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
-    slices = tuple(piece for piece, _ in parts)
+    ranks = tuple(sorted({rank for _, cp_group in placed for rank in cp_group}))
+    placed = sorted(placed, key=lambda one: (-len(one[1]), -one[0].length, one[0]))
+    slices = tuple(piece for piece, _ in placed)
     if len(ranks) == 1:
         return MicroBatch(slices, ranks)
-    strategy = common_strategy([(piece.length, cp_group) for piece, cp_group in parts], cost_table)
+    strategy = common_strategy([(piece.length, cp_group) for piece, cp_group in placed], cost_table)
     if strategy is None:
         return None
-    cp_groups = tuple(cp_group for _, cp_group in parts)
-    if all(cp_group == ranks for cp_group in cp_groups):
-        cp_groups = ()
-    return MicroBatch(slices, ranks, 0, strategy.cp_comm, strategy.ulysses_degree, cp_groups, routed=strategy.routed)
+    cp_groups = tuple(cp_group for _, cp_group in placed)
+    return strategy.micro_batch(slices, ranks, () if set(cp_groups) == {ranks} else cp_groups)
 
 
 def common_strategy(sequences: list[tuple[int, Ranks]], cost_table: CostTable) -> CpStrategy | None:
@@ -113,9 +107,12 @@ def _suiting(shared: list[tuple[int, Ranks]], cost_table: CostTable) -> Iterator
             yield strategy
 
 
-def packs(pieces: list[Slice], rank: int, bins: list[list[int]]) -> list[MicroBatch]:
-    """Micro-batches of whole sequences on one rank."""
-    return [MicroBatch(tuple(pieces[k] for k in sorted(numbers)), (rank,)) for numbers in bins]
+def in_packs(lengths: Ints, bins_of_ranks: list[list[list[int]]]) -> list[MicroBatch]:
+    """Whole sequences on single ranks, in launch order; ``bins_of_ranks[rank][k]``: numbers of those in one pack."""
+    return [
+        MicroBatch(tuple(whole(lengths, np.array(sorted(numbers)))), (rank,))
+        for rank, numbers in in_turn(bins_of_ranks)
+    ]
 
 
 def whole(lengths: Ints, numbers: Ints) -> list[Slice]:

@@ -13,6 +13,7 @@ from ....core.plan.limits import Limits
 from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.stock import UNCAPPED
 from ..config import MeshConfig
+from .micro_batches import idle
 
 
 def lengths_of(plan: StepPlan) -> Ints:
@@ -62,8 +63,7 @@ def step(incoming: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch]
     launched = list(micro_batches)
     if limits.equal_counts or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in launched)):
         launched = in_step(launched, limits.num_ranks)
-    busy = {rank for m in launched for rank in m.ranks}
-    launched += [MicroBatch((), (rank,)) for rank in range(limits.num_ranks) if rank not in busy]
+    launched += idle(launched, limits.num_ranks)
     return incoming.with_micro_batches(launched, limits, name)
 
 
@@ -73,13 +73,9 @@ def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]
     rounds: list[list[MicroBatch]] = []
     for m in micro_batches:
         place = max(done[rank] for rank in m.ranks)
-        while len(rounds) <= place:
+        if place == len(rounds):
             rounds.append([])
         rounds[place].append(m)
         for rank in m.ranks:
             done[rank] = place + 1
-    out: list[MicroBatch] = []
-    for in_round in rounds:
-        busy = {rank for m in in_round for rank in m.ranks}
-        out += [*in_round, *(MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy)]
-    return out
+    return [m for one in rounds for m in (*one, *idle(one, num_ranks))]

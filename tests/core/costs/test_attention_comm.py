@@ -22,10 +22,9 @@ from evenload.core.costs.attention_comm import (
     times_of,
     together_s,
 )
-from evenload.core.costs.context import Direction, PlanningContext
+from evenload.core.costs.context import Direction, PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.exposed import attention_s, exposed_of_ranks, exposed_s, moved_tokens
-from evenload.core.costs.traffic import Traffic
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from evenload.core.costs.context import PlanningContext
+from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.costs.traffic import Traffic
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link

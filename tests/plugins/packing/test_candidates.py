@@ -27,7 +27,7 @@ def plans(lengths: list[int], **section: Any) -> list[StepPlan]:
     limits, config = Limits(2, 500), PackingConfig.model_validate({"max_tokens": 500, **section})
     batch = as_lengths(lengths)
     bound_s = lower_bound_s(batch, limits, COSTS)
-    return list(portfolio(StepPlan(batch, (), limits), batch, limits, COSTS, config, bound_s))
+    return list(portfolio(StepPlan(batch, (), limits), limits, COSTS, config, bound_s))
 
 
 @pytest.mark.parametrize("lengths", [[300, 200, 100, 40], [3000, 200, 100, 40], [2]])

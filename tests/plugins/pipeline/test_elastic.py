@@ -8,10 +8,9 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from evenload.core.balance.slicing import evenly
-from evenload.core.costs.context import PlanningContext
+from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
-from evenload.core.costs.traffic import Traffic
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
@@ -69,6 +68,10 @@ def words(plan: StepPlan) -> list[str]:
 
 def without_weights(plan: StepPlan) -> list[list[Op]]:
     return [[op for op in ops if op.kind != "W"] for ops in plan.order]
+
+
+def split_where_faster(plan: StepPlan, at: PlanningContext, extra: int = 0) -> StepPlan:
+    return placed(ordered(plan, at, extra=extra), at)
 
 
 def in_flight(ops: list[Op] | tuple[Op, ...]) -> int:
@@ -144,7 +147,7 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(
 ) -> None:
     plan, at = case
     whole = ordered(plan, at, extra=extra)
-    split = check(ordered(plan, at, extra=extra, split=True))
+    split = check(split_where_faster(plan, at, extra=extra))
     assert without_weights(split) == [list(ops) for ops in whole.order]
     assert simulate(split, at, record=False).step_s <= simulate(whole, at, record=False).step_s * (1 + 1e-9)
     assert peak_bytes(split) <= peak_bytes(whole)
@@ -157,7 +160,8 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(
 @given(chunked(), st.booleans())
 def test_the_clock_is_the_simulator(case: tuple[StepPlan, PlanningContext], split: bool) -> None:
     plan, at = case
-    made = ordered(plan, at, extra=1, split=split)
+    made = ordered(plan, at, extra=1)
+    made = placed(made, at) if split else made
     clock = clock_of(plan, at)
     stages = range(plan.limits.num_stages)
     ends = [
@@ -172,17 +176,6 @@ def test_a_link_carries_one_chunk_at_a_time() -> None:
     made = check(ordered(StepPlan(as_lengths([6]), batches, LIMITS), at))
     # The last stage has F0 at 4 + 12, F1 at 16 + 6; B1 ends at 28, B0 at 36, and is there at 36 + 12.
     assert end_of(made.order, clock_of(made, at)) == simulate(made, at).step_s == 56
-
-
-@settings(max_examples=40)
-@given(chunked(), st.data())
-def test_pipelines_of_any_groups_are_lawful(case: tuple[StepPlan, PlanningContext], data: st.DataObject) -> None:
-    plan, at = case
-    numbers = range(len(plan.micro_batches))
-    ends = sorted(data.draw(st.sets(st.sampled_from(numbers), max_size=3)))
-    groups = [list(numbers)[a:b] for a, b in zip([0, *ends], [*ends, len(numbers)], strict=True)]
-    made = check(ordered(plan, at, groups=groups))
-    assert sorted(made.order[0]) == sorted(ordered(plan, at).order[0])
 
 
 def test_whole_sequences_run_one_forward_one_backward() -> None:
@@ -222,18 +215,6 @@ def test_backwards_run_by_the_forwards_they_need() -> None:
     check(ordered(plan, context(2)))
 
 
-def test_a_pipeline_starts_before_the_one_before_has_ended_but_not_ahead_of_its_forwards() -> None:
-    plan = chain(1, 1, 1, 1, 3)
-    last = words(check(ordered(plan, context(2), groups=[[0, 1, 2, 3], [4, 5, 6]])))[1]
-    assert last == "F0 B0 F1 B1 F2 B2 F3 F4 F5 B3 F6 B6 B5 B4"
-    assert words(check(ordered(plan, context(2))))[1] == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B6 B5 B4"
-
-
-def test_groups_may_run_in_another_order_than_the_launch() -> None:
-    made = check(ordered(chain(1, 3), context(2), groups=[[1, 2, 3], [0]]))
-    assert words(made)[1] == "F1 F2 F3 B3 B2 B1 F0 B0"
-
-
 def test_without_any_memory_a_stage_runs_what_its_next_backward_needs_and_no_more() -> None:
     plan = chain(3, 2, 3, 1, stages=3)
     lines = lines_of(plan, 0)
@@ -254,7 +235,7 @@ def test_a_memory_cap_is_kept_where_the_longest_sequence_lets_it() -> None:
 def test_weight_gradients_fill_the_drain() -> None:
     plan = chain(1, 1)
     assert simulate(ordered(plan, context(2)), context(2)).step_s == 9
-    made = check(ordered(plan, context(2), split=True))
+    made = check(split_where_faster(plan, context(2)))
     # The last stage: F0 1..2, B0 ..3, F1 ..4, B1 ..5, W0 W1 ..7; the first: B0 3..5, B1 ..7.
     assert words(made) == ["F0 F1 B0 B1", "F0 B0 F1 B1 W0 W1"]
     assert simulate(made, context(2)).step_s == 7
@@ -263,25 +244,25 @@ def test_weight_gradients_fill_the_drain() -> None:
 def test_a_rank_that_is_done_early_anyway_splits_nothing() -> None:
     batches = tuple(MicroBatch((Slice(i, 0, 1),), (int(i == 4),)) for i in range(5))
     plan = StepPlan(as_lengths([1] * 5), batches, replace(LIMITS, num_ranks=2))
-    made = check(ordered(plan, context(2, ranks=2), split=True))
+    made = check(split_where_faster(plan, context(2, ranks=2)))
     assert made.split[1]
     assert all(4 not in split for split in made.split)
 
 
 def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() -> None:
     plan = chain(*[1] * 8)  # a chunk holds 2 bytes and defers 0.8: two chunks at the first stage hold 4
-    made = check(ordered(plan, context(2), split=True))
+    made = check(split_where_faster(plan, context(2)))
     waiting = list(accumulate({"F": 0, "B": 1, "W": -1}[op.kind] for op in made.order[1]))
     assert max(waiting) > 1
     assert max(peaks_of_stage(made, 1))[0] <= max(peaks_of_stage(made, 0))[0] == peak_bytes(ordered(plan, context(2)))
     memory = plan.limits.memory.model_copy(update={"deferred_bytes_per_token": 2 * 100.0})
     heavy = replace(plan, limits=replace(plan.limits, memory=memory))
-    assert not any(ordered(heavy, context(2), split=True).split)
+    assert not any(split_where_faster(heavy, context(2)).split)
 
 
 def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_step() -> None:
     plan = chain(1, 1, 1)
-    assert any(ordered(plan, context(2), split=True).split)
+    assert any(split_where_faster(plan, context(2)).split)
     for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, equal_counts=True)):
         given_order = ordered(plan, context(2)).order
         made = placed(replace(plan, limits=limits, order=given_order), context(2))
@@ -296,7 +277,7 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
     bare = StepPlan(as_lengths(lengths), alone, LIMITS)
     plan = check(replace(bare, order=(order, order), backward=(alone[3], alone[2], together), replayed=(2,)))
     assert ordered(plan, context(2), extra=3) is plan
-    made = check(ordered(plan, context(2), split=True))
+    made = check(split_where_faster(plan, context(2)))
     assert without_weights(made) == [list(order)] * 2
     # B0 is the fullest moment: there is no room for what it would defer.
     assert words(made)[1] == "F0 F1 F2 F3 B0 B1 B2 W1 W2"
@@ -307,7 +288,7 @@ def test_shared_micro_batches_keep_their_order() -> None:
     limits = replace(LIMITS, num_ranks=2)
     batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
     plan = check(StepPlan(as_lengths([8, 2]), batches, limits))
-    assert ordered(plan, context(2, ranks=2), split=True) is plan
+    assert split_where_faster(plan, context(2, ranks=2)) is plan
 
 
 def long_tailed(seed: int, stages: int) -> tuple[StepPlan, PlanningContext]:
@@ -366,7 +347,7 @@ def test_bubbles_shrink_with_the_order_the_forwards_ahead_and_the_weight_passes(
         chain_by_chain(plan),
         ordered(plan, at),
         ordered(plan, at, extra=1),
-        ordered(plan, at, extra=1, split=True),
+        split_where_faster(plan, at, extra=1),
     ]
     bubbles = [simulate(check(one), at, record=False).bubble_frac for one in tries]
     assert bubbles == sorted(bubbles, reverse=True)
