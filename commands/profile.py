@@ -29,6 +29,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -98,7 +99,10 @@ class Fitted(NamedTuple):
 
 def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
-    _refuse_unwritable(out)
+    if out.suffix not in (".yaml", ".yml"):
+        raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
+    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
+        raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
     return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
 
 
@@ -271,11 +275,9 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
@@ -285,10 +287,3 @@ def _rounded(numbers: Numbers) -> Numbers:
 
 def _digits(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _refuse_unwritable(out: Path) -> None:
-    if out.suffix not in (".yaml", ".yml"):
-        raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
-    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
-        raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")

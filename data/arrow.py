@@ -55,7 +55,8 @@ class ArrowDocuments(Documents):
         if self.vocab_size is not None:
             return self.vocab_size
         tokens = (chunk.values[int(chunk.offsets[0]) : int(chunk.offsets[-1])] for chunk in self._chunks)
-        return int(cached_arrays(self._key("arrow-vocab-1"), lambda: vocab_size_of(tokens))["vocab_size"][0])
+        key = key_of(self._files, self._field, "arrow-vocab-1")
+        return int(cached_arrays(key, lambda: vocab_size_of(tokens))["vocab_size"][0])
 
     def where(self, document: int) -> str:
         return f"row {document} of {self.name}"
@@ -68,7 +69,8 @@ class ArrowDocuments(Documents):
 
     def _lengths(self) -> NDArray[np.int64]:
         if self._tokenise:
-            return cached_arrays(self._key("arrow-lengths-1", self._tokenizer.identity), self._count)["lengths"]
+            key = key_of(self._files, self._field, "arrow-lengths-1", self._tokenizer.identity)
+            return cached_arrays(key, self._count)["lengths"]
         lengths = [np.diff(chunk.offsets).astype(np.int64) for chunk in self._chunks]
         return self._without_nulls(np.concatenate([np.zeros(0, dtype=np.int64), *lengths]))
 
@@ -86,9 +88,6 @@ class ArrowDocuments(Documents):
             if chunk.null is not None:
                 lengths[first : first + len(chunk.null)][chunk.null] = 0
         return lengths
-
-    def _key(self, *parts: str) -> str:
-        return key_of(self._files, self._field, *parts)
 
 
 def open_table(path: Path) -> Any:

@@ -100,7 +100,7 @@ def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
         while line := _line(stream, name):
             number += 1
             if not line.isspace():
-                yield f"line {number} of {name}", offset, _parse(line, number, name)
+                yield f"line {number} of {name}", offset, _parse(line, f"line {number} of {name}")
             offset += len(line)
 
 
@@ -148,10 +148,10 @@ def _line(stream: BinaryIO, name: str) -> bytes:
     return b"".join(parts)
 
 
-def _parse(line: bytes, number: int, name: str) -> Any:
+def _parse(line: bytes, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
         detail = shorten(f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}")
         do = "mend or delete the line (a cut-off last line often means an interrupted copy)"
-        raise EvenloadError(f"line {number} of {name} is not valid JSON", detail, do) from error
+        raise EvenloadError(f"{place} is not valid JSON", detail, do) from error

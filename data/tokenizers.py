@@ -75,8 +75,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(spec))
-    if os.path.isdir(path):
-        path = path / "tokenizer.json"
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
     if not reading.is_file(path):
         raise EvenloadError(f"there is no tokenizer {shown(spec)}", f"{shorten(str(path))} is not a file", _DO)
     return FileTokenizer(path)

@@ -11,6 +11,7 @@ batches. A state with waiting samples that is resumed without the plugin runs th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,12 +83,10 @@ def num_waiting(state: Mapping[str, Any]) -> int:
 
 
 def _read(queue: Any, num_samples: int) -> Waiting:
-    try:
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
         samples, steps = (np.array(queue[name], dtype=np.int64) for name in ("samples", "steps"))
         waiting = Waiting(samples, steps, int(queue["ranks"]))
         whole = waiting.samples.ndim == 1 and waiting.samples.shape == waiting.steps.shape and waiting.num_ranks > 0
         if whole and ((waiting.samples >= 0) & (waiting.samples < num_samples)).all():
             return waiting
-    except (KeyError, TypeError, ValueError, OverflowError):
-        pass
     raise EvenloadError("the saved queue of waiting samples is damaged", f"{queue}", "resume from another checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -189,8 +190,8 @@ def verify(result: Result) -> Group:
     )
 
 
-def _error(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2e}"
+def _error(value: float) -> str:
+    return f"{value:.2e}" if math.isfinite(value) else "not finite"
 
 
 _STEP: Columns = {

@@ -34,7 +34,7 @@ _SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, meas
 """Heads of a table where a page is narrow."""
 
 
-def write_report(outlook: Outlook, path: Path) -> None:
+def write(outlook: Outlook, path: Path) -> None:
     """Write the page. Raises EvenloadError."""
     page = page_of(outlook)
     with whole(path) as part:

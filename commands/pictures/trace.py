@@ -22,7 +22,9 @@ from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
 from .._shared.bubbles import Place, by_place, name_of
+from ..plan import Outlook
 from .files import open_text, whole
+from .outlook import about, label, names, planners
 from .trace_args import args_of, tell_bubbles
 
 logger = logging.getLogger("evenload")
@@ -66,6 +68,22 @@ class _Thread(NamedTuple):
 
 _STEP: Place = (-1, -1)
 """Where a process has the thread of its whole steps."""
+
+
+def write(outlook: Outlook, path: Path) -> None:
+    """Write what a plan predicts. Raises EvenloadError."""
+    write_trace(path, tracks_of(outlook), about(outlook))
+
+
+def tracks_of(outlook: Outlook) -> list[Track]:
+    """All steps of all planners, a planner's steps without gaps."""
+    tracks = []
+    for name in names(outlook):
+        begin_s = 0.0
+        for one in (planners(step)[name] for step in outlook.steps):
+            tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
+            begin_s += one.outcome.step_s
+    return tracks
 
 
 def write_trace(path: Path, tracks: Sequence[Track], about: Mapping[str, Any]) -> None:
