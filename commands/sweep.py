@@ -111,10 +111,8 @@ def _row(outlook: Outlook) -> Result:
     num_tokens = sum(one.plan.num_tokens for one in own)
     total_s = sum(one.outcome.step_s for one in own)
     peak_bytes = max(one.peak_bytes for one in own)
-    means = {
-        key: float(sum(getattr(one.outcome, key) for one in own)) / len(own)
-        for key in ("imbalance", "bubble_frac", "exposed_frac")
-    }
+    keys = ("imbalance", "bubble_frac", "exposed_frac")
+    means = {key: float(sum(getattr(one.outcome, key) for one in own)) / len(own) for key in keys}
     return {
         "world_size": layout.world_size,
         "layout": vars(layout),

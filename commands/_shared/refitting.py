@@ -120,8 +120,6 @@ def _with(chain: PlanChain, values: Floats) -> PlanChain:
 def _has_effect(job: Job) -> bool:
     wanted, holds_waiting = job.recipe.planner.refit, job.host.busy_waits
     if wanted and holds_waiting:
-        logger.warning(
-            "planner.refit has no effect: ranks exchange tensors inside their passes here, and the time of a pass, by "
-            "the wall clock or on CUDA, holds the waiting for other ranks"
-        )
+        why = "and the time of a pass, by the wall clock or on CUDA, holds the waiting for other ranks"
+        logger.warning("planner.refit has no effect: ranks exchange tensors inside their passes here, %s", why)
     return wanted and not holds_waiting

@@ -61,13 +61,8 @@ class Progress:
 def progress(leads: bool) -> Iterator[Progress]:
     """Progress for this rank."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
+    name, text = TextColumn("{task.description}"), TextColumn("{task.fields[text]}", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
     with RichProgress(*columns, console=console, disable=not (leads and console.is_terminal)) as bar:
         yield Progress(bar, console if leads and not console.is_terminal else None)
 

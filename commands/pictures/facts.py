@@ -165,10 +165,7 @@ class Facts:
 def facts_of(outlook: Outlook) -> Facts:
     """Gather the numbers; steps that were simulated without spans are simulated again."""
     context = outlook.chain.context
-    of_name = {}
-    for name in names(outlook):
-        steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
-        of_name[name] = _planner(name, steps, context)
+    of_name = {name: _planner(name, outlook) for name in names(outlook)}
     return Facts(
         of_name.pop(OURS),
         tuple(of_name.values()),
@@ -186,7 +183,9 @@ def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
     return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 
-def _planner(name: str, steps: tuple[Simulated, ...], context: PlanningContext) -> Planner:
+def _planner(name: str, outlook: Outlook) -> Planner:
+    context = outlook.chain.context
+    steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
     parts = [parts_of(one, context) for one in steps]
     slots = sum(one.plan.num_padded_tokens for one in steps)
     means = ("step_s", "imbalance", "bubble_frac", "exposed_frac")

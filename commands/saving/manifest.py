@@ -62,9 +62,7 @@ def read(checkpoint: Path) -> Manifest:
 
 
 def _is_file(row: Any) -> bool:
-    if isinstance(row, list):
-        return len(row) == 2 and type(row[0]) is int and isinstance(row[1], str)
-    return type(row) is int
+    return type(row) is int or (isinstance(row, list) and [type(part) for part in row] == [int, str])
 
 
 def _hash_of(body: Mapping[str, Any]) -> str:
