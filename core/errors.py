@@ -34,6 +34,17 @@ class EvenloadError(ValueError):
         return "\n  ".join(parts)
 
 
+Rule = tuple[bool, str, str, str]
+"""Whether something is wrong, and the three parts of the `EvenloadError` that says so."""
+
+
+def refuse_first(*rules: Rule) -> None:
+    """Raise EvenloadError for the first rule that is broken."""
+    for broken, what, detail, do in rules:
+        if broken:
+            raise EvenloadError(what, detail, do)
+
+
 class PlanError(EvenloadError):
     """A plan that breaks a law: no rank may run it."""
 

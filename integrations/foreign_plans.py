@@ -5,11 +5,8 @@ The laws (`core.laws`) say what no host can run; this table says what this one c
 
 from __future__ import annotations
 
-from ..core.errors import EvenloadError
+from ..core.errors import refuse_first
 from ..core.plan.step_plan import StepPlan
-
-Rule = tuple[bool, str, str, str]
-"""Whether it is broken, and the three parts of the error."""
 
 
 def refuse_foreign(
@@ -25,7 +22,7 @@ def refuse_foreign(
     grouped = (*plan.micro_batches, *plan.backward)
     static = next((i for i, m in enumerate(grouped) if len(m.ranks) > 1 and not m.cp_comm), None)
     layout = "plan for the layout of this job"
-    _refuse(
+    refuse_first(
         (
             plan.limits.num_ranks != num_ranks,
             "the plan was made for another number of data-parallel ranks",
@@ -61,7 +58,7 @@ def refuse_own_order(plan: StepPlan, rank: int, *, shares: bool) -> None:
         shares: there is a plane over which ranks share micro-batches, and one pipeline stage.
     """
     shared = next((i for i in plan.of_rank(rank) if len(plan.micro_batches[i].ranks) > 1), None)
-    _refuse(
+    refuse_first(
         (
             bool(plan.order or plan.recompute or any(plan.offload)),
             "the trainer's own schedule cannot run a plan with an order, recomputation or offload of its own",
@@ -81,9 +78,3 @@ def refuse_own_order(plan: StepPlan, rank: int, *, shares: bool) -> None:
             "give the plan an order per stage, or plan whole sequences",
         ),
     )
-
-
-def _refuse(*rules: Rule) -> None:
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)

@@ -6,10 +6,11 @@ loop, verify and bench know nothing else of them. One Host lives in each process
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,12 @@ from torch import Tensor
 
 from ..core.machine.layout import Layout
 from ..core.plan.step_plan import Slice, StepPlan
+from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import Span
+from ..runtime.measure.busy import BusyClock
+from ..runtime.stage.stage_links import StageLinks
+from ..runtime.world.agreement import everyone
+from ..runtime.world.plane import Plane
 from .textbook import AdamState
 
 TokensOf = Callable[[int], npt.NDArray[np.int64]]
@@ -44,8 +50,6 @@ class StepResult:
 
     loss: float
     """Sum of token losses / target tokens of the global batch; the same number on every rank."""
-    grad_norm: float
-    """Norm of the global gradient before clipping."""
     num_targets: int
     """Target tokens of the global batch."""
     busy_s: float
@@ -55,8 +59,10 @@ class StepResult:
     """The forward part of ``busy_s``."""
     executed: tuple[Slice, ...]
     """Slices this rank ran, for the count of tokens missing or repeated."""
-    branches: tuple[str, ...] = ()
+    branches: tuple[str, ...]
     """What the host decided beyond the plan, in the words of `core.plan.branches`."""
+    grad_norm: float = 0.0
+    """Norm of the global gradient before clipping; filled in last."""
     spans: tuple[Span, ...] = ()
     """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
 
@@ -66,15 +72,25 @@ class StepResult:
     entered together: on one machine they share the clock, between machines it is as good as the barrier before."""
 
 
-class Host(Protocol):
-    """A trainer that runs plans. Raises EvenloadError for what it cannot honour, before the first step."""
+class Host(ABC):
+    """A trainer that runs plans. Raises EvenloadError for what it cannot honour, before the first step.
 
+    All methods but `describe` are collective.
+    """
+
+    recipe: Recipe
     layout: Layout
     dp_cp_rank: int
     pipeline_stage: int
     device: torch.device
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
+    _stages: Any = None
+    """Process group of the pipeline stages with this rank's part of the batch; only needed where there are several."""
+    _links: StageLinks | None = None
+    """To the neighbouring stages."""
+    _plane: Plane | None = None
+    """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
 
     def train_step(
         self,
@@ -86,47 +102,87 @@ class Host(Protocol):
         record: bool = False,
         inspect: Inspect | None = None,
     ) -> StepResult:
-        """Forward, backward, reduction, clipping and update of one planned step. Collective.
+        """Forward, backward, reduction, clipping and update of one planned step.
 
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
         what `gradients` would return, right before the update; it must not change it.
         """
-        ...
+        clock = BusyClock(self.device, record=record)
+        result = self._run(plan, tokens_of, mark, clock)
+        if inspect is not None:
+            inspect(self._gradients())
+        mark(UPDATE)
+        with clock.noting("U"):
+            norm = self._update(lr)
+        return replace(result, grad_norm=norm, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
         """Run the plan without an update; whole-model gradients (of the loss above) by parameter name, on the CPU.
 
         Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
-        under their global names. They went through the reduction that `train_step` uses. Collective.
+        under their global names. They went through the reduction that `train_step` uses.
         """
-        ...
+        result = self._run(plan, tokens_of, no_mark, BusyClock(self.device))
+        gradients = self._gradients()
+        return replace(result, grad_norm=self._norm(gradients)), gradients
 
+    @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
         """The weights of all pipeline stages as the forward uses them, in its precision, by name, on the CPU; shards as
-        in `gradients`. Collective."""
-        ...
+        in `gradients`."""
 
     def of_all_stages(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors of this rank's pipeline stage, by name, with those of the other stages. Collective."""
-        ...
+        """The tensors of this rank's pipeline stage, by name, with those of the other stages."""
+        stages = everyone(tensors, self._stages) if self.layout.pp > 1 else [tensors]
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
 
+    @abstractmethod
     def optimizer_states(self) -> Mapping[str, AdamState]:
-        """What the optimizer holds, after a step, of every parameter that `gradients` names, whole, on the CPU.
-        Collective."""
-        ...
+        """What the optimizer holds, after a step, of every parameter that `gradients` names, whole, on the CPU."""
 
+    @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write model and optimizer into an existing empty directory. Collective."""
-        ...
+        """Write model and optimizer into an existing empty directory."""
 
+    @abstractmethod
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote, on any layout the trainer can reshard to. Collective."""
-        ...
+        """Read what `save` wrote, on any layout the trainer can reshard to."""
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Versions, attention kernel, parameters: what a log line and a benchmark should carry."""
-        ...
 
     def close(self) -> None:
         """Release what the host holds; the process group stays."""
-        ...
+        for groups in (self._links, self._plane):
+            if groups is not None:
+                groups.close()
+        self._links = self._plane = None
+
+    @abstractmethod
+    def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
+        """All forwards and backwards of this rank and the gradient sum; norm and spans are left out."""
+
+    @abstractmethod
+    def _gradients(self) -> dict[str, Tensor]:
+        """The summed gradients of this rank's part of the model by global name, on the CPU."""
+
+    @abstractmethod
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of the whole model's gradient, from what `_gradients` gave on each rank."""
+
+    @abstractmethod
+    def _update(self, lr: float) -> float:
+        """Clip and apply the gradients; their norm before clipping."""
+
+    @abstractmethod
+    def _open_plane(self) -> Plane:
+        """The plane of this rank."""
+
+    def _plane_of(self, plan: StepPlan) -> Plane | None:
+        """What the micro-batches of a plan are shared over; None where it shares none."""
+        if not plan.shared:
+            return None
+        self._plane = self._plane or self._open_plane()
+        self._plane.node_ranks = plan.limits.node_ranks
+        return self._plane

@@ -17,11 +17,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from .ledger import Ledger
-from .row import Patch, Wrapper
+from .row import Patch, from_module
 from .slots import within
 
 TORCH = "torch >=2.6,<3"
@@ -37,48 +38,26 @@ def no_cuda() -> bool:
     return not torch.cuda.is_available()
 
 
-def _stand_in(name: str) -> Callable[[Any], Any]:
-    """`cpu_standins.name`, imported when the row is applied: the table of rows needs no torch."""
-
-    def make(original: Any) -> Any:
-        from . import cpu_standins
-
-        return getattr(cpu_standins, name)(original)
-
-    return make
+_of_torch, _of_megatron = (partial(Patch, supports=versions, when=no_cuda) for versions in (TORCH, MEGATRON))
 
 
-def _wrapper(name: str) -> Wrapper:
-    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from . import cpu_standins
-
-        return getattr(cpu_standins, name)(wrapped, instance, args, kwargs)
-
-    return call
+def _stand_in(name: str) -> Callable[..., Any]:
+    return from_module(f".cpu_standins:{name}")
 
 
 def _cuda(name: str, stand_in: str, why: str) -> Patch:
-    return Patch(
-        name=f"cpu.cuda.{name}",
-        target=f"torch.cuda:{name}",
-        supports=TORCH,
-        why=why,
-        replace=_stand_in(stand_in),
-        reach=("megatron",),
-        when=no_cuda,
-    )
+    target, value = f"torch.cuda:{name}", _stand_in(stand_in)
+    return _of_torch(name=f"cpu.cuda.{name}", target=target, why=why, replace=value, reach=("megatron",))
 
 
 _TORCH_ROWS = (
-    Patch(
+    _of_torch(
         name="cpu.dynamo",
         target="os:environ[TORCHDYNAMO_DISABLE]",
-        supports=TORCH,
         why="Megatron's jit_fuser is torch.compile, 4 to 15 s of compiling per process on a CPU. Reaches every "
         "torch.compile made while it is set, child processes included; a value that the user has set is kept.",
         replace=lambda _: "1",
         fills_gap=True,
-        when=no_cuda,
     ),
     _cuda(
         "current_device",
@@ -100,36 +79,30 @@ _TORCH_ROWS = (
         _cuda(name, name, "Seeding and the tracker of tensor-parallel generators; the CPU generator takes the part.")
         for name in ("manual_seed", "get_rng_state", "set_rng_state")
     ),
-    Patch(
+    _of_torch(
         name="cpu.tensor.type",
         target="torch:Tensor.type",
-        supports=TORCH,
         why="The distributed optimizer and gradient clipping compare it with 'torch.cuda.FloatTensor' in the middle of "
         "long methods. Callers outside megatron get torch's answer.",
         replace=_stand_in("type_method"),
-        when=no_cuda,
     ),
-    Patch(
+    _of_torch(
         name="cpu.tensor.cuda",
         target="torch:Tensor.cuda",
-        supports=TORCH,
         why="RoPE under context parallelism and the packing scheduler move tensors with it. Callers outside megatron "
         "get torch's error as before.",
         replace=_stand_in("cuda_method"),
-        when=no_cuda,
     ),
 )
 
 _GENERATOR_ROWS = tuple(
-    Patch(
+    _of_megatron(
         name=f"cpu.generator.{name}",
         target=f"megatron.core.tensor_parallel.random:{name}",
-        supports=MEGATRON,
         why="Reads and sets the generator below torch.cuda, so the rows for torch.cuda miss it.",
         replace=_stand_in(stand_in),
         expects=expects,
         reach=("megatron",),
-        when=no_cuda,
     )
     for name, stand_in, expects in (
         ("_get_cuda_rng_state", "get_rng_state", ("device", "clone", "graph_safe")),
@@ -137,15 +110,13 @@ _GENERATOR_ROWS = tuple(
     )
 )
 
-_QUIET_ROW = Patch(
+_QUIET_ROW = _of_megatron(
     name="cpu.generator.warning",
     target="megatron.core.tensor_parallel.random:logging",
-    supports=MEGATRON,
     why="The tracker warns at every dropout that the CPU generator moved, and here it is the one that should. "
     "Its other messages pass.",
     replace=_stand_in("logging_without_rng_warning"),
     reach=(),
-    when=no_cuda,
 )
 
 _ALLOCATES_ON_CUDA = (
@@ -170,61 +141,51 @@ _ALLOCATES_ON_CUDA = (
 """Modules of 0.16.1 that pass the literal ``device="cuda"`` or ``pin_memory=True`` to a tensor factory."""
 
 _ALLOCATION_ROWS = tuple(
-    Patch(
+    _of_megatron(
         name=f"cpu.torch.{module}",
         target=f"megatron.core.{module}:torch",
-        supports=MEGATRON,
         why="The module allocates with device='cuda' written out, in the middle of its functions. Only its own global "
         "`torch` is replaced; the real torch is untouched.",
         replace=_stand_in("torch_on_cpu"),
         reach=(),
-        when=no_cuda,
     )
     for module in _ALLOCATES_ON_CUDA
 )
 
 _EXPERT_ROWS = (
-    Patch(
+    _of_megatron(
         name="cpu.moe.te_general_gemm",
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
-        supports=MEGATRON,
         why="Upstream fault: without Transformer Engine the name is never bound, and the router's gating raises "
         "NameError. None is what the code tests for.",
         replace=lambda _: None,
         fills_gap=True,
         reach=(),
-        when=no_cuda,
     ),
-    Patch(
+    _of_megatron(
         name="cpu.moe.split_sizes",
         target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-        supports=MEGATRON,
         why="The all-to-all dispatcher wants its split sizes as numpy; upstream converts CUDA tensors only, and "
         "all_to_all_single refuses the rest.",
-        wrapper=_wrapper("to_numpy_without_cuda"),
+        wrapper=_stand_in("to_numpy_without_cuda"),
         expects=("tensor", "as_numpy", "record_stream"),
         aliases=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
         reach=("megatron",),
-        when=no_cuda,
     ),
 )
 
-_CHECKPOINT_ROWS = (
-    Patch(
-        name="cpu.checkpoint.init_data",
-        target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
-        supports=MEGATRON,
-        why="Fully parallel loading asks for shards on 'cuda'. Other devices are passed on.",
-        wrapper=_wrapper("init_data_on_cpu"),
-        expects=("device", "init_fn"),
-        when=no_cuda,
-    ),
+_CHECKPOINT_ROW = _of_megatron(
+    name="cpu.checkpoint.init_data",
+    target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+    why="Fully parallel loading asks for shards on 'cuda'. Other devices are passed on.",
+    wrapper=_stand_in("init_data_on_cpu"),
+    expects=("device", "init_fn"),
 )
 
 
 def rows() -> tuple[Patch, ...]:
     """Every row of the bridge, in the order in which they go on."""
-    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, *_CHECKPOINT_ROWS)
+    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, _CHECKPOINT_ROW)
 
 
 def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
-from .row import Patch, Wrapper
+from .row import Patch, from_module
 
 DEEPSPEED = "deepspeed >=0.19,<0.20"
 TRANSFORMERS = "transformers >=5,<6"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_LOOP = "..integrations.deepspeed.unmodified.loop"
 
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
@@ -36,7 +37,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=DEEPSPEED,
             why="Reaches training_data= of deepspeed.initialize and direct calls, of all engines by inheritance. "
             "Evaluation loaders and engines without the section get the stock loader.",
-            wrapper=_deepspeed_io(recipe),
+            wrapper=from_module(f"{_LOOP}:deepspeed_io", recipe),
             expects=("dataset", "route", "data_sampler", "collate_fn"),
         ),
         Patch(
@@ -45,7 +46,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=DEEPSPEED,
             why="The pack must travel with its batch, whatever the script does with the batch in between. Engines "
             "without a planned loader, and passes without gradients, run as they are.",
-            wrapper=_method("forward"),
+            wrapper=from_module(f"{_LOOP}:forward"),
         ),
         Patch(
             name="deepspeed.backward",
@@ -53,50 +54,20 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=DEEPSPEED,
             why="The script's loss is a mean over its own micro-batch; only here can it be weighted without changing "
             "what the script prints.",
-            wrapper=_method("backward"),
+            wrapper=from_module(f"{_LOOP}:backward"),
         ),
         Patch(
             name="deepspeed.step",
             target=f"{_ENGINE}.step",
             supports=DEEPSPEED,
             why="loss.backward() would go past the weighting unseen; the step then raises instead of training wrongly.",
-            wrapper=_method("step"),
+            wrapper=from_module(f"{_LOOP}:step"),
             expects=("lr_kwargs",),
         ),
     )
-
-
-def release() -> None:
-    """Give live engines back what they came with; call it after the rows are off.
-
-    Imports nothing that is not loaded.
-    """
-    import sys
-
-    unmodified = sys.modules.get("evenload.integrations.deepspeed.unmodified.loop")
-    if unmodified is not None:
-        unmodified.release()
 
 
 def _attention(_: Any) -> Any:
     from ..integrations.deepspeed import attention
 
     return attention.attention
-
-
-def _deepspeed_io(recipe: Recipe | None) -> Wrapper:
-    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ..integrations.deepspeed.unmodified import loop as unmodified
-
-        return unmodified.deepspeed_io(wrapped, instance, args, kwargs, recipe)
-
-    return call
-
-
-def _method(name: str) -> Wrapper:
-    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from ..integrations.deepspeed.unmodified import loop as unmodified
-
-        return getattr(unmodified, name)(wrapped, instance, args, kwargs)
-
-    return call

@@ -17,7 +17,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from ..core.errors import EvenloadError
@@ -120,9 +120,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def _wants(self, row: Patch) -> bool:

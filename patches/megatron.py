@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.recipe.recipe import Recipe
 from .cpu_bridge import MEGATRON
-from .row import Patch, Wrapper
+from .row import Patch, Wrapper, from_module
 from .slots import foreign_owner
 
 _SCHEDULES = "megatron.core.pipeline_parallel"
@@ -37,22 +37,10 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=MEGATRON,
             why="The attention of the local layer spec refuses packed sequences. Reaches packs that evenload has made; "
             "every other call, and Transformer Engine's attention, runs as it is.",
-            wrapper=_attention,
+            wrapper=from_module("..integrations.megatron.unmodified.loop:attention"),
             expects=("query", "key", "value", "attention_mask", "packed_seq_params"),
         ),
     )
-
-
-def release() -> None:
-    """Make functions that a loop still holds the stock ones; call it after the rows are off.
-
-    Imports nothing that is not loaded.
-    """
-    import sys
-
-    unmodified = sys.modules.get("evenload.integrations.megatron.unmodified.loop")
-    if unmodified is not None:
-        unmodified.release()
 
 
 def _planned(recipe: Recipe | None) -> Wrapper:
@@ -68,9 +56,3 @@ def _planned(recipe: Recipe | None) -> Wrapper:
         return planned.around(stock, foreign_owner(stock, "megatron.core"))
 
     return call
-
-
-def _attention(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..integrations.megatron.unmodified import loop as unmodified
-
-    return unmodified.attention(wrapped, instance, args, kwargs)

@@ -7,6 +7,7 @@ step tensor, Adam counts it up once per parameter, and from the second resumed s
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,47 +19,38 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 def torch_adam() -> bool:
     """Whether Megatron falls back to torch's Adam, for want of Transformer Engine and Apex."""
-    return not _has("transformer_engine") and not _has("apex")
+    return not find_spec("transformer_engine") and not find_spec("apex")
 
 
 def rows() -> tuple[Patch, ...]:
     """The three rows, in the order in which a load meets the faults."""
+    fix = partial(Patch, supports=MEGATRON, when=torch_adam)
     return (
-        Patch(
+        fix(
             name="megatron.adam.fresh_state",
             target=f"{_OPTIMIZER}.state_dict",
-            supports=MEGATRON,
             why="A fresh optimizer has no state, and `sharded_state_dict(is_loading=True)` fails on a bare assert. "
             "Fills in the zeros with which torch's Adam would begin, and only where there is no state at all.",
             wrapper=_with_state,
             expects=("self",),
-            when=torch_adam,
         ),
-        Patch(
+        fix(
             name="megatron.adam.load_param_state",
             target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            supports=MEGATRON,
             why="Every checkpoint format loads through it; it wants 'step' from tensors that have none (KeyError) and "
             "copies into leaves with gradients on. Hands it the parameter's own step; other optimizers are left alone.",
             wrapper=_load_param_state,
             expects=("model_param", "tensors"),
-            when=torch_adam,
         ),
-        Patch(
+        fix(
             name="megatron.adam.own_steps",
             target=f"{_OPTIMIZER}.load_state_dict",
-            supports=MEGATRON,
             why="Upstream puts one step tensor into the state of all parameters; afterwards each gets its own. Loops "
             "that restore torch's optimizer by themselves are not reached.",
             wrapper=_load_with_own_steps,
             expects=("state_dict",),
-            when=torch_adam,
         ),
     )
-
-
-def _has(package: str) -> bool:
-    return find_spec(package) is not None
 
 
 def _with_state(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,11 +59,8 @@ def _with_state(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
     adam = optimizer.optimizer
     if isinstance(adam, torch.optim.Adam) and not adam.state:
         for param in (param for group in adam.param_groups for param in group["params"]):
-            adam.state[param] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
+            moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[param] = {"step": torch.tensor(0.0), **moments}
     return wrapped(*args, **kwargs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -14,6 +14,17 @@ from ..core.errors import EvenloadError
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def from_module(path: str, *last: Any) -> Callable[..., Any]:
+    """The function ``module:name``, looked up when it is called, so that rows need no trainer; ``last`` follow what it
+    is called with."""
+    module, _, name = path.partition(":")
+
+    def call(*arguments: Any) -> Any:
+        return getattr(import_module(module, __package__), name)(*arguments, *last)
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +74,15 @@ class Patch:
 def check_version(row: Patch) -> None:
     """Raise `EvenloadError` unless a supported version of the row's distribution is installed; imports nothing."""
     needs = Requirement(row.supports)
+    what, install = f"patch '{row.name}' is made for {row.supports}", f"pip install '{needs.name}{needs.specifier}'"
     try:
         installed = metadata.version(needs.name)
     except metadata.PackageNotFoundError:
-        raise EvenloadError(
-            f"patch '{row.name}' is made for {row.supports}",
-            f"{needs.name} is not installed",
-            f"pip install '{needs.name}{needs.specifier}', or leave the patch out",
-        ) from None
+        do = f"{install}, or leave the patch out"
+        raise EvenloadError(what, f"{needs.name} is not installed", do) from None
     if not needs.specifier.contains(installed, prereleases=True):
-        raise EvenloadError(
-            f"patch '{row.name}' is made for {row.supports}",
-            f"{needs.name} {installed}",
-            f"pip install '{needs.name}{needs.specifier}', or use a version of evenload that supports {installed}",
-        )
+        do = f"{install}, or use a version of evenload that supports {installed}"
+        raise EvenloadError(what, f"{needs.name} {installed}", do)
 
 
 def check_signature(row: Patch, value: Any) -> None:

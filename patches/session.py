@@ -11,11 +11,12 @@ plugin, the planned schedule; for DeepSpeed the rows of its engine.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
@@ -25,7 +26,7 @@ from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
 
 _TRAINERS: dict[str, ModuleType] = {"megatron": megatron, "deepspeed": deepspeed}
-"""Modules that offer ``rows(recipe)`` and ``release()``."""
+"""Modules that offer ``rows(recipe)``."""
 
 _lock = threading.Lock()
 _session: Session | None = None
@@ -57,15 +58,13 @@ class Session:
         with _lock:
             if _session is self:
                 self._ledger.undo()
-                _TRAINERS[self.recipe.trainer].release()
+                _release(self.recipe.trainer)
                 _session = None
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
     def __repr__(self) -> str:
@@ -111,6 +110,13 @@ def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
     """A recipe's plugins for the length of a block. Raises as `enable` and `Session.disable`."""
     with enable(recipe) as session:
         yield session
+
+
+def _release(trainer: str) -> None:
+    """Give what live loops hold back to the trainer, for after the rows are off. Imports nothing that is not loaded."""
+    unmodified = sys.modules.get(f"evenload.integrations.{trainer}.unmodified.loop")
+    if unmodified is not None:
+        unmodified.release()
 
 
 def _apply(recipe: Recipe, ledger: Ledger) -> None:

@@ -16,11 +16,10 @@ class PatchedMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (self._self_instance, self.__wrapped__.__name__)
 
-    def __copy__(self) -> PatchedMethod:
+    def __copy__(self, memo: Any = None) -> Any:
         return self
 
-    def __deepcopy__(self, memo: Any) -> PatchedMethod:
-        return self
+    __deepcopy__ = __copy__
 
 
 class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -40,8 +39,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     def __reduce_ex__(self, protocol: Any) -> Any:
         return by_path, (self._self_row.target,)
 
-    def __copy__(self) -> PatchedFunction:
+    def __copy__(self, memo: Any = None) -> Any:
         return self
 
-    def __deepcopy__(self, memo: Any) -> PatchedFunction:
-        return self
+    __deepcopy__ = __copy__

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from .attributes import with_attributes
+
 _BLOCK_BYTES = 1 << 22
 _THREADS = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -50,11 +52,8 @@ def quiet_when_full() -> Iterator[None]:
         if not disk_is_full(arguments.exc_value):
             before(arguments)
 
-    threading.excepthook = hook
-    try:
+    with with_attributes(threading, excepthook=hook):
         yield
-    finally:
-        threading.excepthook = before
 
 
 def below(folder: Path) -> list[str]:

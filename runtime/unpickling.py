@@ -27,14 +27,11 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @contextmanager
 def tensors_only(what: str, allowed: Sequence[Any], *, trust: bool) -> Iterator[None]:
-    """Around everything that loads ``what``.
+    """Around everything that loads ``what``. Raises EvenloadError for a file that names something else; it was not run.
 
     Args:
         allowed: classes and functions beyond torch's own that files may name, all of them mere data.
         trust: load anything, as the trainer does by itself.
-
-    Raises:
-        EvenloadError: a file names something else; it was not run.
     """
     if trust:
         yield
@@ -45,7 +42,7 @@ def tensors_only(what: str, allowed: Sequence[Any], *, trust: bool) -> Iterator[
         with torch.serialization.safe_globals(list(allowed)):
             yield
     except pickle.UnpicklingError as error:
-        raise code_refused(what, _first_line(error)) from error
+        raise _code_refused(what, _first_line(error)) from error
     finally:
         if before is None:
             del os.environ[FORCE]
@@ -64,13 +61,12 @@ def refuse_code(path: Path, allowed: Collection[str], *, trust: bool) -> None:
     try:
         _DataOnly(io.BytesIO(path.read_bytes()), allowed).load()
     except _ForeignError as error:
-        raise code_refused(str(path), str(error)) from error
+        raise _code_refused(str(path), str(error)) from error
     except Exception:
         return
 
 
-def code_refused(what: str, detail: str) -> EvenloadError:
-    """The refusal of a file that asks for more than data."""
+def _code_refused(what: str, detail: str) -> EvenloadError:
     return EvenloadError(
         f"{what} holds more than tensors and plain data",
         shorten(detail),

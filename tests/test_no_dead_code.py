@@ -17,7 +17,6 @@ CALLED_FROM_OUTSIDE = {
     "sequence_ids_T": "for users that tell sequences apart (docs/packing.md)",
     "_partition_layers": "DeepSpeed calls it",
     "record_event": "Megatron calls it",
-    "DirectCopier": "the GPU benchmark of offload runs with it where there is no GPU",
 }
 """Names that the product defines and does not refer to, and who does."""
 CALLING_DECORATORS = ("field_validator", "model_validator", "field_serializer")

@@ -75,7 +75,6 @@ def gradients(run: Callable[..., Tensor], tensors: tuple[Tensor, ...], weight: T
 def errors(kernel: Kernel, lengths: list[int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Relative error of output and gradients in ``dtype``."""
     call, weight = inputs([min(n, ERROR_LENGTH) for n in lengths[:32]], dtype, device)
-    assert call.segments is not None
     borders = call.segments
     got = gradients(lambda q, k, v: kernel.run(call._replace(q_THD=q, k_TGD=k, v_TGD=v)), call[:3], weight)
     exact = tuple(x.double() for x in call[:3])

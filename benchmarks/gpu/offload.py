@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from evenload.commands._shared.show import emit, grid
 from evenload.core.costs.offload import offload_share
-from evenload.runtime.attention.attention import packed_causal_attention
+from evenload.runtime.attention.kernels import KernelCall, choose_kernel
 from evenload.runtime.measure.memory import peak_bytes
-from evenload.runtime.stage.copier import DirectCopier, HostMemory
+from evenload.runtime.stage.copier import Copier, HostMemory
 from evenload.runtime.stage.offload import Moved, host_memory_of, offloading
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -70,7 +70,8 @@ class Layer(nn.Module):
         shape = self._shape
         qkv = self.qkv(rms_norm(x, (shape.hidden,), self.norm1)).view(len(x), -1, shape.head_dim)
         q, k, v = qkv.split([shape.heads, shape.groups, shape.groups], dim=1)
-        out = packed_causal_attention(q, k, v, borders, len(x), shape.head_dim**-0.5, segments=(0, len(x)))
+        kernel = choose_kernel(q.device, q.dtype, shape.head_dim)
+        out = kernel.run(KernelCall(q, k, v, borders, (0, len(x)), len(x), shape.head_dim**-0.5))
         x = x + self.out(out.flatten(1))
         gate, up = self.up(rms_norm(x, (shape.hidden,), self.norm2)).chunk(2, dim=1)
         mlp: Tensor = self.down(silu(gate) * up)
@@ -163,7 +164,7 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
     """A row for each share, between two plain ones."""
     until = time.monotonic() + limit_s
     cuda = device.type == "cuda"
-    host = host_memory_of(device) or HostMemory(DirectCopier(), 1 << 14, 1 << 18)
+    host = host_memory_of(device) or HostMemory(Copier(), 1 << 14, 1 << 18)
     step = Step(shape, device)
     speed = link(device, LINK_BYTES if cuda else 1 << 22)
     plain = row_of(step, 0.0, host)
@@ -203,7 +204,7 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
 
 def layer_seconds(step: Step) -> float:
     """Of one layer's forward."""
-    host = HostMemory(DirectCopier())
+    host = HostMemory(Copier())
     return seconds(lambda: step.forward(0.0, host), step.device) / len(step.layers)
 
 

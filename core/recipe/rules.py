@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from .. import registry
-from ..errors import EvenloadError
+from ..errors import EvenloadError, refuse_first
 from .sections import Data, Model, Parallel, Train
-from .traits import Rule, trainer_called
+from .traits import trainer_called
 
 
 class Wanted(Protocol):
@@ -29,7 +29,7 @@ def refuse_impossible(recipe: Wanted) -> None:
     model, p, train = recipe.model, recipe.parallel, recipe.train
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
     sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
-    rules: list[Rule] = [
+    refuse_first(
         (
             p.cp > 1 and bool(sharing),
             f"parallel.cp and plugins.{sharing[0] if sharing else ''} both say how many ranks share a sequence",
@@ -73,10 +73,7 @@ def refuse_impossible(recipe: Wanted) -> None:
             f"{recipe.data.min_length} > {recipe.data.max_length}",
             "lower data.min_length",
         ),
-    ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)
+    )
     refuse_idle_ranks(train.global_batch_size, p.dp or 1)
 
 

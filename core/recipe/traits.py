@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..costs.context import Sharding
-from ..errors import EvenloadError
-
-Rule = tuple[bool, str, str, str]
-"""Whether a recipe breaks it, what is wrong, what was found, what to do."""
+from ..errors import EvenloadError, Rule
 
 
 class States(NamedTuple):

@@ -81,15 +81,9 @@ def attention(
             f"a pack of {evenload_pack.num_padded_tokens} slots",
             "give input_ids [1, slots] of the same pack, and use_cache=False",
         )
-    out_THD = packed_attention(
-        query_1HTD[0].transpose(0, 1),
-        key_1GTD[0].transpose(0, 1),
-        value_1GTD[0].transpose(0, 1),
-        evenload_pack,
-        layer=getattr(module, "layer_idx", None) or 0,
-        scale=float(head_dim**-0.5 if scaling is None else scaling),
-    )
-    return out_THD[None], None
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
+    layer, scale = getattr(module, "layer_idx", None) or 0, float(head_dim**-0.5 if scaling is None else scaling)
+    return packed_attention(q_THD, k_TGD, v_TGD, evenload_pack, layer, scale)[None], None
 
 
 def _refuse(

@@ -35,6 +35,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ...core.errors import EvenloadError
 from ...core.input import reading
 from ...runtime import files
+from ...runtime.attributes import with_attributes
 from ...runtime.unpickling import tensors_only
 from ...runtime.watchdog.watchdog import working
 from ...runtime.world.agreement import first_error
@@ -48,11 +49,8 @@ DATA = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def save(engine: Any, directory: Path) -> None:
-    """Write model and optimizer into an existing directory. Collective, also where a rank cannot write.
-
-    Raises:
-        OSError, RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote.
-    """
+    """Write model and optimizer into an existing directory. Collective, also where a rank cannot write. Raises OSError,
+    RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote."""
     with _catching(engine) as errors:
         engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
     if errors:
@@ -64,13 +62,9 @@ def save(engine: Any, directory: Path) -> None:
 def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """Read what `save` wrote, also on another number of ranks. Collective.
 
-    Args:
-        trust: load files that hold more than data, which may run code.
-
-    Raises:
-        EvenloadError: there is no complete checkpoint, it was written under another ZeRO stage or precision, or it
-        holds
-            more than data and is not to be trusted.
+    ``trust``: load files that hold more than data, which may run code. Raises EvenloadError: there is no complete
+    checkpoint, it was written under another ZeRO stage or precision, or it holds more than data and is not to be
+    trusted.
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
@@ -86,19 +80,14 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
         return
     with working("converting the checkpoint"):
         convert(engine, directory, trust=trust)
-    config, before = engine._config, engine._config.load_universal_checkpoint
-    config.load_universal_checkpoint = True
-    try:
+    with with_attributes(engine._config, load_universal_checkpoint=True):
         _load(engine, directory, UNIVERSAL, trust=trust)
-    finally:
-        config.load_universal_checkpoint = before
 
 
 @contextmanager
 def _catching(engine: Any) -> Iterator[list[Exception]]:
     """What this rank cannot write inside is noted, and the engine goes on to its barriers, in which its peers wait."""
     errors: list[Exception] = []
-    writer, copy = engine.checkpoint_engine, engine._copy_recovery_script
 
     def caught(write: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -112,32 +101,15 @@ def _catching(engine: Any) -> Iterator[list[Exception]]:
 
         return call
 
-    engine.checkpoint_engine = _Writer(writer, caught)
-    engine._copy_recovery_script = caught(copy)
-    try:
+    writer, copy = engine.checkpoint_engine, caught(engine._copy_recovery_script)
+    guarded = with_attributes(writer, save=caught(writer.save), makedirs=caught(writer.makedirs))
+    with guarded, with_attributes(engine, _copy_recovery_script=copy):
         yield errors
-    finally:
-        engine.checkpoint_engine = writer
-        del engine._copy_recovery_script
-
-
-class _Writer:
-    """DeepSpeed's checkpoint engine with guarded writes."""
-
-    def __init__(self, engine: Any, caught: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._engine = engine
-        self.save, self.makedirs = caught(engine.save), caught(engine.makedirs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
-    """Make ``directory/universal`` if it is not there, whole. Collective; rank 0 works, in a process of its own.
-
-    Raises:
-        EvenloadError: the conversion failed, on every rank.
-    """
+    """Make ``directory/universal`` if it is not there, whole. Collective; rank 0 works, in a process of its own. Raises
+    EvenloadError: the conversion failed, on every rank."""
     error = None
     if engine.global_rank == 0 and not _is_converted(directory):
         scratch = directory / f"{UNIVERSAL}.tmp"
@@ -146,16 +118,10 @@ def convert(engine: Any, directory: Path, *, trust: bool = False) -> None:
         command = [sys.executable, "-m", f"{__package__}.to_universal", str(os.getpid()), "--inject_missing_state"]
         command += ["--trust"] if trust else []
         # The converter needs no peers; left in its environment, torchrun's variables would make it look for them.
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        }
-        done = subprocess.run(
-            [*command, "--input_folder", str(directory / TAG), "--output_folder", str(scratch)],
-            env=clean,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        clean = {name: value for name, value in os.environ.items() if name not in torchrun}
+        command += ["--input_folder", str(directory / TAG), "--output_folder", str(scratch)]
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
         if done.returncode:
             error = (done.stderr.strip() or "no message").splitlines()[-1]
         else:

@@ -47,11 +47,8 @@ _TIMED = ("wall_clock_breakdown", "flops_profiler")
 
 
 def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` is given.
-
-    Raises:
-        EvenloadError: ``deepspeed.config`` holds a key that evenload owns, or what ends a pipeline.
-    """
+    """The dictionary that `deepspeed.initialize` is given. Raises EvenloadError: ``deepspeed.config`` holds a key that
+    evenload owns, or what ends a pipeline."""
     extra = recipe.deepspeed.config
     for key, do in OWNED.items():
         if key in extra:
@@ -59,10 +56,8 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     for key in _TIMED if recipe.parallel.pp > 1 else ():
         value = extra.get(key)
         if value.get("enabled") if isinstance(value, Mapping) else value:
-            detail, do = (
-                f"{key} = {shown(value)}, parallel.pp {recipe.parallel.pp}",
-                "leave it out, or set parallel.pp=1",
-            )
+            detail = f"{key} = {shown(value)}, parallel.pp {recipe.parallel.pp}"
+            do = "leave it out, or set parallel.pp=1"
             raise EvenloadError(f"'{key}' of DeepSpeed 0.19 fails in pipelines", detail, do)
     zero = extra.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
@@ -76,9 +71,8 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         ("compute_grad_norm", "leave it out: every step reports the norm of its gradient"),
     ):
         if key in zero:
-            raise EvenloadError(
-                f"deepspeed.config may not set 'zero_optimization.{key}'", f"{key} = {shown(zero[key])}", do
-            )
+            what = f"deepspeed.config may not set 'zero_optimization.{key}'"
+            raise EvenloadError(what, f"{key} = {shown(zero[key])}", do)
     stage = recipe.deepspeed.zero_stage
     owned: dict[str, Any] = {
         # A formality: the boundary of a step is set by hand, so these two only have to multiply to the first.

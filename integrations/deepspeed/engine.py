@@ -56,11 +56,7 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
 
 
 class Reduction:
-    """What `one_reduction` has to be told while the passes of a step run.
-
-    Args:
-        num_backwards: of this rank in this step.
-    """
+    """What `one_reduction` has to be told while the ``num_backwards`` backwards of this rank in a step run."""
 
     def __init__(self, engine: Any, num_backwards: int) -> None:
         self.num_backwards, self.started = num_backwards, 0
@@ -110,11 +106,9 @@ def one_reduction(engine: Any, num_backwards: int) -> Iterator[Reduction]:
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
-def full_gradients(engine: Any, parameters: Parameters | None = None) -> dict[str, torch.Tensor]:
-    """Reduced gradients by name, float32 on the CPU, of all parameters or these; once reduced, before the update.
-    Collective."""
+def full_gradients(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Reduced gradients by name, float32 on the CPU; once reduced, before the update. Collective."""
     get = deepspeed.utils.safe_get_full_grad
-    parameters = parameters or dict(engine.module.named_parameters())
     return {name: get(p).detach().float().cpu().clone() for name, p in parameters.items()}
 
 
@@ -165,10 +159,8 @@ def discard_gradients(engine: Any) -> None:
         optimizer._pre_step()
 
 
-def full_weights(engine: Any, parameters: Parameters | None = None) -> dict[str, torch.Tensor]:
-    """The weights as the forward uses them, in its precision, by name, on the CPU, of all parameters or these.
-    Collective."""
-    parameters = parameters or dict(engine.module.named_parameters())
+def full_weights(engine: Any, parameters: Parameters) -> dict[str, torch.Tensor]:
+    """The weights as the forward uses them, in its precision, by name, on the CPU. Collective."""
     sharded = int(engine.zero_optimization_stage()) == 3
     with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=sharded):
         return {name: p.detach().cpu().clone() for name, p in parameters.items()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
 from ..host import Mark
-from .engine import full_weights, make_engine, one_reduction
+from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
 from .model import build_model, recompute_layers
 from .stage import EngineStage
@@ -62,39 +63,34 @@ class DeepSpeedHost(EngineHost):
         self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return full_weights(self.engine)
-
-    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Host.of_all_stages`: there is one."""
-        return tensors
-
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.engine.module.named_parameters())
 
-    def _update(self) -> None:
+    def _step(self) -> None:
         self.engine.step()
 
-    def _run(
+    def _passes(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         program = lower(plan, 0, self.dp_cp_rank, "in step" if self.stage == 3 else "idle")
         added = sum(action.op.micro_batch < 0 for action in program) if self.stage == 3 else 0
-        self._tell_of_dummies(added, len(program))
+        if added and not self._warned_of_dummies:
+            self._warned_of_dummies = True
+            log.warning(
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "%d are dummies that keep it in step",
+                added,
+                len(program),
+                self.dp_cp_rank,
+            )
         plane = self._plane_of(plan)
         share = self.world.size if self.stage == 3 else 1
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)
             reduction = open_step.enter_context(one_reduction(self.engine, num_backwards))
-            trainer = EngineStage(
-                self.engine,
-                reduction,
-                plane=plane,
-                tokens_of=tokens_of,
-                weight=share / num_targets,
-                recomputes=self.recipe.train.recompute,
-            )
+            of_step: dict[str, Any] = {"plane": plane, "tokens_of": tokens_of, "weight": share / num_targets}
+            trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
             place = plan, 0, self.dp_cp_rank
             executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
             executor.run()
@@ -103,20 +99,5 @@ class DeepSpeedHost(EngineHost):
                 open_step.close()
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
 
-    def _plane_of(self, plan: StepPlan) -> Plane | None:
-        """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
-        if plan.shared and self._plane is None:
-            self._plane = Plane.make([tuple(range(self.world.size))], node_ranks=plan.limits.node_ranks)
-        return self._plane
-
-    def _tell_of_dummies(self, added: int, num_passes: int) -> None:
-        """Warn once where ZeRO 3 makes ranks run passes for nothing."""
-        if added and not self._warned_of_dummies:
-            self._warned_of_dummies = True
-            log.warning(
-                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
-                "%d are dummies that keep it in step",
-                added,
-                num_passes,
-                self.dp_cp_rank,
-            )
+    def _open_plane(self) -> Plane:
+        return Plane.make([tuple(range(self.world.size))])

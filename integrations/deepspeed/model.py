@@ -4,7 +4,7 @@ downloaded."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
 from ...core.recipe.recipe import Recipe
+from ...runtime.attributes import with_attributes
 from ...runtime.stage.lookup import sum_in_float32
 from . import attention
 from .partial import Parts, build_partly
@@ -24,9 +25,8 @@ _FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qw
 def model_config(recipe: Recipe) -> Any:
     """The `PreTrainedConfig` that `recipe.model` describes, or the one of ``recipe.model.config``.
 
-    Raises:
-        EvenloadError: the file is missing or no config of a causal language model; the vocabulary is not known;
-            the family has no grouped queries.
+    Raises EvenloadError: the file is missing or no config of a causal language model; the vocabulary is not known; the
+    family has no grouped queries.
     """
     model = recipe.model
     if model.config is not None:
@@ -69,11 +69,8 @@ def model_config(recipe: Recipe) -> Any:
 def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME, parts: Parts | None = None) -> Any:
     """The model in float32 on the CPU, in training mode; equal on every rank that has the same recipe.
 
-    Args:
-        parts: what of it is wanted, if not the whole; see `partial`.
-
-    Raises:
-        EvenloadError: see `model_config`; or the model has its own attention code.
+    ``parts``: what of it is wanted, if not the whole; see `partial`. Raises EvenloadError: see `model_config`; or the
+    model has its own attention code.
     """
     attention.register()
     config = model_config(recipe)
@@ -92,11 +89,8 @@ def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME, pa
 
 
 def recompute_layers(model: Any) -> None:
-    """Keep only the inputs of the layers for the backward, which runs them again; Hugging Face's own means.
-
-    Raises:
-        EvenloadError: the model has no such means.
-    """
+    """Keep only the inputs of the layers for the backward, which runs them again; Hugging Face's own means. Raises
+    EvenloadError: the model has no such means."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise EvenloadError(
             f"the model '{model.config.model_type}' cannot recompute its activations",
@@ -117,14 +111,10 @@ def recomputing(blocks: Sequence[Any], layers: int) -> Iterator[None]:
 
     `recompute_layers` must have been called. A layer asks in its forward; its backward does what that was told.
     """
-    had = [block.gradient_checkpointing for block in blocks]
-    for number, block in enumerate(blocks):
-        block.gradient_checkpointing = number < layers
-    try:
+    with ExitStack() as undo:
+        for number, block in enumerate(blocks):
+            undo.enter_context(with_attributes(block, gradient_checkpointing=number < layers))
         yield
-    finally:
-        for block, before in zip(blocks, had, strict=True):
-            block.gradient_checkpointing = before
 
 
 def _read(path: Path) -> Any:

@@ -22,9 +22,8 @@ Parts = Callable[[Any], Iterable[nn.Module]]
 def build_partly(make: Callable[[], Any], parts: Parts) -> Any:
     """The model that `make` gives, its `parts` bit-equal; matrices and tables elsewhere are on the meta device.
 
-    Args:
-        make: builds a `PreTrainedModel` from the CPU's generator. Each of its modules draws its ``weight`` alone, and
-            none is tied to another.
+    ``make``: builds a `PreTrainedModel` from the CPU's generator. Each of its modules draws its ``weight`` alone, and
+    none is tied to another.
     """
     with _Drawing() as drawing:
         model = make()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,9 @@ class EngineStage(PackStage):
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output
-        with self._recomputing(action.recomputed):
+        # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
+        says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
+        with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
             loss = loss_sum(self._engine, loaded.pack)
         self._reduction.after_forward()
         return self._weighed(loss)
@@ -83,12 +85,6 @@ class EngineStage(PackStage):
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._reduction.before_backward()
         self._engine.backward(graph.output, scale_wrt_gas=False)
-
-    def _recomputing(self, layers: int | None) -> AbstractContextManager[None]:
-        """The layers that a forward's backward runs again: so many of them, or what the recipe says."""
-        if layers is None or (layers == 0 and not self._recomputes):
-            return nullcontext()
-        return recomputing(self._checkpointed(), layers)
 
     def _checkpointed(self) -> Sequence[Any]:
         """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""

@@ -15,9 +15,10 @@ step on one rank.
 
 from __future__ import annotations
 
+from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
-from ...core.recipe.traits import Rule, States, Trainer, TrainerTraits
+from ...core.recipe.traits import States, Trainer, TrainerTraits
 
 LIVE_WEIGHTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters."""
@@ -26,7 +27,7 @@ LIVE_WEIGHTS = 1_000_000_000
 def traits(recipe: Recipe) -> TrainerTraits:
     stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
     return TrainerTraits(
-        states=_states(recipe),
+        states=_states(stage, value, recipe.train.dtype),
         sharding="parameters" if stage == 3 else "optimizer" if stage else "none",
         summed_bytes=value,
         equal_counts=stage == 3,
@@ -34,13 +35,12 @@ def traits(recipe: Recipe) -> TrainerTraits:
     )
 
 
-def _states(recipe: Recipe) -> States:
-    stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
+def _states(stage: int, value: int, dtype: str) -> States:
     adam = 2 * max(4, value)
     if stage == 3:
         everything = value + value + 4 + adam
         return States(everything, everything, gathered=value, most_gathered=LIVE_WEIGHTS)
-    master = 4 if recipe.train.dtype == "bf16" or stage else 0
+    master = 4 if dtype == "bf16" or stage else 0
     return States(value + master + adam, master + adam if stage else 0, late=value)
 
 

@@ -20,23 +20,13 @@ if TYPE_CHECKING:
     from .reduction import Reduction
 
 _HOMES = {
-    "Batch": "batch",
-    "MegatronHost": "host",
-    "PackedCoreAttention": "model.attention",
-    "PlannedBatches": "batch",
-    "PlannedSeqParams": "model.attention",
-    "Reduction": "reduction",
-    "TokenRope": "model.rope",
-    "forward_step": "batch",
-    "PlainModel": "plain",
-    "grad_rel_err": "plain",
-    "open_plane": "plane",
-    "packed_layer_spec": "model.attention",
-    "reference": "plain",
-    "run_batch": "batch",
-    "seq_params": "model.attention",
-    "token_loss": "batch",
-    "use_token_positions": "model.rope",
+    "batch": ("Batch", "PlannedBatches", "forward_step", "run_batch", "token_loss"),
+    "host": ("MegatronHost",),
+    "model.attention": ("PackedCoreAttention", "PlannedSeqParams", "packed_layer_spec", "seq_params"),
+    "model.rope": ("TokenRope", "use_token_positions"),
+    "plain": ("PlainModel", "grad_rel_err", "reference"),
+    "plane": ("open_plane",),
+    "reduction": ("Reduction",),
 }
 
 __all__ = [  # noqa: RUF022
@@ -73,6 +63,7 @@ def open_host(recipe: "Recipe", world: "World") -> "MegatronHost":
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -91,13 +91,8 @@ def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, LossFunc
 def run_batch(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
     """Forward of one micro-batch: (stage output, or token losses [1, T] on the last stage; the loss function)."""
     pack = batch.pack
-    output: Tensor = model(
-        pack.tokens_T[None],
-        pack.positions_T[None],
-        None,
-        labels=pack.labels_T.clamp(min=0)[None],
-        packed_seq_params=batch.params,
-    )
+    tokens, positions, labels = pack.tokens_T[None], pack.positions_T[None], pack.labels_T.clamp(min=0)[None]
+    output: Tensor = model(tokens, positions, None, labels=labels, packed_seq_params=batch.params)
     return output, partial(token_loss, pack)
 
 

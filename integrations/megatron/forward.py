@@ -1,24 +1,26 @@
-"""One forward of a Megatron stage: its loss booked once, and what may differ from pass to pass."""
+"""Forwards of a Megatron stage: the loss booked once, what may differ from pass to pass, Megatron's own schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from .batch import Batch, LossFunc, run_batch
+from ...core.plan.step_plan import Slice
+from ...runtime.attributes import with_attributes
+from ...runtime.measure.busy import BusyClock
+from ..host import Mark
+from .batch import Batch, LossFunc, PlannedBatches, run_batch
 from .reduction import Reduction
 
 
 class Forward:
-    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded.
-
-    Args:
-        books: whether this rank books losses: one tensor-parallel rank of the last stage does.
-    """
+    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded. ``books``: whether this rank books
+    losses: one tensor-parallel rank of the last stage does."""
 
     def __init__(self, reduction: Reduction, *, books: bool) -> None:
         self._reduction, self._books = reduction, books
@@ -36,32 +38,17 @@ class Forward:
         return output, counted
 
 
-@contextmanager
-def headless(gpt: Any) -> Iterator[None]:
-    """The GPTModel returns hidden states: a forward that only fills the prefix needs no logits and no loss."""
-    had, gpt.post_process = gpt.post_process, False
-    try:
-        yield
-    finally:
-        gpt.post_process = had
-
-
-@contextmanager
-def recomputing(config: Any, layers: int | None) -> Iterator[None]:
+def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:
     """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
 
-    Args:
-        config: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
-            they were given.
+    ``config``: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
+    they were given.
     """
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    had = [getattr(config, name) for name in names]
-    wanted = had if layers is None else ["full", "block", layers] if layers else [None, None, None]
-    _set(config, names, wanted)
-    try:
-        yield
-    finally:
-        _set(config, names, had)
+    if layers is None:
+        return nullcontext()
+    granularity, method, number = ("full", "block", layers) if layers else (None, None, None)
+    names = {"recompute_granularity": granularity, "recompute_method": method, "recompute_num_layers": number}
+    return with_attributes(config, **names)
 
 
 @contextmanager
@@ -83,6 +70,32 @@ def reaching_recomputed(gpt: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _set(config: Any, names: tuple[str, ...], values: list[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        setattr(config, name, value)
+def run_stock(
+    ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
+) -> list[Slice]:
+    """Megatron's own schedule over a rank's micro-batches in launch order, for plans without an order, and the gradient
+    sum; the slices that ran."""
+    numbers = iter(batches.numbers)
+
+    def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
+        batch, number = next(data), next(numbers, -1)
+        mark("forward and backward")
+        with clock.running("F", number):
+            output, loss_func = forward(batch, model)
+        clock.watch_backward(output, number)
+        return output, loss_func
+
+    if not len(batches):
+        reduction.finalize([ddp])  # the stock schedule always runs one micro-batch
+        return []
+    with reduction.computing():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    return batches.executed

@@ -28,6 +28,7 @@ from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
+from ...runtime.world.agreement import everyone
 from ..exactness import largest_error
 from ..host import Host
 from .model.gpt import build_model, transformer_config
@@ -150,8 +151,7 @@ def grad_rel_err(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def _own_groups(layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """A group of this rank alone, and one of all ranks of its tensor-parallel index. Made by all ranks in one order."""
     own = parallel_state.get_tensor_model_parallel_rank()
-    rows: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(rows, own)
+    rows = everyone(own)
     alone = [dist.new_group([rank]) for rank in range(len(rows))]
     workers = [dist.new_group([rank for rank, tp in enumerate(rows) if tp == index]) for index in range(layout.tp)]
     return alone[dist.get_rank()], workers[own]

@@ -30,13 +30,7 @@ from ...runtime.measure.busy import BusyClock
 
 
 class Reduction:
-    """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end.
-
-    Args:
-        ddp: Megatron's DistributedDataParallel.
-        plan: of this step.
-        clock: notes when it runs.
-    """
+    """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end."""
 
     def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock) -> None:
         self._ddp, self._clock = ddp, clock

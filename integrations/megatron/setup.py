@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
 
@@ -45,7 +45,7 @@ def check_host() -> str:
 def check_recipe(recipe: Recipe) -> None:
     """Raise EvenloadError for what this integration does not do."""
     p, vocabulary = recipe.parallel, recipe.model.vocab_size
-    rules = [
+    refuse_first(
         (
             p.cp > 1,
             "Megatron's static context parallelism is not used here",
@@ -65,19 +65,14 @@ def check_recipe(recipe: Recipe) -> None:
             f"model.vocab_size {vocabulary}, tp {p.tp}",
             "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
         ),
-    ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)
+    )
 
 
 def join_groups(layout: Layout, seed: int) -> bool:
     """Make Megatron's process groups for a layout, or take those that are there; whether they were made.
 
-    Megatron's random states are seeded in both cases: its modules draw from them and refuse to run without.
-
-    Raises:
-        EvenloadError: groups of another layout exist already.
+    Megatron's random states are seeded in both cases: its modules draw from them and refuse to run without. Raises
+    EvenloadError: groups of another layout exist already.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -85,12 +80,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-    there = Layout(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        cp=parallel_state.get_context_parallel_world_size(),
-        dp=parallel_state.get_data_parallel_world_size(),
-    )
+    there = current_layout()
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
@@ -99,6 +89,18 @@ def join_groups(layout: Layout, seed: int) -> bool:
         )
     model_parallel_cuda_manual_seed(seed)
     return is_ours
+
+
+def current_layout() -> Layout:
+    """The layout of Megatron's process groups."""
+    from megatron.core import parallel_state
+
+    return Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size(),
+    )
 
 
 def leave_groups() -> None:

@@ -1,14 +1,14 @@
 """A pipeline stage of Megatron-Core for the executor: its own forward and backward step around the passes of a plan.
 
-Plans without an order run in Megatron's own schedule (see `stock`), unless ranks share micro-batches or activations are
-offloaded: then it is Megatron's order that the executor runs, over links that never wait for a send, which is what the
-laws have checked.
+Plans without an order run in Megatron's own schedule (`forward.run_stock`), unless ranks share micro-batches or
+activations are offloaded: then the executor runs Megatron's order over links that never wait for a send, which is what
+the laws have checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from ...core.plan.in_step import Program
 from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack
 from ...runtime.attention.prefix import PrefixStore
+from ...runtime.attributes import with_attributes
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
-from .forward import headless, reaching_recomputed, recomputing
+from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 
 
@@ -67,26 +68,16 @@ class MegatronStage(StageTrainer):
         return self._load(micro_batch, prefix)
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
-        kv_only = action.kind == "forward_kv"
-        with recomputing(self._gpt.config, action.recomputed), headless(self._gpt) if kv_only else nullcontext():
-            output, _ = forward_step(
-                self._step,
-                loaded,
-                self._model,
-                1,
-                received,
-                [],
-                self._config,
-                1,
-                is_last_stage=self._last and not kv_only,
-            )
-        result: Tensor = output
-        return result
+        # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
+        head = action.kind != "forward_kv" and self._gpt.post_process
+        with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
+            arguments: tuple[Any, ...] = self._step, loaded, self._model, 1, received, [], self._config, 1
+            output: Tensor = forward_step(*arguments, is_last_stage=self._last and head)[0]
+        return output
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
-        handed_down: Tensor | None = backward_step(
-            graph.received, graph.output, gradient, get_model_type(self._model), self._config
-        )
+        kind = get_model_type(self._model)
+        handed_down: Tensor | None = backward_step(graph.received, graph.output, gradient, kind, self._config)
         return handed_down
 
     def empty_like_input(self, pack: Pack) -> Tensor:

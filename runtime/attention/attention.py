@@ -10,7 +10,6 @@ each query, and reads keys and values from the store again in backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from ...core.plan.step_plan import Slice
 from .blocks import BlockKernel, Inputs, choose_block
-from .kernels import Kernel, KernelCall, choose_kernel
+from .kernels import KernelCall, choose_kernel
 from .pack import Pack, SegmentRun
 from .prefix import PrefixStore
 from .sharing.attention import shared_attention
+from .sharing.running_job import joined
 
 
 def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scale: float) -> Tensor:
@@ -41,32 +41,27 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, la
     """
     if pack.shared:
         return shared_attention(q_THD, k_TGD, v_TGD, pack.shared, layer, scale)
-    spans = pack.spans
+    runs, spans = pack.layout
     if len(spans) == 1:
-        return _attend(q_THD, k_TGD, v_TGD, pack.runs[0], pack.prefix, layer, scale)
+        return _attend(q_THD, k_TGD, v_TGD, runs[0], pack.prefix, layer, scale)
     # split, not a slice per span: see `kernels`.
     parts = [torch.split(x, [span.size for span in spans]) for x in (q_THD, k_TGD, v_TGD)]
     outs = [q_THD.new_zeros(()).expand(span.size, *q_THD.shape[1:]) for span in spans]
-    for number, run in enumerate(pack.runs):
+    for number, run in enumerate(runs):
         places = [place for place, span in enumerate(spans) if span.run == number]
-        q, k, v = (_joined([part[i] for i in places]) for part in parts)
+        q, k, v = (joined([part[i] for i in places]) for part in parts)
         out_NHD = _attend(q, k, v, run, pack.prefix, layer, scale)
         for place, out in zip(places, torch.split(out_NHD, [spans[i].size for i in places]), strict=True):
             outs[place] = out
     return torch.cat(outs)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-
 def _attend(
     q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, store: PrefixStore | None, layer: int, scale: float
 ) -> Tensor:
     if not run.pieces:
-        return packed_causal_attention(
-            q_NHD, k_NGD, v_NGD, run.cu_seqlens, max(run.lengths), scale, segments=run.segments
-        )
+        call = KernelCall(q_NHD, k_NGD, v_NGD, run.cu_seqlens, run.segments, max(run.lengths), scale)
+        return choose_kernel(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1]).run(call)
     assert store is not None
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_NHD, k_NGD, v_NGD))
     block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
@@ -98,7 +93,7 @@ class _CutAttention(torch.autograd.Function):
             keys, values = cut.store.write(cut.layer, piece, k, v, frozen=cut.frozen)
             done.append(cut.block.forward(Inputs(q, keys, values, True, cut.scale)))
         outs, lses = zip(*done, strict=True)
-        out_NHD = _joined(outs)
+        out_NHD = joined(outs)
         ctx.cut = cut
         ctx.save_for_backward(q_NHD, out_NHD, *lses)
         return out_NHD
@@ -117,30 +112,3 @@ class _CutAttention(torch.autograd.Function):
             grads.append((dq, dk.to(keys.dtype), dv.to(values.dtype)))
         dq, dk, dv = (torch.cat(row) for row in zip(*grads, strict=True))
         return dq, dk, dv, None
-
-
-def packed_causal_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-    kernel: Kernel | None = None,
-    segments: tuple[int, ...] | None = None,
-) -> Tensor:
-    """softmax(scale * q k^T) v over the earlier tokens of the same segment; differentiable.
-
-    Args:
-        q_THD, k_TGD, v_TGD: packed queries, keys and values; a query head h reads key/value head h // (H / G).
-        cu_seqlens: int32 [S + 1], borders of the segments, on the device of q.
-        max_seqlen: slots of the longest segment.
-        scale: of the scores, usually D ** -0.5.
-        kernel: a row of `kernels.KERNELS`; None takes `choose_kernel`'s answer.
-        segments: `cu_seqlens` as Python integers; spares the CPU path and fallback a device sync.
-
-    Returns:
-        out_THD.
-    """
-    kernel = kernel or choose_kernel(q_THD.device, q_THD.dtype, q_THD.shape[-1])
-    return kernel.run(KernelCall(q_THD, k_TGD, v_TGD, cu_seqlens, segments, max_seqlen, scale))

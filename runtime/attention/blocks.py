@@ -263,15 +263,11 @@ def _row_ranges(x: Inputs) -> list[tuple[int, int]]:
     return [(at, min(len(x.q_NHD), at + step)) for at in range(0, len(x.q_NHD), step)]
 
 
-def _anything(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    return True
-
-
 BLOCKS = (
     BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward),
     BlockKernel("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
     BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
-    BlockKernel("plain", lambda: True, _anything, _plain_forward, _plain_backward),
+    BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward),
 )
 
 

@@ -27,14 +27,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class KernelCall(NamedTuple):
-    """The arguments of one attention call."""
+    """One attention call: softmax(scale * q k^T) v over the earlier tokens of the same segment; differentiable."""
 
     q_THD: torch.Tensor
     k_TGD: torch.Tensor
+    """Of key/value head h // (H / G) for query head h."""
     v_TGD: torch.Tensor
     cu_seqlens: torch.Tensor
-    segments: tuple[int, ...] | None
+    """int32 [S + 1]; borders of the segments, on the device of q."""
+    segments: tuple[int, ...]
+    """`cu_seqlens` as Python integers, which no device has to be waited for."""
     max_seqlen: int
+    """Slots of the longest segment."""
     scale: float
 
 
@@ -51,8 +55,8 @@ class Kernel(NamedTuple):
 
 
 def on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether FlashAttention 2 and its descendants take these inputs."""
-    # Half precision, Ampere or newer, head dimension a multiple of 8 up to 256.
+    """Whether FlashAttention 2 and its descendants take these inputs: half precision, Ampere or newer, head dimension a
+    multiple of 8 up to 256."""
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -130,11 +134,10 @@ def _torch_varlen(call: KernelCall) -> torch.Tensor:
 
 
 def _sdpa(call: KernelCall) -> torch.Tensor:
-    segments = call.segments if call.segments is not None else tuple(call.cu_seqlens.tolist())
     gqa = call.q_THD.shape[1] != call.k_TGD.shape[1]
     # split, not a slice per segment: the backward of a slice fills all of [T, H, D] with zeros, so S of them cost S * T
     # (64 segments of 64 tokens, H 8, D 64, float32, one core: backward 161 ms by slices, 34 ms by split).
-    lengths = [end - first for first, end in pairwise(segments)]
+    lengths = [end - first for first, end in pairwise(call.segments)]
     parts = zip(*(torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in call[:3]), strict=True)
     out = [
         scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa).transpose(1, 2)
@@ -152,7 +155,7 @@ KERNELS = (
         _transformer_engine,
     ),
     Kernel("torch_varlen", lambda: bool(_varlen_parameters()), on_gpu, _torch_varlen),
-    Kernel("sdpa", lambda: True, lambda dtype, device, head_dim: True, _sdpa),
+    Kernel("sdpa", lambda: True, lambda *_: True, _sdpa),
 )
 
 

@@ -62,7 +62,7 @@ class SlotSpan(NamedTuple):
 
     size: int
     run: int | None
-    """Place of their run in `Pack.runs`; None: padding, which attention leaves alone."""
+    """Place of their run in `Pack.layout`; None: padding, which attention leaves alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +91,20 @@ class Pack:
     shared: Shared | None = None
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
 
+    @classmethod
+    def of(cls, lengths: Sequence[int], segments: tuple[int, ...], *, positions_T: Tensor, **fields: Any) -> Pack:
+        """A pack whose segments hold so many tokens and then padding; borders lie where ``positions_T`` does."""
+        padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
+        borders = list(accumulate(lengths, initial=0))
+        return cls(
+            positions_T=positions_T,
+            cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=positions_T.device),
+            segments=segments,
+            max_seqlen=max(lengths),
+            padding=padding if any(padding) else (),
+            **fields,
+        )
+
     @property
     def num_padded_tokens(self) -> int:
         """Tokens that are computed, padding included."""
@@ -115,18 +129,10 @@ class Pack:
             ids[first : first + piece.length] = piece.sequence
         return torch.from_numpy(ids).to(self.tokens_T.device)
 
-    @property
-    def runs(self) -> tuple[SegmentRun, ...]:
-        """The attention calls of this pack. Raises EvenloadError for a slice whose prefix is nowhere."""
-        return self._layout[0]
-
-    @property
-    def spans(self) -> tuple[SlotSpan, ...]:
-        """The pack from left to right; neighbours belong to different runs, or one of them is padding."""
-        return self._layout[1]
-
     @cached_property
-    def _layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
+    def layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
+        """The attention calls of this pack, and its slots from left to right: neighbours belong to different calls, or
+        one of them is padding. Raises EvenloadError for a slice whose prefix is nowhere."""
         slots = [end - first for first, end in pairwise(self.segments)]
         pieces = [self._cut_piece(place) for place in range(len(slots))]
         lengths = [piece.length if piece else n for piece, n in zip(pieces, self.lengths, strict=True)]
@@ -204,24 +210,20 @@ def build_pack(
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
-    padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
     tokens_T, labels_T, positions_T = _fill(slices, segments, tokens_of)
-    return Pack(
+    shared = None
+    if plane and pieces_of:
+        shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
+    return Pack.of(
+        lengths,
+        segments,
         tokens_T=torch.from_numpy(tokens_T).to(device),
         labels_T=torch.from_numpy(labels_T).to(device),
         positions_T=torch.from_numpy(positions_T).to(device),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
-        segments=segments,
-        max_seqlen=max(lengths),
         num_targets=int(np.count_nonzero(labels_T != IGNORE)),
         slices=slices,
-        padding=padding if any(padding) else (),
         prefix=prefix,
-        shared=(
-            Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
-            if plane and pieces_of
-            else None
-        ),
+        shared=shared,
     )
 
 

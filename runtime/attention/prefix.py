@@ -65,11 +65,8 @@ class PrefixStore:
 
     @classmethod
     def of_plan(cls, plan: StepPlan, dp_cp_rank: int | None = None) -> PrefixStore | None:
-        """The store of a step; None where the plan cuts no sequence.
-
-        Args:
-            plane_rank: of this process; needed where the plan shares micro-batches.
-        """
+        """The store of a step; None where the plan cuts no sequence. ``dp_cp_rank``: of this process; needed where the
+        plan shares micro-batches."""
         lengths = {i: int(plan.lengths[i]) for i in plan.cut}
         if not lengths or not plan.shared:
             return cls(lengths) if lengths else None
@@ -92,12 +89,6 @@ class PrefixStore:
         """Tokens that a plane rank of the slice's CP group has of the slices before it."""
         starts = self._ranges.get(piece.sequence)
         return piece.start if starts is None else starts[piece.start][rank][0]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held now: keys, values and their gradients."""
-        tensors = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in self._entries.values()]
-        return sum(t.untyped_storage().nbytes() for row in tensors for t in row if t is not None)
 
     def write(
         self, layer: int, piece: Slice, k_NGD: Tensor, v_NGD: Tensor, *, frozen: bool = False
@@ -134,11 +125,7 @@ class PrefixStore:
         return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
 
     def read(self, layer: int, piece: Slice) -> tuple[Tensor, Tensor]:
-        """What `write` returned, for the backward of a slice.
-
-        Raises:
-            EvenloadError: it is not the turn of this slice.
-        """
+        """What `write` returned, for the backward of a slice. Raises EvenloadError where it is not its turn."""
         entry = self._entries.get((layer, piece.sequence))
         if entry is None or piece.stop != entry.unsettled:
             turn = f"the turn of the slice that ends at {entry.unsettled}" if entry else "its sequence is done"
@@ -172,11 +159,8 @@ class PrefixStore:
         return own
 
     def check_empty(self) -> None:
-        """Free what is left; return if every gradient has arrived.
-
-        Raises:
-            EvenloadError: the backward of some slice did not run, or its loss was not connected to the output.
-        """
+        """Free what is left; return if every gradient has arrived. Raises EvenloadError: the backward of some slice did
+        not run, or its loss was not connected to the output."""
         left = [(key, entry.unsettled) for key, entry in self._entries.items() if not entry.frozen]
         self._entries = {}
         if left:

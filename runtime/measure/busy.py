@@ -64,11 +64,8 @@ def counts_waiting(device: torch.device) -> bool:
 
 
 class BusyClock:
-    """Sums the seconds of one step, from here on.
-
-    Args:
-        record: whether anyone will ask for `spans`; what is no compute is noted only then.
-    """
+    """Sums the seconds of one step, from here on. ``record``: whether anyone will ask for `spans`; what is no compute
+    is noted only then."""
 
     def __init__(self, device: torch.device, *, record: bool = False) -> None:
         self._cuda, self._record = device.type == "cuda", record
@@ -121,7 +118,7 @@ class BusyClock:
 
     def _now(self) -> _Moment:
         if self._cuda:
-            event = _event()
+            event = cuda_event()
             return _Moment(event, event)
         return _Moment(self._busy_now(), time.perf_counter())
 
@@ -133,7 +130,8 @@ class BusyClock:
         return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
 
 
-def _event() -> Any:
+def cuda_event() -> Any:
+    """What the device has got to on its current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...core.costs.costs import solve
 from ...core.machine.cluster import Link
 from ..world.agreement import Group, gather_bytes
+from .busy import cuda_event
 
 SIZES = tuple(1024 * 4**k for k in range(9))
 """Bytes of the largest tensor that a rank holds in a call: 1 KiB .. 64 MiB."""
@@ -57,10 +58,26 @@ class Collective(NamedTuple):
 
     call: Callable[[Tensor, int, Group], None]
     """Over a buffer, by the place in the group."""
-    counted: Callable[[int, int], float]
-    """(bytes of the buffer, ranks) -> bytes as `Link` counts them."""
-    factors: Callable[[float, int], tuple[float, float]]
-    """(counted bytes, ranks) -> what latency and 1 / bandwidth are multiplied by: `Link`'s formula taken apart."""
+    formula: str
+    """The method of `Link` that gives its seconds."""
+    gathers: bool = False
+    """`Link` counts the bytes that one rank brings to the buffer, not all of it."""
+    hops: int = 1
+    """How often a call does it."""
+
+    def counted(self, num_bytes: int, num_ranks: int) -> float:
+        """Bytes of the buffer as `Link` counts them."""
+        return num_bytes / num_ranks if self.gathers else float(num_bytes)
+
+    def factors(self, num_bytes: float, num_ranks: int) -> tuple[float, float]:
+        """What latency and 1 / bandwidth are multiplied by for so many counted bytes, read off the formula itself."""
+
+        def at(latency_s: float, bytes_per_s: float) -> float:
+            formula = getattr(Link(latency_s=latency_s, bytes_per_s=bytes_per_s), self.formula)
+            return float(formula(num_bytes) if self.formula == "send_s" else formula(num_bytes, num_ranks))
+
+        transfer = at(0.0, 1.0)
+        return at(1.0, 1.0) - transfer, transfer
 
 
 def _all_reduce(buffer: Tensor, place: int, group: Group) -> None:
@@ -94,29 +111,13 @@ def _send(buffer: Tensor, place: int, group: Group) -> None:
             dist.recv(buffer, peer, group=group)
 
 
-def _probe(name: str) -> Callable[[float, int], tuple[float, float]]:
-    """The factors of a formula of `Link`, read off the formula itself."""
-
-    def factors(num_bytes: float, num_ranks: int) -> tuple[float, float]:
-        def at(latency_s: float, bytes_per_s: float) -> float:
-            formula = getattr(Link(latency_s=latency_s, bytes_per_s=bytes_per_s), name)
-            return float(formula(num_bytes) if name == "send_s" else formula(num_bytes, num_ranks))
-
-        transfer = at(0.0, 1.0)
-        return at(1.0, 1.0) - transfer, transfer
-
-    return factors
-
-
 COLLECTIVES = {
-    "all_reduce": Collective(_all_reduce, lambda size, n: float(size), _probe("all_reduce_s")),
-    "all_gather": Collective(_all_gather, lambda size, n: size / n, _probe("all_gather_s")),
-    "reduce_scatter": Collective(_reduce_scatter, lambda size, n: size / n, _probe("all_gather_s")),
-    "all_to_all": Collective(_all_to_all, lambda size, n: float(size), _probe("all_to_all_s")),
-    "send": Collective(_send, lambda size, n: float(size), _probe("send_s")),
+    "all_reduce": Collective(_all_reduce, "all_reduce_s"),
+    "all_gather": Collective(_all_gather, "all_gather_s", gathers=True),
+    "reduce_scatter": Collective(_reduce_scatter, "all_gather_s", gathers=True),
+    "all_to_all": Collective(_all_to_all, "all_to_all_s"),
+    "send": Collective(_send, "send_s", hops=2),
 }
-HOPS = {"send": 2}
-"""Calls that do their collective more than once."""
 
 
 def time_links(device: torch.device, group: Group = None, *, budget_s: float = 10.0) -> tuple[Timing, ...]:
@@ -132,7 +133,7 @@ def time_links(device: torch.device, group: Group = None, *, budget_s: float = 1
             buffer = torch.zeros(size // 4 // num_ranks * num_ranks, dtype=torch.float32, device=device)
             if not len(buffer):
                 continue
-            seconds = _least(collective.call, buffer, device, group) / HOPS.get(name, 1)
+            seconds = _least(collective.call, buffer, device, group) / collective.hops
             timings.append(Timing(name, collective.counted(buffer.nbytes, num_ranks), num_ranks, seconds))
             left_s -= _slowest(time.perf_counter() - start, group)
             if left_s < 4 * _slowest(time.perf_counter() - start, group):  # the next size is four times as large
@@ -208,20 +209,14 @@ class _Clock:
     """Seconds since it was made, on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._start: Any = _event() if device.type == "cuda" else time.perf_counter()
+        self._start: Any = cuda_event() if device.type == "cuda" else time.perf_counter()
 
     def stop(self) -> float:
         if isinstance(self._start, float):
             return time.perf_counter() - self._start
-        end = _event()
+        end = cuda_event()
         end.synchronize()
         return float(self._start.elapsed_time(end)) / 1e3
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def _slowest(seconds: float, group: Group) -> float:

@@ -48,36 +48,6 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass
-class Peak:
-    """Filled in when the block of `peak_bytes` ends."""
-
-    num_bytes: int = 0
-    """Above the level at the block's beginning."""
-
-
-@contextmanager
-def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """The highest level of memory on the device inside the block, above the level at its beginning.
-
-    Tensors that were there before count as there throughout on the CPU, even if they are freed inside. The CPU path
-    sees the operators of this thread and of the backward passes that it starts, and slows each by some microseconds.
-    """
-    peak = Peak()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield peak
-        torch.cuda.synchronize(device)
-        peak.num_bytes = torch.cuda.max_memory_allocated(device) - before
-        return
-    tracker = StorageTracker(device)
-    with tracker:
-        yield peak
-    peak.num_bytes = tracker.peak
-
-
 class Levels:
     """Memory on the device between chosen points of the work inside, in bytes above the level at the beginning.
 
@@ -111,6 +81,27 @@ class Levels:
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return torch.cuda.memory_allocated(self._device) - self._base, peak - self._base
+
+
+@dataclass
+class Peak:
+    """Filled in when the block of `peak_bytes` ends."""
+
+    num_bytes: int = 0
+    """Above the level at the block's beginning."""
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """The highest level of memory on the device inside the block, above the level at its beginning.
+
+    Tensors that were there before count as there throughout on the CPU, even if they are freed inside. The CPU path
+    sees the operators of this thread and of the backward passes that it starts, and slows each by some microseconds.
+    """
+    peak = Peak()
+    with Levels(device) as levels:
+        yield peak
+    peak.num_bytes = levels.read()[1]
 
 
 @dataclass

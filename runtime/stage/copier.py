@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,57 +22,39 @@ BLOCK_BYTES = 4 << 20
 SLAB_BYTES = 64 << 20
 
 
-class Copier(Protocol):
-    """Copies of one direction run in the order in which they are asked for; a moment is the end of one.
+class Copier:
+    """Copies between a device and the host: at once and in ordinary memory, as on a CPU.
 
-    Tensors are flat, of bytes; the blocks together are at least as long as the tensor on the device.
+    Copies of one direction run in the order in which they are asked for; a moment is the end of one. Tensors are flat,
+    of bytes; the blocks together are at least as long as the tensor on the device.
     """
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """New memory to copy to."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def out(self, source: Tensor, blocks: Sequence[Tensor], after: Sequence[Any]) -> Any:
         """Copy to the host what has been computed so far, once the moments ``after`` have passed; gives the moment.
 
         ``source`` must be left alone until somebody has waited for the moment.
         """
+        for block, piece in pieces(blocks, source):
+            block.copy_(piece)
 
     def back(self, blocks: Sequence[Tensor], target: Tensor, after: Sequence[Any]) -> Any:
         """Copy to the device, once what has been asked of it so far is done and the moments ``after`` have passed."""
+        for block, piece in pieces(blocks, target):
+            piece.copy_(block)
 
     def wait(self, moment: Any) -> None:
         """What is computed from here on, and memory that is reused from here on, comes after the moment."""
 
     def done(self, moment: Any) -> bool:
         """Whether the moment has passed already."""
-
-
-class DirectCopier:
-    """Copies at once, in ordinary memory: for tests, and to try things out on a CPU."""
-
-    def host_memory(self, num_bytes: int) -> Tensor:
-        """See `Copier.host_memory`."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def out(self, source: Tensor, blocks: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        """See `Copier.out`."""
-        for block, piece in pieces(blocks, source):
-            block.copy_(piece)
-
-    def back(self, blocks: Sequence[Tensor], target: Tensor, after: Sequence[Any]) -> Any:
-        """See `Copier.back`."""
-        for block, piece in pieces(blocks, target):
-            piece.copy_(block)
-
-    def wait(self, moment: Any) -> None:
-        """See `Copier.wait`."""
-
-    def done(self, moment: Any) -> bool:
-        """See `Copier.done`."""
         return True
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """On CUDA: one stream for each direction, page-locked host memory, events as moments."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,23 +62,18 @@ class StreamCopier:
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """See `Copier.host_memory`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, source: Tensor, blocks: Sequence[Tensor], after: Sequence[Any]) -> Any:
-        """See `Copier.out`."""
         return self._copy(self._out, pieces(blocks, source), after)
 
     def back(self, blocks: Sequence[Tensor], target: Tensor, after: Sequence[Any]) -> Any:
-        """See `Copier.back`."""
         return self._copy(self._back, ((piece, block) for block, piece in pieces(blocks, target)), after)
 
     def wait(self, moment: Any) -> None:
-        """See `Copier.wait`."""
         torch.cuda.current_stream(self._device).wait_event(moment)
 
     def done(self, moment: Any) -> bool:
-        """See `Copier.done`."""
         return bool(moment.query())
 
     def _copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]], after: Sequence[Any]) -> Any:
@@ -132,11 +109,6 @@ class HostMemory:
     def least_bytes(self) -> int:
         """Less is not worth a block, nor the asking."""
         return self._block_bytes // 4
-
-    @property
-    def free_bytes(self) -> int:
-        """In blocks that nobody has."""
-        return len(self._free) * self._block_bytes
 
     def take(self, num_bytes: int) -> tuple[list[Tensor], list[Any]] | None:
         """(Blocks, moments after which they may be written to); None where the host has no more memory to lock."""

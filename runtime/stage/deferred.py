@@ -3,26 +3,25 @@
 The backward of y = x W^T is two products: dx = dy W, which the layer before and the pipeline stage before wait for, and
 dW = dy^T x, which nobody waits for (zero-bubble pipelines, Qi et al., arXiv 2401.10241, section 2).
 
-    later = WeightGradients()
-    with leaving(linears, later):          # nn.Linear; other modules call `linear` themselves
+    with deferring(linears, later):        # nn.Linear; other modules call `WgradStore.linear` themselves
         with later.splitting(7):
             loss = model(...)
         with later.splitting(7):
             loss.backward()                # dx alone; x and dy of every linear layer are booked
         later.run(7)                       # dW
 
-Around the forward it keeps the weight out of the graph: the hooks that trainers hang at a weight's AccumulateGrad fire
+Around the forward `splitting` keeps the weight out of the graph: hooks of trainers at a weight's AccumulateGrad fire
 with every backward that reaches it, gradient or not, and then may miss it. Around the backward it does the same for
-layers that are recomputed there. Passes outside of it run the layers' own code.
+layers that are recomputed there.
 
 `run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as ever, and dW is taken
-over, not copied as it would be if it were handed in with a root. Nothing is computed twice.
+over, not copied as it would be if it were handed in with a root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...core.errors import EvenloadError
+from ..attributes import with_attributes
 
 
 class _Left(NamedTuple):
@@ -41,14 +41,6 @@ class _Left(NamedTuple):
     """[..., inputs]."""
     dy: Tensor
     """[..., outputs]."""
-
-
-class _Layer(NamedTuple):
-    """What autograd is not to look into: it would put the weight into the graph."""
-
-    weight: Tensor
-    left: list[_Left]
-    sum_over: Any
 
 
 class WgradStore:
@@ -77,23 +69,16 @@ class WgradStore:
         return wanted and not torch.is_autocast_enabled(x.device.type)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, sum_over: Any = None) -> Tensor:
-        """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left.
-
-        Args:
-            sum_over: process group over whose ranks dx is summed, where they hold parts of the outputs (tensor
-                parallelism).
-        """
+        """x W^T + bias: [..., outputs] from [..., inputs]; the gradient of the weight is left. ``sum_over``: process
+        group over whose ranks dx is summed, where they hold parts of the outputs (tensor parallelism)."""
         assert self._open is not None
-        layer = _Layer(weight, self._open, sum_over)
+        layer = weight, self._open, sum_over  # not one by one: autograd would put the weight into the graph
         result: Tensor = _Linear.apply(x, bias, layer)  # type: ignore[no-untyped-call]
         return result
 
     def run(self, number: int) -> None:
-        """Add up what backward ``number`` left, last layer first, and free each when it is done.
-
-        Raises:
-            EvenloadError: that backward left nothing to do, or it was done before.
-        """
+        """Add up what backward ``number`` left, last layer first, and free each when it is done. Raises EvenloadError:
+        that backward left nothing to do, or it was done before."""
         left = self._left.pop(number, None)
         if left is None:
             raise EvenloadError(
@@ -141,8 +126,7 @@ def deferring(linears: Iterable[nn.Linear], later: WgradStore) -> Iterator[None]
         yield
 
 
-@contextmanager
-def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> AbstractContextManager[None]:
     """One module's own version of a method of its class. Raises EvenloadError where it has one already."""
     if method in vars(module):
         raise EvenloadError(
@@ -150,11 +134,7 @@ def replaced(module: nn.Module, method: str, by: Callable[..., Any]) -> Iterator
             f"{type(module).__name__}: {vars(module)[method]!r}",
             "keep its weight gradients in the backward (plugins.pipeline.split_backward=off), or take the other out",
         )
-    setattr(module, method, by)
-    try:
-        yield
-    finally:
-        delattr(module, method)
+    return with_attributes(module, **{method: by})
 
 
 def _forward(layer: nn.Linear, later: WgradStore) -> Callable[[Tensor], Tensor]:
@@ -170,10 +150,10 @@ class _Linear(torch.autograd.Function):
     """A linear layer whose backward leaves dW; its weight is out of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: tuple[Tensor, list[_Left], Any]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return nn.functional.linear(x, layer.weight, bias)
+        return nn.functional.linear(x, layer[0], bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -62,15 +62,14 @@ class Graph(NamedTuple):
 
 
 class StageTrainer(ABC):
-    """How a trainer runs the packs of its stage.
-
-    Args:
-        blocks: the decoder layers of the stage, in order.
-        device: where they are.
-    """
+    """How a trainer runs the packs of its stage, whose decoder layers are ``blocks`` on ``device``."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.blocks, self.device, self.tape = blocks, device, Tape()
+
+    def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
+        """Holds around all actions of a program; ``wgrads`` takes the weight gradients that backwards leave."""
+        return nullcontext()
 
     @abstractmethod
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:
@@ -148,13 +147,13 @@ class Executor:
         if self._links:
             self._links.begin()
         at: Op | None = None
-        for action in self._program:
-            if action.op != at or action.op.micro_batch < 0:
-                at, self._loaded, self._received, self._result = action.op, None, None, None
-                self._mark(
-                    f"{WORDS[at.kind]} of {'a dummy' if at.micro_batch < 0 else f'micro-batch {at.micro_batch}'}"
-                )
-            verbs[action.kind](action)
+        with self._trainer.prepared(self._program, self.wgrads):
+            for action in self._program:
+                if action.op != at or action.op.micro_batch < 0:
+                    at, self._loaded, self._received, self._result = action.op, None, None, None
+                    number = at.micro_batch
+                    self._mark(f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}")
+                verbs[action.kind](action)
         self._loaded = self._received = self._result = None
         self.wgrads.check_empty()
         if self._links:

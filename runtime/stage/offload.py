@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +68,9 @@ def offloading(
     """Let a share of what the inner layers save in the forward inside wait in host memory.
 
     Args:
-        share: of the bytes, 0 to 1.
+        share: of the bytes, 0 to 1; EvenloadError for another number.
         layers: of the stage, in the order in which they run; see `layers_of`.
         host: where to; by default `host_memory_of` the device. Where there is none, nothing moves, which is said once.
-
-    Raises:
-        EvenloadError: the share is no share.
     """
     if not 0 <= share <= 1:
         raise EvenloadError("a share of the activations to offload is not between 0 and 1", f"{share}", "plan again")
@@ -91,18 +88,15 @@ def offloading(
     with ExitStack() as undo:
         undo.callback(the_pass.end)
         for number, layer in enumerate(layers):
-            undo.callback(layer.register_forward_pre_hook(partial(_entering, the_pass, number)).remove)
-        undo.callback(layers[-1].register_forward_hook(partial(_leaving_last, the_pass)).remove)
+            undo.callback(layer.register_forward_pre_hook(lambda *_, number=number: the_pass.enter(number)).remove)
+        undo.callback(layers[-1].register_forward_hook(lambda *_: the_pass.enter(len(layers))).remove)
         undo.enter_context(saved_tensors_hooks(the_pass.pack, the_pass.unpack))
         yield moved
 
 
 def layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a decoder: the longest list of modules that is in no other one; the first of equals.
-
-    Raises:
-        EvenloadError: there is no list of modules.
-    """
+    """The layers of a decoder: the longest list of modules that is in no other one; the first of equals. Raises
+    EvenloadError: there is no list of modules."""
     layer_lists: list[Sequence[nn.Module]] = []
 
     def walk(module: nn.Module) -> None:
@@ -329,11 +323,3 @@ class _Pass:
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """A storage as its bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _entering(the_pass: _Pass, number: int, module: nn.Module, args: Any) -> None:
-    the_pass.enter(number)
-
-
-def _leaving_last(the_pass: _Pass, module: nn.Module, args: Any, output: Any) -> None:
-    the_pass.enter(the_pass._last + 1)

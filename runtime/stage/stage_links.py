@@ -19,30 +19,24 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op
-from ..world.groups import GroupPool
+from ..world.groups import own_group
 
 log = logging.getLogger("evenload")
-
-Row = tuple[int, ...]
 
 
 class StageLinks:
     """The links of this rank to the stages before and after it; lives as long as its host. Made by all ranks together.
 
-    Args:
-        rows: every pipeline of the world: its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
-
-    Raises:
-        EvenloadError: a row names a rank that is not in the world.
-        RankError: the ranks gave different rows.
+    ``rows``: every pipeline of the world, its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
+    Raises as `own_group`.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._pools = {"F": GroupPool(rows), "B": GroupPool(rows)}
-        (ranks,) = {row for row in rows if dist.get_rank() in row}
-        self._groups = {kind: pool.get(ranks) for kind, pool in self._pools.items()}
+    def __init__(self, rows: Sequence[Ranks]) -> None:
+        (ranks, up), (_, down) = own_group(rows), own_group(rows)
+        self._groups = {"F": up, "B": down}
         stage = ranks.index(dist.get_rank())
         if stage == 0:
             warn_of_one_queue(dist.get_backend(self._groups["F"]))
@@ -54,12 +48,8 @@ class StageLinks:
         self._in_step = False
 
     def begin(self) -> None:
-        """Call it before the first pass of a step.
-
-        Raises:
-            EvenloadError: the step before never came to `finish`. What its stages sent and nobody took would be taken
-                for what this step sends.
-        """
+        """Call it before the first pass of a step. Raises EvenloadError: the step before never came to `finish`. What
+        its stages sent and nobody took would be taken for what this step sends."""
         if self._in_step:
             raise EvenloadError(
                 "the step before failed halfway, and what its pipeline stages sent is still on the way",
@@ -76,11 +66,8 @@ class StageLinks:
         self._sent[op.kind].append((work, tensor))
 
     def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
-        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind.
-
-        Args:
-            taken: how many tensors of the other direction the neighbour had taken before this pass (`taken_before`).
-        """
+        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind. ``taken``: how
+        many tensors of the other direction the neighbour had taken before this pass (`taken_before`)."""
         (peer,) = self._source[op.kind]
         dist.recv(like, peer, group=self._groups[op.kind], tag=op.micro_batch)
         self._release("B" if op.kind == "F" else "F", taken)
@@ -96,9 +83,9 @@ class StageLinks:
     def close(self) -> None:
         """Destroy the groups; on every rank."""
         self._sent = {"F": deque(), "B": deque()}
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
         self._groups = {}
-        for pool in self._pools.values():
-            pool.close()
 
     def _release(self, kind: str, taken: int) -> None:
         while self._taken[kind] < taken:
@@ -114,13 +101,6 @@ def warn_of_one_queue(backend: str) -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS=1: a second send on a link may stop the device until the first is taken, and "
             "two stages that both run ahead may then wait for each other; leave it unset, or disable plugins.pipeline"
         )
-
-
-def rows_of_all(own: Sequence[int]) -> list[Row]:
-    """The pipelines of the world, from each rank's own: world ranks, first stage first. Collective."""
-    rows: list[Row] = [()] * dist.get_world_size()
-    dist.all_gather_object(rows, tuple(own))
-    return sorted(set(rows))
 
 
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:

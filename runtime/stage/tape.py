@@ -31,11 +31,8 @@ class Tape:
             self._kept.setdefault(piece.sequence, []).append((piece, rows if len(slices) == 1 else rows.clone()))
 
     def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
-        """The input of a pack: ``like_TC`` filled in, zeros on padding.
-
-        Args:
-            free: this is for a backward; drop what no later one will ask for.
-        """
+        """The input of a pack: ``like_TC`` filled in, zeros on padding. ``free``: this is for a backward; drop what no
+        later one will ask for."""
         like_TC.zero_()
         first_of: dict[int, int] = {}
         for piece, (first, _) in zip(slices, pairwise(segments), strict=False):

@@ -79,10 +79,7 @@ def take_leave(store: StoreClient, *, waits: bool, num_ranks: int) -> None:
 
 def first_here(job: str) -> bool:
     """Whether this process is the first of its node to ask, for a job in which ranks cannot ask each other any more.
-
-    Args:
-        job: a name that no other job has; where it is empty the answer is yes.
-    """
+    ``job``: a name that no other job has; where it is empty the answer is yes."""
     return not job or within(_WRITE_S, lambda: _claims_first(f"evenload-{job}")) is not False
 
 

@@ -24,10 +24,7 @@ class StoreLostError(Exception):
 
 class StoreClient:
     """Keys and values of a job. Every method raises StoreLostError, or blocks while the server does not answer.
-
-    Args:
-        connect: makes the store; called with the first method, since it may block as well.
-    """
+    ``connect``: makes the store; called with the first method, since it may block as well."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect

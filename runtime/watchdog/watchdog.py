@@ -37,6 +37,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn
 
@@ -141,7 +142,9 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         global _current
         self._before, _current = _current, self
-        members = self._members or _of_process_group()
+        members = self._members
+        if members is None and dist.is_initialized():
+            members = Members(_get_default_store(), dist.get_rank(), dist.get_world_size())
         if members is None or members.size == 1:
             return self
         store, self._rank, self._size = members
@@ -284,28 +287,15 @@ class Watchdog:
         self._ending.acquire()  # whichever thread comes second stays here until the process is over
         text = failure.message if failure.printer == self._rank else ""
         if text and failure.kind == "stuck":
-            text = self._here() + text
+            frame = sys._current_frames().get(self._worker)
+            text = "".join(traceback.format_stack(frame) if frame else ()) + text
         culprit = (self._error or RuntimeError(failure.message)) if failure.rank == self._rank else None
         # A rank that is gone reads nothing any more.
         others = self._size - (failure.kind == "gone" and failure.rank not in (-1, self._rank))
-
-        def farewell() -> None:
-            take_leave(self._store, waits=self._rank == self._holder, num_ranks=others)
-
+        farewell = partial(take_leave, self._store, waits=self._rank == self._holder, num_ranks=others)
         end_process(text, culprit, failure.code, farewell if store_answers else None)
-
-    def _here(self) -> str:
-        """Where the worker thread stands now."""
-        frame = sys._current_frames().get(self._worker)
-        return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def working(where: str) -> AbstractContextManager[None]:
     """`Watchdog.working` of the watchdog that watches this process, if one does."""
     return _current.working(where) if _current is not None else nullcontext()
-
-
-def _of_process_group() -> Members | None:
-    if not dist.is_initialized():
-        return None
-    return Members(_get_default_store(), dist.get_rank(), dist.get_world_size())

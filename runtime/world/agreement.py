@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
 
 Group = dist.ProcessGroup | None
@@ -32,27 +34,24 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     return [row.tobytes() for row in everyone.cpu().numpy()]
 
 
-def agree(digest: bytes, what: str, step: int, group: Group = None) -> None:
-    """Return if every rank of `group` holds the same digest.
+def agree(digest: bytes, what: str, step: int) -> None:
+    """Return if every rank holds the same digest.
 
-    Raises:
-        RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
-            where there is none. `what` is a plural: "plans", "checkpoints".
+    Raises RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
+    where there is none. `what` is a plural: "plans", "checkpoints".
     """
-    digests = gather_bytes(digest, group)
+    digests = gather_bytes(digest)
     if len(set(digests)) == 1:
         return
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     sides = Counter(digests).most_common()
     common, votes = sides[0]
     if 2 * votes > len(digests):
-        odd = [rank for rank, d in zip(ranks, digests, strict=True) if d != common]
+        odd = [rank for rank, d in enumerate(digests) if d != common]
         who = f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {votes}"
     else:
         who = "no side has a majority"
     holders = "; ".join(
-        f"{name_ranks(r for r, d in zip(ranks, digests, strict=True) if d == side)}: {side.hex()[:12]}"
-        for side, _ in sides[:8]
+        f"{name_ranks(r for r, d in enumerate(digests) if d == side)}: {side.hex()[:12]}" for side, _ in sides[:8]
     )
     raise RankError(
         f"step {step}: the ranks hold different {what}: {who}",
@@ -61,14 +60,9 @@ def agree(digest: bytes, what: str, step: int, group: Group = None) -> None:
     )
 
 
-def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]:
-    """(world rank, error) of every rank of `group` where something failed, lowest rank first; empty if it worked."""
-    if not dist.is_initialized():
-        return [] if error is None else [(0, error)]
-    errors: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return [(rank, e) for rank, e in zip(ranks, errors, strict=True) if e is not None]
+def first_error(error: str | None) -> list[tuple[int, str]]:
+    """(rank, error) of every rank where something failed, lowest rank first; empty if it worked. Collective."""
+    return [(rank, e) for rank, e in enumerate(everyone(error)) if e is not None]
 
 
 def place() -> tuple[int, int]:
@@ -76,12 +70,18 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def everyone(value: Value) -> list[Value]:
-    """The value of every rank, by rank. Collective."""
-    values = [value] * place()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
+def everyone(value: Value, group: Group = None) -> list[Value]:
+    """The value of every rank of `group`, by rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def rows_of_all(own: Iterable[int]) -> list[Ranks]:
+    """The rows into which the world is divided, from each rank's own row of world ranks. Collective."""
+    return sorted(set(everyone(tuple(own))))
 
 
 def from_first(work: Callable[[], Value]) -> Value:
@@ -111,12 +111,8 @@ def wire_device(group: Group = None) -> torch.device:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 2`` or ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    rows = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    runs = [(members[0], members[-1]) for _, row in rows if (members := [rank for _, rank in row])]
     shown = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:20]]
     more = ", ..." if len(runs) > 20 else ""
     many = len(runs) > 1 or (bool(runs) and runs[0][0] != runs[0][1])

@@ -1,13 +1,12 @@
-"""Process groups that are created once, by all ranks, in one order, and then looked up by their ranks.
+"""One process group for each row of ranks into which the world is divided.
 
 Groups made on demand hang: `dist.new_group` is a collective of the whole world, and its `use_local_synchronization`
-deadlocks as soon as subsets overlap (0 waits in {0, 1} for 1, which waits in {1, 2} for 2, ...). So everything that a
-plan may ask for is declared up front.
+deadlocks as soon as subsets overlap (0 waits in {0, 1} for 1, which waits in {1, 2} for 2, ...). So all ranks make all
+groups up front, in one order.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Iterable
 
@@ -18,60 +17,28 @@ from ...core.errors import EvenloadError
 from .agreement import agree
 
 
-class GroupPool:
-    """The declared process groups of this world; every rank builds the same pool, member or not.
+def own_group(rows: Iterable[Ranks], *, on_host: bool = False) -> tuple[Ranks, dist.ProcessGroup]:
+    """This rank's row and the process group of its ranks, which numbers them in ascending order. Collective.
 
     Args:
-        ranks: the groups, each a tuple of world ranks; repeats and order do not matter.
-        backend: as in `dist.new_group`; None takes the world's.
-        timeout_s: of the collectives of these groups; None takes the world's.
+        rows: each a tuple of world ranks; repeats and the order of rows do not matter.
+        on_host: tensors on the host are exchanged too, also where the world's backend is NCCL alone.
 
     Raises:
-        RankError: the ranks declared different groups.
-        EvenloadError: a group names a rank that is not in the world, or nobody.
+        RankError: the ranks gave different rows.
+        EvenloadError: a row names a rank that is not in the world, or nobody, or this rank is not in one row alone.
     """
-
-    def __init__(self, ranks: Iterable[Ranks], backend: str | None = None, timeout_s: float | None = None) -> None:
-        wanted = sorted({tuple(sorted(set(group))) for group in ranks}, key=lambda group: (len(group), group))
-        size = dist.get_world_size()
-        for group in wanted:
-            if not group or group[0] < 0 or group[-1] >= size:
-                raise EvenloadError(f"ranks {group} cannot form a group", f"a world of {size}", f"use 0 to {size - 1}")
-        agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
-        timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        self._groups: dict[Ranks, dist.ProcessGroup | None] = {
-            group: dist.new_group(list(group), timeout=timeout, backend=backend) for group in wanted
-        }
-
-    def __contains__(self, ranks: Ranks) -> bool:
-        return tuple(sorted(ranks)) in self._groups
-
-    def get(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The group of these ranks; its own numbering follows the sorted ranks, whatever order is asked for.
-
-        Raises:
-            EvenloadError: it was not declared.
-        """
-        group = self._groups.get(tuple(sorted(ranks)))
-        if group is None:
-            known = ", ".join(map(str, self._groups)) or "none"
-            raise EvenloadError(
-                f"no process group of ranks {tuple(sorted(ranks))}",
-                f"declared: {known if len(known) < 400 else f'{len(self._groups)} groups'}",
-                "declare it when the GroupPool is made: a group made later would hang the ranks outside it",
-            )
-        return group
-
-    def close(self) -> None:
-        """Destroy the groups; call it on every rank, with no collective under way."""
-        for ranks, group in self._groups.items():
-            if dist.get_rank() in ranks:
-                dist.destroy_process_group(group)
-        self._groups = {}
-
-    def __enter__(self) -> GroupPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
+    wanted = sorted({tuple(row) for row in rows}, key=lambda row: (len(row), row))
+    own = [row for row in wanted if dist.get_rank() in row]
+    if len(own) != 1:
+        count = f"rank {dist.get_rank()} is in {len(own)} of {len(wanted)} planes"
+        raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
+    size = dist.get_world_size()
+    for row in wanted:
+        if not row or min(row) < 0 or max(row) >= size:
+            raise EvenloadError(f"ranks {row} cannot form a group", f"a world of {size}", f"use 0 to {size - 1}")
+    agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
+    only_nccl = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
+    backend = "cpu:gloo,cuda:nccl" if on_host and only_nccl else None
+    groups = {row: dist.new_group(sorted(row), backend=backend) for row in wanted}
+    return own[0], groups[own[0]]

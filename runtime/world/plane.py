@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.aliases import Ranks
-from ...core.errors import EvenloadError, RankError
-from .agreement import wire_device
-from .groups import GroupPool
+from ...core.errors import RankError
+from .agreement import Group, wire_device
+from .groups import own_group
 
 Transfer = tuple[int, Tensor]
 """A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
@@ -46,55 +46,34 @@ class Plane:
     """The ranks of one tensor-parallel rank and pipeline stage, numbered as plans number them.
 
     Args:
-        group: a process group of all of them.
+        group: a process group of all of them; None: they exchange nothing.
         ranks: the world rank of each plane rank.
         rank: the plane rank of this process.
         node_ranks: neighbouring plane ranks that share a node; 0: all do.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        ranks: Ranks,
-        rank: int,
-        node_ranks: int = 0,
-        pool: GroupPool | None = None,
-    ) -> None:
+    def __init__(self, group: Group, ranks: Ranks, rank: int, node_ranks: int = 0) -> None:
         self.group, self.ranks, self.rank, self.node_ranks = group, ranks, rank, node_ranks
-        self._pool = pool
 
     @classmethod
-    def make(cls, rows: Iterable[Ranks], node_ranks: int = 0, timeout_s: float | None = None) -> Plane:
+    def make(cls, rows: Iterable[Ranks], node_ranks: int = 0) -> Plane:
         """The plane of this process. A collective of the whole world.
 
         Args:
-            rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order.
-
-        Raises:
-            RankError: the ranks declared different planes.
-            EvenloadError: this rank is in none or several of them.
+            rows: the world ranks of every plane, one for each tensor-parallel rank and stage, in plane order. Raises as
+                `own_group`.
         """
-        rows = [tuple(row) for row in rows]
-        own_rows = [row for row in rows if dist.get_rank() in row]
-        if len(own_rows) != 1:
-            count = f"rank {dist.get_rank()} is in {len(own_rows)} of {len(rows)} planes"
-            raise EvenloadError("a rank does not know its plane", count, "list every rank of the world in one row")
-        backend = None
-        if "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config():
-            backend = "cpu:gloo,cuda:nccl"  # `meet` compares on the host
-        pool = GroupPool(rows, backend=backend, timeout_s=timeout_s)
-        group = pool.get(own_rows[0])
+        own, group = own_group(rows, on_host=True)  # where `meet` compares
         # NCCL lets the first call of a group be point-to-point only if all its ranks take part.
         for device in dict.fromkeys((wire_device(group), _tensor_device(group))):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return cls(group, own_rows[0], own_rows[0].index(dist.get_rank()), node_ranks, pool)
+        return cls(group, own, own.index(dist.get_rank()), node_ranks)
 
     def post(self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> Pending:
         """Start messages to and from plane ranks; empty ones are left out on both sides.
 
-        Args:
-            tag: the same on both ends, `FIRST_TAG` or more. Where the backend knows tags, ranks that disagree about
-                what comes next then wait, and the watchdog tells so, instead of taking each other's numbers.
+        ``tag``: the same on both ends, `FIRST_TAG` or more. Where the backend knows tags, ranks that disagree about
+        what comes next then wait, and the watchdog tells so, instead of taking each other's numbers.
         """
         sends, receives = ([(peer, t) for peer, t in row if t.numel()] for row in (sends, receives))
         ops = [dist.P2POp(dist.isend, t, self.ranks[peer], self.group, tag) for peer, t in sends]
@@ -104,25 +83,15 @@ class Plane:
     def meet(self, number: int, digest: bytes, peers: Ranks, kind: Literal["F", "B"] = "F") -> None:
         """Return if the neighbours of this rank in a shared micro-batch are about to run the same pass.
 
-        A check between neighbours on the host, called by all of `peers` at the start of the pass.
-
-        Args:
-            number: of the micro-batch in its plan.
-            digest: of the plan.
-            peers: plane ranks of the micro-batch, this one among them.
-
-        Raises:
-            RankError: one runs another pass or plan.
+        A check between neighbours on the host, called by all plane ranks of the micro-batch (``peers``) at the start of
+        the pass, with its number in the plan and the plan's digest. Raises RankError if one runs another pass or plan.
         """
         at = peers.index(self.rank)
         neighbours = sorted({peers[at - 1], peers[(at + 1) % len(peers)]} - {self.rank})
         device = wire_device(self.group)
         message = torch.tensor([number, kind == "B", *digest[:16].ljust(16, b"\0")], dtype=torch.int64).to(device)
-        messages = self.post(
-            [(peer, message) for peer in neighbours],
-            [(peer, torch.empty_like(message)) for peer in neighbours],
-            _MEET_TAG,
-        ).wait()
+        receives = [(peer, torch.empty_like(message)) for peer in neighbours]
+        messages = self.post([(peer, message) for peer in neighbours], receives, _MEET_TAG).wait()
         for peer, theirs in messages.items():
             if not torch.equal(theirs, message):
                 here, there = (
@@ -135,10 +104,10 @@ class Plane:
                 )
 
     def close(self) -> None:
-        """Destroy the group if `make` made it; call it on every rank, with nothing under way."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = self.group = None
+        """Destroy the group; call it on every rank, with nothing under way."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 def _pass_name(message: Tensor) -> str:
@@ -146,7 +115,7 @@ def _pass_name(message: Tensor) -> str:
     return f"{'B' if backward else 'F'}{number} of plan {bytes(digest).hex()[:12]}"
 
 
-def _tensor_device(group: dist.ProcessGroup) -> torch.device:
+def _tensor_device(group: Group) -> torch.device:
     """Where the tensors lie that models exchange."""
     with_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)
     return torch.device("cuda", torch.cuda.current_device()) if with_cuda else wire_device(group)

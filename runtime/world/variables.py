@@ -28,11 +28,8 @@ class JobVariables(NamedTuple):
 
 
 def job_variables() -> JobVariables | None:
-    """What the environment says of this process; None where it is of no job.
-
-    Raises:
-        EvenloadError: some are missing, no integers, out of range, or name a machine that is not known.
-    """
+    """What the environment says of this process; None where it is of no job. Raises EvenloadError: some are missing, no
+    integers, out of range, or name a machine that is not known."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

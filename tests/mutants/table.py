@@ -296,8 +296,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gradient is NaN under DeepSpeed",
         _ENGINE_HOST,
-        "        return full_gradients(self.engine, self._own_parameters())",
-        "        named = full_gradients(self.engine, self._own_parameters())\n"
+        "        return full_gradients(self._own_parameters())",
+        "        named = full_gradients(self._own_parameters())\n"
         '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
         "quick deepspeed",
     ),

@@ -54,6 +54,7 @@ def path(tmp_path):
 @pytest.fixture
 def stub(host, monkeypatch):
     monkeypatch.setitem(session._TRAINERS, "deepspeed", Stub)
+    monkeypatch.setitem(sys.modules, "evenload.integrations.deepspeed.unmodified.loop", Stub)
     monkeypatch.setattr(Stub, "released", 0)
     yield importlib.import_module("stubhost.core")
     session.disable()

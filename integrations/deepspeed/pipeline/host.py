@@ -11,12 +11,13 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
+from torch import Tensor
 
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.program import lower
@@ -25,12 +26,13 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock, counts_waiting
 from ....runtime.stage.executor import Executor
-from ....runtime.stage.stage_links import StageLinks, rows_of_all
+from ....runtime.stage.stage_links import StageLinks
+from ....runtime.world.agreement import rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...foreign_plans import refuse_foreign
 from ...host import Mark
-from ..engine import full_weights, make_engine
+from ..engine import make_engine
 from ..engine_host import EngineHost
 from .model import StageModule, build_stage
 from .stage import PipelineStage
@@ -55,22 +57,10 @@ class PipelineHost(EngineHost):
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.of_all_stages(full_weights(self.engine, self.module.global_parameters()))
-
-    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `Host.of_all_stages`."""
-        stages: list[Mapping[str, torch.Tensor]] = [{} for _ in range(self.layout.pp)]
-        dist.all_gather_object(stages, tensors, group=self._stages)
-        return {name: tensor for stage in stages for name, tensor in stage.items()}
-
     def describe(self) -> dict[str, Any]:
-        """See `Host.describe`."""
         return {**super().describe(), "parameters": self.module.num_weights}
 
     def close(self) -> None:
-        """See `Host.close`."""
-        self._links.close()
         super().close()
         # DeepSpeed would lay out the next engine of this process as this one.
         groups.mpu = self._grid_before
@@ -78,12 +68,12 @@ class PipelineHost(EngineHost):
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return self.module.global_parameters()
 
-    def _update(self) -> None:
+    def _step(self) -> None:
         self.engine._exec_optimizer_step()
 
-    def _run(
+    def _passes(
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
-    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
+    ) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
         place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
         recomputes = self.recipe.train.recompute
@@ -92,20 +82,16 @@ class PipelineHost(EngineHost):
         )
         program = lower(*place)
         executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
-        with trainer.prepared(program, executor.wgrads):
-            executor.run()
+        executor.run()
         mark("gradient reduction")
         with clock.noting("G"):
             trainer.reduce()
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES,)
 
-    def _norm(self, gradients: Any) -> float:
-        square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
+    def _norm_of(self, gradients: Iterable[Tensor | None]) -> float:
+        square = torch.tensor(super()._norm_of(gradients) ** 2, dtype=torch.float64, device=self.world.device)
         dist.all_reduce(square, group=self._stages)
         return float(square.sqrt())
 
-    def _plane_of(self, plan: StepPlan) -> Plane | None:
-        """What the ranks of a stage share micro-batches over; made, by all ranks, for the first plan that needs it."""
-        if plan.shared and self._plane is None:
-            self._plane = Plane.make(self._rows, node_ranks=plan.limits.node_ranks)
-        return self._plane
+    def _open_plane(self) -> Plane:
+        return Plane.make(self._rows)

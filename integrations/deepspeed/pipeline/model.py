@@ -23,7 +23,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from ....core.errors import EvenloadError
+from ....core.errors import refuse_first
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import Pack
@@ -54,11 +54,7 @@ class _Parts(NamedTuple):
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]
-    """The layers of one stage.
-
-    Args:
-        parts: of the whole model; those of this stage hold weights.
-    """
+    """The layers of one stage. ``parts``: of the whole model; those of this stage hold weights."""
 
     def __init__(self, parts: _Parts, layout: Layout, device: torch.device) -> None:
         super().__init__(parts.layers, topology=_topology(layout))
@@ -114,11 +110,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
 
 
 def build_stage(recipe: Recipe, layout: Layout, rank: int, device: torch.device) -> StageModule:
-    """This rank's stage, in float32 on the device. Collective.
-
-    Raises:
-        EvenloadError: the model cannot be cut into these stages.
-    """
+    """This rank's stage, in float32 on the device. Collective. Raises EvenloadError where it cannot be cut out."""
     parts = _take_apart(recipe, layout, _topology(layout).get_coord(rank).pipe)
     prepare_deepspeed()
     deepspeed.init_distributed()
@@ -175,6 +167,5 @@ def _refuse_uncut(config: Any, layout: Layout) -> None:
             "choose a pp that divides the number of layers",
         ),
     ]
-    for broken, detail, do in rules:
-        if broken:
-            raise EvenloadError("the model cannot be cut into pipeline stages", detail, do)
+    what = "the model cannot be cut into pipeline stages"
+    refuse_first(*((broken, what, detail, do) for broken, detail, do in rules))

@@ -9,8 +9,7 @@ Shape legend: T = slots of a pack, C = hidden, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ....core.plan.action import Action
 from ....core.plan.in_step import Program
 from ....runtime.attention.pack import Pack
+from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
 from ..stage import PackStage, summed
@@ -65,12 +65,9 @@ class PipelineStage(PackStage):
         hidden, dtype = self._engine.module.config.hidden_size, next(self._engine.module.parameters()).dtype
         return torch.empty(1, pack.num_padded_tokens, hidden, dtype=dtype, device=self.device)
 
-    @contextmanager
-    def weight_grads(self) -> Iterator[None]:
+    def weight_grads(self) -> AbstractContextManager[None]:
         """As in the engine's own backwards: DeepSpeed's hooks take it for part of one, not for the end of one."""
-        self._engine._running_engine_backward = True
-        yield
-        self._engine._running_engine_backward = False
+        return with_attributes(self._engine, _running_engine_backward=True)
 
     def reduce(self) -> None:
         """One sum over the ranks of the stage; one that had no work takes part with zeros."""

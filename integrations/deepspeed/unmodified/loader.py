@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from ....core.errors import EvenloadError
-from ....core.plan.step_plan import MicroBatch, Slice, as_lengths
+from ....core.plan.action import DUMMY
+from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
-from .counts import into_exactly
+from ....runtime.world.agreement import everyone
 
 log = logging.getLogger("evenload")
 
@@ -58,11 +59,9 @@ class PlannedLoader:
     """Stands in for `DeepSpeedDataLoader`; what it does not know itself it asks the stock loader.
 
     Args:
-        stock: the loader that DeepSpeed made.
-        chain: plans a batch, equal on all ranks.
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
-        lives: false once evenload is disabled; the loader is then the stock one again.
+        active: false once evenload is disabled; the loader is then the stock one again.
     """
 
     def __init__(
@@ -120,16 +119,14 @@ class PlannedLoader:
         """Batches of this rank in one step, whose stock samples on this rank are `indices`. Collective."""
         own = {index: self._read(index) for index in indices}
         row = [(index, len(own[index].tokens), own[index].num_targets) for index in indices]
-        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(rows, row)
-        everyone = [entry for one in rows for entry in one]
-        num_targets = sum(targets for _, _, targets in everyone)
+        samples = [entry for one in everyone(row) for entry in one]
+        num_targets = sum(targets for _, _, targets in samples)
         if num_targets == 0:
-            raise EvenloadError("a batch has no target token", f"{len(everyone)} samples", "check labels and data")
-        micro_batches = self._micro_batches([length for _, length, _ in everyone])
+            raise EvenloadError("a batch has no target token", f"{len(samples)} samples", "check labels and data")
+        micro_batches = self._micro_batches([length for _, length, _ in samples])
 
         def sample(place: int) -> Sample:
-            index, length, _ = everyone[place]
+            index, length, _ = samples[place]
             item = own[index] if index in own else own.setdefault(index, self._read(index))
             if len(item.tokens) != length:
                 raise EvenloadError(
@@ -195,3 +192,30 @@ def _batch(
     if has_mask:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch, Planned(pack, own_targets / num_targets, place)
+
+
+def into_exactly(plan: StepPlan, count: int) -> tuple[tuple[MicroBatch, ...], ...]:
+    """`count` micro-batches for every rank, dummies where the plan has fewer: ``result[rank][k]``. Raises EvenloadError
+    where a rank has more, or shares one with others, or layers are to be recomputed."""
+    if any(layers for row in plan.recompute for layers in row):
+        raise EvenloadError(
+            "a training loop of your own decides itself what is recomputed",
+            f"a plan made by {plan.made_by or 'hand'} that says it by micro-batch",
+            "set plugins.pipeline.recompute=off, or use `evenload train`",
+        )
+    if plan.shared:
+        raise EvenloadError(
+            "a training loop of your own runs every micro-batch on one rank",
+            f"a plan made by {plan.made_by or 'hand'} that shares micro-batches",
+            "plan under limits.whole_sequences, or use `evenload train`",
+        )
+    own = [[plan.micro_batches[i] for i in plan.of_rank(rank)] for rank in range(plan.limits.num_ranks)]
+    most = max(map(len, own))
+    if most > count:
+        raise EvenloadError(
+            "the batch does not fit into the micro-batches of a step",
+            f"{plan.num_tokens} tokens on {plan.limits.num_ranks} ranks need {most} micro-batches of "
+            f"{plan.limits.max_tokens} tokens, gradient_accumulation_steps is {count}",
+            f"raise gradient_accumulation_steps to {most}, or packing.max_tokens",
+        )
+    return tuple(tuple(m) + (DUMMY,) * (count - len(m)) for m in own)

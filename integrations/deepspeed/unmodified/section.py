@@ -42,11 +42,7 @@ def section_type() -> type[Section]:
 
 
 def parse_section(data: Any) -> Section:
-    """Validate the section.
-
-    Raises:
-        EvenloadError: names the key, what was found and the nearest key that exists.
-    """
+    """Validate the section. Raises EvenloadError: names the key, what was found and the nearest key that exists."""
     if not isinstance(data, Mapping):
         raise EvenloadError(
             f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
@@ -66,10 +62,7 @@ def parse_section(data: Any) -> Section:
 
 def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
     """The recipe that a script asks for: the section over its recipe file over `base`; None if it asks for nothing.
-
-    Raises:
-        EvenloadError: the recipe file is missing or wrong.
-    """
+    Raises EvenloadError: the recipe file is missing or wrong."""
     if section is None:
         return base
     recipe = recipes.load(section.recipe) if section.recipe else base or recipes.parse({})
@@ -85,21 +78,18 @@ def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str
     if model_config.hidden_size % heads:
         # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
         heads = groups = 1
-    shape = {
-        "num_layers": model_config.num_hidden_layers,
-        "hidden_size": model_config.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "ffn_hidden_size": getattr(model_config, "intermediate_size", None),
-        "vocab_size": model_config.vocab_size,
-        "family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
-    }
     return recipe.changed(
         {
             "trainer": "deepspeed",
             "train.dtype": dtype,
             "deepspeed.zero_stage": zero_stage,
             "parallel": {},
-            **{f"model.{key}": value for key, value in shape.items()},
+            "model.num_layers": model_config.num_hidden_layers,
+            "model.hidden_size": model_config.hidden_size,
+            "model.num_attention_heads": heads,
+            "model.num_query_groups": groups,
+            "model.ffn_hidden_size": getattr(model_config, "intermediate_size", None),
+            "model.vocab_size": model_config.vocab_size,
+            "model.family": "gpt" if model_config.model_type in ("gpt_neox", "gpt2") else "llama",
         }
     )

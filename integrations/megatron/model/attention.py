@@ -21,9 +21,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from ....core.errors import EvenloadError
+from ....core.errors import EvenloadError, refuse_first
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attention.pack import Pack
+
+_SHARED_BY_MESH = "set it to 1; the mesh plugin shares sequences between ranks"
 
 
 @dataclass
@@ -33,20 +35,21 @@ class PlannedSeqParams(PackedSeqParams):  # type: ignore[misc]
     pack: Pack | None = None
 
 
-def seq_params(pack: Pack) -> PlannedSeqParams:
-    """Parameters for the whole pack as *one* Megatron document.
+def seq_params(pack: Pack, borders: Tensor | None = None, longest: int = 0) -> PlannedSeqParams:
+    """Parameters for the whole pack as *one* Megatron document, or for documents with these borders.
 
-    The borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings, and
-    those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches. The
-    borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
+    Else the borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings,
+    and those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches.
+    Its borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
     """
-    borders, length = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
+    if borders is None:
+        borders, longest = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         pack=pack,
     )
 
@@ -66,8 +69,6 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -112,32 +113,20 @@ def _refuse_unsupported(config: Any, mask: AttnMaskType, kind: str, dropout: flo
         (dropout > 0, "attention dropout", f"attention_dropout {dropout}", "set attention_dropout=0"),
         (kind != "self", "cross attention", f"attention_type {kind}", "use it for self-attention"),
         (mask != AttnMaskType.causal, "a mask that is not causal", f"attn_mask_type {mask}", "use causal"),
-        (
-            getattr(config, "window_size", None) is not None,
-            "sliding-window attention",
-            f"window_size {getattr(config, 'window_size', None)}",
-            "set window_size=None",
-        ),
+        (config.multi_latent_attention, "latent attention", "multi_latent_attention=True", "use plain attention"),
         (
             config.apply_query_key_layer_scaling,
             "query-key layer scaling",
             "apply_query_key_layer_scaling=True",
             "switch it off; it is an aid for fp16",
         ),
-        (
-            getattr(config, "softmax_type", "vanilla") != "vanilla",
-            "an attention sink",
-            f"softmax_type {getattr(config, 'softmax_type', 'vanilla')}",
-            "set softmax_type='vanilla'",
-        ),
-        (config.multi_latent_attention, "latent attention", "multi_latent_attention=True", "use plain attention"),
-        (
-            config.context_parallel_size > 1,
-            "Megatron's static context parallelism",
-            f"context_parallel_size {config.context_parallel_size}",
-            "set it to 1; the mesh plugin shares sequences between ranks",
-        ),
     ]
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(f"packed attention does not do {what}", detail, do)
+    settings = (
+        ("window_size", None, "sliding-window attention", "set window_size=None"),
+        ("softmax_type", "vanilla", "an attention sink", "set softmax_type='vanilla'"),
+        ("context_parallel_size", 1, "Megatron's static context parallelism", _SHARED_BY_MESH),
+    )
+    for name, wanted, what, do in settings:
+        value = getattr(config, name, wanted)
+        rules.append((value != wanted, what, f"{name} {value}", do))
+    refuse_first(*((broken, f"packed attention does not do {what}", detail, do) for broken, what, detail, do in rules))

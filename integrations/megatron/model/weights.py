@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
@@ -38,45 +39,40 @@ def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, *, num_layers: int, tp_rank: int, tp_size: int, std: float = 0.02) -> None:
-    """Fill every matrix of this stage: normal(0, std), and std / sqrt(2 layers) where a layer joins the residual.
+def initialise(model: nn.Module, config: TransformerConfig, seed: int, tp_rank: int) -> None:
+    """Fill every matrix of this stage: normal(0, ``init_method_std``), and std / sqrt(2 layers) into the residual.
 
     Vectors (norms, biases) keep what their modules set: ones and zeros, the same on every layout. The draw is made on
     the CPU in float32, so devices and dtypes agree, too, up to their rounding.
     """
+    tp_size, std = config.tensor_model_parallel_size, config.init_method_std
     for name, parameter in global_parameters(model):
         if parameter.dim() < 2:
             continue
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
-        whole = torch.empty(whole_shape(parameter, tp_size))
-        whole.normal_(
-            0.0, std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std, generator=generator
-        )
+        scale = std / math.sqrt(2 * config.num_layers) if name.endswith(_INTO_RESIDUAL) else std
+        whole = torch.empty(whole_shape(parameter, tp_size)).normal_(0.0, scale, generator=generator)
         parameter.copy_(shard(whole, parameter, tp_rank, tp_size))
 
 
-def whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
+def whole_shape(parameter: Any, tp_size: int) -> list[int]:
     """Shape of the parameter before tensor parallelism cut it."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
-        shape[_of(parameter, "partition_dim")] *= tp_size
+        shape[parameter.partition_dim] *= tp_size
     return shape
 
 
-def shard(whole: Tensor, parameter: nn.Parameter, tp_rank: int, tp_size: int) -> Tensor:
+def shard(whole: Tensor, parameter: Any, tp_rank: int, tp_size: int) -> Tensor:
     """The part of ``whole`` that this tensor-parallel rank holds.
 
     A gated layer keeps gate and value one after the other (stride 2), so a rank holds a piece of each.
     """
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    dim = _of(parameter, "partition_dim")
-    pieces = whole.chunk(tp_size * _of(parameter, "partition_stride"), dim)
+    dim = parameter.partition_dim
+    pieces = whole.chunk(tp_size * parameter.partition_stride, dim)
     return torch.cat(pieces[tp_rank::tp_size], dim)
-
-
-def _of(parameter: nn.Parameter, attribute: str) -> int:
-    return int(getattr(parameter, attribute))
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -8,7 +8,7 @@ megatron-core 0.16 has two faults with torch's Adam, both kept out here without 
 distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError). And every parameter is given
 the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second wrong.
 
-The caller makes the directory, and commits it (manifest, rename) when every rank is done.
+The caller, a `host.MegatronHost`, makes the directory, and commits it (manifest, rename) when every rank is done.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -29,25 +28,12 @@ from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import EvenloadError
-from ....core.machine.layout import Layout
-from ....core.recipe.recipe import Recipe
 from ....runtime.unpickling import refuse_code, tensors_only
+from ....runtime.world.agreement import everyone
 from ..model.gpt import torch_optimizers
 from .storage import InProcessWriter
 
 Result = TypeVar("Result")
-
-
-class Job(Protocol):
-    """What of a rank's job is saved and loaded: a `host.MegatronHost` has it all."""
-
-    recipe: Recipe
-    layout: Layout
-    model: Any
-    ddp: Any
-    optimizer: Any
-    tp_rank: int
-    dp_cp_rank: int
 
 
 METADATA = {
@@ -74,12 +60,9 @@ _INDEX_NAMES = {
 """What torch's index of a checkpoint is made of; it is a pickle that torch reads as it is."""
 
 
-def save(host: Job, directory: Path) -> None:
-    """Write model, optimizer and random states into an existing directory. Collective.
-
-    Raises:
-        EvenloadError: the directory is missing or holds something, or the disk refused; the same on every rank.
-    """
+def save(host: Any, directory: Path) -> None:
+    """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
+    directory is missing or holds something, or the disk refused; the same on every rank."""
     agreed(lambda: _expect_empty(directory))
     state = _sharded_state(host, loading=False)
     state[ABOUT] = _about(host)
@@ -87,12 +70,9 @@ def save(host: Job, directory: Path) -> None:
         dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
-def load(host: Job, directory: Path) -> None:
-    """Read what `save` wrote. Collective.
-
-    Raises:
-        EvenloadError: there is no checkpoint, it is torn, or it holds another model or precision; nothing is changed.
-    """
+def load(host: Any, directory: Path) -> None:
+    """Read what `save` wrote. Collective. Raises EvenloadError: there is no checkpoint, it is torn, or it holds another
+    model or precision; nothing is changed."""
     trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
     about = agreed(lambda: _read_about(host, directory, what))
     same_layout = about["layout"] == _about(host)["layout"]
@@ -102,7 +82,8 @@ def load(host: Job, directory: Path) -> None:
     host.model.load_state_dict(loaded["model"])
     load_optimizer(host.optimizer, loaded["optimizer"])
     if same_layout:
-        _restore_random(loaded["random"])
+        for name, (_, restore) in _generators().items():
+            restore(loaded["random"][name])
 
 
 @torch.no_grad()
@@ -130,11 +111,8 @@ def agreed(check: Callable[[], Result]) -> Result:
     except OSError as error:
         fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
     parts = None if fault is None else (fault.what, fault.found, fault.do)
-    everyone: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, parts)
-    for first in everyone:
-        if first is not None:
-            raise EvenloadError(*first) from fault
+    for first in filter(None, everyone(parts)):
+        raise EvenloadError(*first) from fault
     assert result is not None
     return result
 
@@ -164,7 +142,7 @@ def _expect_empty(directory: Path) -> bool:
     return True
 
 
-def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     model = host.model.sharded_state_dict(metadata=metadata)
     optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
@@ -172,7 +150,7 @@ def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dic
     if with_random:
         state["random"] = ShardedObject(
             "random",
-            None if loading else _random_state(),
+            None if loading else {name: state() for name, (state, _) in _generators().items()},
             (host.layout.pp, host.layout.tp),
             (parallel_state.get_pipeline_model_parallel_rank(), host.tp_rank),
             replica_id=host.dp_cp_rank,
@@ -180,7 +158,7 @@ def _sharded_state(host: Job, *, loading: bool, with_random: bool = True) -> dic
     return state
 
 
-def _about(host: Job) -> dict[str, Any]:
+def _about(host: Any) -> dict[str, Any]:
     layout = host.layout
     return {
         "layout": [layout.tp, layout.pp, layout.dp],
@@ -190,7 +168,7 @@ def _about(host: Job) -> dict[str, Any]:
     }
 
 
-def _read_about(host: Job, directory: Path, what: str) -> dict[str, Any]:
+def _read_about(host: Any, directory: Path, what: str) -> dict[str, Any]:
     trust = host.recipe.checkpoint.trust
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise EvenloadError(
@@ -220,17 +198,12 @@ def _difference(saved: Any, here: Any) -> str:
     return f"{saved!r}, now {here!r}"
 
 
-def _random_state() -> dict[str, Any]:
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How the state of each random generator is read and set."""
+    tracker = get_cuda_rng_tracker()
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "python": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "megatron": (tracker.get_states, tracker.set_states),
     }
-
-
-def _restore_random(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,20 +17,19 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError
 from ....runtime.attention.pack import Pack
+from ....runtime.attributes import with_attributes
 from ..model.attention import PlannedSeqParams, seq_params
 from ..model.rope import TokenRope
-from .samples import OneBatch, UserPack
+from .samples import UserPack, one_batch
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]
 
 
 class UserStep:
-    """The user's function in one training call.
+    """The user's ``forward_step_func`` in one training call.
 
     Args:
-        function: ``forward_step_func``.
-        gpt: the bare GPTModel.
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
     """
@@ -45,21 +44,17 @@ class UserStep:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The model hears of the pack that runs; afterwards it is as it was."""
-        hook = self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True)
         rope = getattr(self._gpt, "rotary_pos_emb", None)
-        if rope is not None and self._by_token and not isinstance(rope, TokenRope):
-            self._gpt.rotary_pos_emb = TokenRope(rope)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
+            if rope is not None and self._by_token and not isinstance(rope, TokenRope):
+                undo.enter_context(with_attributes(self._gpt, rotary_pos_emb=TokenRope(rope)))
             yield
-        finally:
-            hook.remove()
-            if rope is not None:
-                self._gpt.rotary_pos_emb = rope
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         """(output, loss function) of the user's function for a pack."""
         self._params = seq_params(packed.pack) if self._by_token else by_borders(packed.pack)
-        output, loss_func = self._function(OneBatch(packed.fields), chunk, *more)
+        output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed.fields["loss_mask"])
 
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
@@ -94,13 +89,4 @@ def by_borders(pack: Pack) -> PlannedSeqParams:
     embeddings run on across borders (measured: 3e-9 in the gradients of a float64 step, since they are relative). The
     longest of several samples is always shorter than all of them together.
     """
-    borders = pack.cu_seqlens_padded
-    longest = max(end - first for first, end in pairwise(pack.segments))
-    return PlannedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        pack=pack,
-    )
+    return seq_params(pack, pack.cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments)))

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -35,17 +35,19 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
-from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
-from ....runtime.stage.stage_links import StageLinks, rows_of_all
-from ....runtime.world.agreement import agree
+from ....runtime.attributes import with_attributes
+from ....runtime.stage.stage_links import StageLinks
+from ....runtime.world.agreement import agree, everyone
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
+from ..plane import stage_links
+from ..setup import current_layout
 from .forward_step import UserStep
-from .order import run_order, with_dummies
+from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
 from .supported import (
     Trouble,
@@ -75,13 +77,6 @@ class _Loop:
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
 
 
-class _Step(NamedTuple):
-    """One planned step on this rank."""
-
-    plan: StepPlan
-    lay: Callable[..., UserPack]
-
-
 class PlannedSteps:
     """The planned training calls of one session."""
 
@@ -94,11 +89,8 @@ class PlannedSteps:
         _all.add(self)
 
     def around(self, stock: Callable[..., Any], foreign_owner: str = "") -> Callable[..., Any]:
-        """What `get_forward_backward_func` gives to its caller in place of ``stock``.
-
-        Args:
-            stranger: who made ``stock``, if not Megatron-Core; no order of a plan can take the place of that.
-        """
+        """What `get_forward_backward_func` gives to its caller in place of ``stock``. ``foreign_owner``: who made
+        ``stock``, if not Megatron-Core; no order of a plan can take the place of that."""
 
         @wraps(stock)
         def forward_backward(*args: Any, **call: Any) -> Any:
@@ -135,8 +127,9 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
         loop = self._loops[gpt]
+        batches = [next(data_iterator) for _ in range(num_microbatches)]
         try:
-            plan, lay = self._plan_step(data_iterator, num_microbatches, loop.chain, gpt)
+            plan, lay = self._plan_step(batches, loop.chain, gpt)
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -150,20 +143,16 @@ class PlannedSteps:
             raise EvenloadError(*loop.only_stock)
         refuse_replays(plan, config)
         if loop.links is None and plan.limits.num_stages > 1:
-            pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
-            loop.links = StageLinks(rows_of_all(dist.get_process_group_ranks(pipeline)))
+            loop.links = stage_links()
         whole = bool(rest.get("force_all_reduce"))
         return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
 
-    def _plan_step(self, data_iterator: Any, num_microbatches: int, chain: PlanChain, gpt: Any) -> _Step:
-        """The plan of one step, with as many micro-batches on this rank as on every other. Collective."""
+    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut]:
+        """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
+        of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
-        batches = [next(data_iterator) for _ in range(num_microbatches)]
         split_batches = [split(batch) for batch in batches]
-        lengths_of_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(
-            lengths_of_ranks, [[len(s["tokens"]) for s in samples] for samples in split_batches], group=group
-        )
+        lengths_of_ranks = everyone([[len(s["tokens"]) for s in samples] for samples in split_batches], group)
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
         order = [
             (rank, place, row)
@@ -211,7 +200,7 @@ class PlannedSteps:
             sum(slots),
             sum(batch["tokens"].numel() for batch in batches),
         )
-        return _Step(plan, lay)
+        return plan, lay
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -237,14 +226,9 @@ _all: set[PlannedSteps] = set()
 
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) -> _Loop:
-    layout = Layout(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp=parallel_state.get_data_parallel_world_size(),
-    )
+    layout = current_layout()
     # A stage may hold what others do not, and all of them must make one plan.
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, (why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
+    reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or bool(borders)
@@ -268,12 +252,8 @@ def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack],
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
         return step.run(next(coming), chunk, *more)
 
-    stock_shapes, config.variable_seq_lengths = config.variable_seq_lengths, True
-    try:
-        with step.listening():
-            return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
-    finally:
-        config.variable_seq_lengths = stock_shapes
+    with with_attributes(config, variable_seq_lengths=True), step.listening():
+        return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
 
 
 def _only(thing: Any) -> Any:

@@ -30,7 +30,6 @@ from ....core.laws import check
 from ....core.plan.order import orders_of_stage
 from ....core.plan.program import lower
 from ....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
-from ....runtime.attention.prefix import PrefixStore
 from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks
@@ -42,7 +41,7 @@ from .samples import UserPack
 from .supported import refuse_loss
 
 LayOut = Callable[..., UserPack]
-"""`samples.lay_out` of the step's samples: ``lay(micro_batch, prefix=store)``."""
+"""`samples.lay_out` of the step's samples: ``lay(micro_batch, prefix_store)``."""
 
 
 def run_order(
@@ -53,7 +52,6 @@ def run_order(
     Args:
         plan: with equally many micro-batches on all ranks (`with_dummies`).
         chunk: Megatron's DistributedDataParallel around ``gpt``.
-        links: to the neighbouring stages; None where there is one stage.
         lay: a micro-batch of the plan in the user's form.
         whole: leave the whole gradient sum on every rank, ``force_all_reduce`` of Megatron's schedules.
     """
@@ -67,15 +65,12 @@ def run_order(
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
     place = plan, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
 
-    def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> UserPack:
-        return lay(micro_batch, prefix=prefix)
-
     last = parallel_state.is_pipeline_last_stage()
-    trainer, program = MegatronStage(chunk, gpt, load=load, step=forward, last=last, shares=shares), lower(*place)
+    trainer, program = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares), lower(*place)
     if shares > 1:
         trainer.tape = _SharedTape()
     executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
-    with step.listening(), (config.no_sync_func or nullcontext)(), trainer.prepared(program, executor.wgrads):
+    with step.listening(), (config.no_sync_func or nullcontext)():
         executor.run()
     _sum_gradients(chunk, forward.num_tokens, whole)
     if timers is not None:

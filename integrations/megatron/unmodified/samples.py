@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,12 +75,12 @@ def exchange(
 
 def lay_out(
     micro_batch: MicroBatch,
+    prefix: PrefixStore | None = None,
+    *,
     samples: Mapping[int, Sample],
     like: Sample,
-    *,
     multiple: int = 1,
     with_mask: bool = False,
-    prefix: PrefixStore | None = None,
     device: torch.device | None = None,
 ) -> UserPack:
     """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
@@ -90,9 +89,9 @@ def lay_out(
     those of the pack begin where it does.
 
     Args:
+        prefix: keys and values of the samples of the step that are cut; None where none is.
         like: any sample, for dtypes and device.
         multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
-        prefix: keys and values of the samples of the step that are cut; None where none is.
         device: of the borders and positions that the model needs; None: where the samples are.
     """
     slices = micro_batch.slices
@@ -110,37 +109,28 @@ def lay_out(
     rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
     device = device or like["tokens"].device
-    pack = Pack(
+    pack = Pack.of(
+        lengths,
+        segments,
         tokens_T=rows["tokens"],
         labels_T=torch.where(target_T, rows["labels"], IGNORE),
         positions_T=torch.cat(positions).to(device),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device),
-        segments=segments,
-        max_seqlen=max(lengths),
         num_targets=int(target_T.sum()),
         slices=slices,
-        padding=(*[0] * (len(lengths) - 1), padding) if padding else (),
         prefix=prefix,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
     return UserPack({**fields, MASK: None} if with_mask else fields, pack)
 
 
-class OneBatch(Iterator[dict[str, Any]]):
+def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The data iterator of one micro-batch: gives its fields once."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields: dict[str, Any] | None = fields
-
-    def __next__(self) -> dict[str, Any]:
-        fields, self._fields = self._fields, None
-        if fields is None:
-            raise EvenloadError(
-                "forward_step takes more than one batch from its data iterator",
-                "a second next(data_iterator) in one call",
-                "take one batch per call, as Megatron's schedules expect",
-            )
-        return fields
+    yield fields
+    raise EvenloadError(
+        "forward_step takes more than one batch from its data iterator",
+        "a second next(data_iterator) in one call",
+        "take one batch per call, as Megatron's schedules expect",
+    )
 
 
 def _bytes(sample: Sample, device: torch.device) -> Tensor:

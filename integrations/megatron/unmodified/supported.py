@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ....core.errors import EvenloadError
+from ....core.errors import EvenloadError, Rule, refuse_first
 from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
@@ -24,7 +24,6 @@ from ..model.rope import TokenRope
 
 log = logging.getLogger("evenload")
 
-Rule = tuple[bool, str, str, str]
 Trouble = tuple[str, str, str]
 """The parts of an `EvenloadError`."""
 
@@ -33,7 +32,7 @@ def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
     """Raise EvenloadError for a model, its config or arguments of the schedule that evenload cannot honour."""
     config = get_model_config(chunk)
     overlap = bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
-    rules: list[Rule] = [
+    refuse_first(
         (
             not config.calculate_per_token_loss,
             "regrouped micro-batches need a loss that is summed over tokens: an average of averages would change",
@@ -66,8 +65,7 @@ def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
             "leave it out, or disable evenload's plugins",
         ),
         *_model_rules(config),
-    ]
-    _raise_first(rules)
+    )
 
 
 def bare_model(chunk: Any) -> Any:
@@ -111,10 +109,7 @@ def why_whole(gpt: Any) -> str:
 
 def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
-
-    Args:
-        stranger: who made the schedule that the loop would run, if not Megatron-Core.
-    """
+    ``foreign_owner``: who made the schedule that the loop would run, if not Megatron-Core."""
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
     if foreign_owner:
         return (
@@ -173,7 +168,7 @@ def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
     """Raise EvenloadError unless a loss function returned sums.
 
     Args:
-        told: what it returned.
+        answer: what it returned.
         losses: what it was given, to recompute sum and count; None leaves that out, for it waits for the device.
         loss_mask: of the pack, [1, T].
     """
@@ -250,9 +245,3 @@ def _known_attention() -> tuple[type, ...]:
     # Without Transformer Engine the name is bound to a mock, which is no type.
     known = (DotProductAttention, PackedCoreAttention, getattr(transformer_engine, "TEDotProductAttention", None))
     return tuple(attention for attention in known if isinstance(attention, type))
-
-
-def _raise_first(rules: Iterable[Rule]) -> None:
-    for broken, what, detail, do in rules:
-        if broken:
-            raise EvenloadError(what, detail, do)

@@ -100,12 +100,8 @@ class Relayout(NamedTuple):
     def to_tokens(
         self, jobs: Mapping[int, Sequence[Tensor]], specs: Sequence[TensorSpec], like: Tensor
     ) -> list[Tensor]:
-        """The way back, to tensors of the pack; what comes from several ranks is summed.
-
-        Args:
-            jobs: for each job of this rank its tensors, in the order of `specs`.
-            like: any tensor on the device.
-        """
+        """The way back from the tensors of each job, in the order of `specs`, to tensors of the pack on the device of
+        ``like``; what comes from several ranks is summed."""
         rank = self.plane.rank
         if self._stays:
             (tensors,) = jobs.values()
@@ -197,16 +193,14 @@ def relayout_of(
             wanted = tuple(p for part in job.parts for p in attended(part.piece, cp_group, place))
             its_heads = heads_of(place % cp_group.ulysses_degree, cp_group.ulysses_degree, *num_heads)
             if runs := _common(own, starts, wanted):
-                rows = _rows(((slot, size) for slot, _, size in runs), device)
-                holds.setdefault(peer, []).append(Overlap(job.number, rows, _count(runs), its_heads))
+                holds.setdefault(peer, []).append(_overlap(job, runs, 0, its_heads, device))
             if peer != rank:
                 continue
             counts[job.number], heads[job.number] = sum(p.length for p in wanted), its_heads
             for holder in holders or group:
                 theirs = own if holder == rank else pieces_of(holder)
                 if runs := _common(theirs, [0] * len(theirs), wanted):
-                    rows = _rows(((at, size) for _, at, size in runs), device)
-                    attends.setdefault(holder, []).append(Overlap(job.number, rows, _count(runs), its_heads))
+                    attends.setdefault(holder, []).append(_overlap(job, runs, 1, its_heads, device))
     padded = sum(p.length for p in own) < num_padded_tokens
     return Relayout(plane, num_padded_tokens, _by_peer(holds), _by_peer(attends), counts, heads, padded)
 
@@ -229,20 +223,21 @@ def _common(pieces: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple
     return runs
 
 
-def _count(runs: Iterable[tuple[int, int, int]]) -> int:
-    return sum(size for _, _, size in runs)
-
-
-def _rows(runs: Iterable[tuple[int, int]], device: torch.device) -> Rows:
+def _overlap(
+    job: CpGroupJob, runs: Sequence[tuple[int, int, int]], side: int, heads: Heads, device: torch.device
+) -> Overlap:
+    """Of runs from `_common`, with their rows on the side of tokens (0) or of attention (1)."""
     joined: list[tuple[int, int]] = []
-    for first, size in runs:
+    for run in runs:
+        first, size = run[side], run[2]
         if joined and joined[-1][1] == first:
             joined[-1] = joined[-1][0], first + size
         else:
             joined.append((first, first + size))
-    if len(joined) == 1:
-        return slice(*joined[0])
-    return torch.cat([torch.arange(first, end) for first, end in joined]).to(device)
+    rows: Rows = slice(*joined[0])
+    if len(joined) > 1:
+        rows = torch.cat([torch.arange(first, end) for first, end in joined]).to(device)
+    return Overlap(job.number, rows, sum(size for _, _, size in runs), heads)
 
 
 def _in_order(rows: Rows) -> bool:

@@ -188,17 +188,14 @@ class RunningJob(ABC):
     def finish(self, done: Sequence[Pair | None]) -> None:
         """Put the slices together."""
         outs, lses = zip(*(pair or self._nothing() for pair in done), strict=True)
-        self.out_NHD = _joined([out.to(self.q_NHD.dtype) for out in outs])
+        self.out_NHD = joined([out.to(self.q_NHD.dtype) for out in outs])
         self.lse_HN = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
 
     def backward_tiles(
         self, number: int, tiles: Sequence[Tile], keys: Pair, dout_NHD: Tensor, dq_NHD: Tensor, sums: Pair | None
     ) -> Pair:
-        """Add the gradients of a slice over what is there of it to dq and to those of the keys and values.
-
-        Args:
-            sums: in float32 at least; None: there are none yet.
-        """
+        """Add the gradients of a slice over what is there of it to dq and to those of the keys and values. ``sums``: in
+        float32 at least; None: there are none yet."""
         first = self._starts[number]
         lse_HN = self.lse_HN[:, first : self._starts[number + 1]]
         for tile in tiles:
@@ -223,7 +220,7 @@ class RunningJob(ABC):
         for part, pair in zip(self.job.parts, sums, strict=True):
             assert pair is not None
             own.append(self._store.settle(self.call.layer, self._local(part.piece), *pair) if part.cut else pair)
-        dk, dv = (_joined(row) for row in zip(*own, strict=True))
+        dk, dv = (joined(row) for row in zip(*own, strict=True))
         self.grads = dq_NHD, dk, dv
 
     def _zeros(self, keys: Pair) -> Pair:
@@ -253,5 +250,5 @@ def in_turn(works: Sequence[Iterator[None]]) -> None:
         works = [work for work in works if next(work, end) is not end]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

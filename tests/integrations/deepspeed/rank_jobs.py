@@ -212,6 +212,7 @@ def misuse() -> dict[str, Any]:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from evenload.integrations.deepspeed.engine import prepare_deepspeed
     from evenload.integrations.deepspeed.model import build_model
+    from evenload.integrations.deepspeed.unmodified import loop as unmodified
     from evenload.patches import deepspeed as patch
     from evenload.patches.ledger import Ledger
 
@@ -264,7 +265,7 @@ def misuse() -> dict[str, Any]:
         told["returned"] = [float(loss.detach()), float(returned)]
         engine.step()
         told["attention"] = [engine.module.config._attn_implementation]
-    patch.release()
+    unmodified.release()
     told["attention"].append(engine.module.config._attn_implementation)
     errs("disabled inside an epoch", lambda: next(batches) and next(batches))
     told["stock again"] = type(iter(loader)).__name__

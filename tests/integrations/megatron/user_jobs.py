@@ -407,8 +407,8 @@ def fault(name: str) -> Iterator[None]:
 def _restarted_positions() -> Any:
     lay = unmodified.lay_out
 
-    def restarted(micro_batch: Any, **rest: Any) -> Any:
-        packed = lay(micro_batch, **rest)
+    def restarted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
+        packed = lay(micro_batch, prefix, **rest)
         positions = packed.pack.positions_T.clone()
         for piece, first in zip(packed.pack.slices, packed.pack.segments, strict=False):
             positions[first : first + piece.length] -= piece.start
@@ -421,8 +421,8 @@ def _shifted_labels() -> Any:
     """As if the labels of a part were not shifted already: its last one is lost."""
     lay = unmodified.lay_out
 
-    def shifted(micro_batch: Any, **rest: Any) -> Any:
-        packed = lay(micro_batch, **rest)
+    def shifted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
+        packed = lay(micro_batch, prefix, **rest)
         for piece, first in zip(packed.pack.slices, packed.pack.segments, strict=False):
             if piece.start:
                 packed.fields["labels"][0, first] = packed.fields["tokens"][0, first]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.runtime.attention import kernels
-from evenload.runtime.attention.attention import packed_attention, packed_causal_attention
+from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall, choose_kernel
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
@@ -64,24 +64,23 @@ def error(heads, groups, lengths, run, dtype=torch.float64, device="cpu", dim=DI
     return max(((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want, strict=True))
 
 
-def packed(lengths, kernel=None, device="cpu", dim=DIM, moved=0, scale=None, with_segments=True):
+def packed(lengths, kernel=None, device="cpu", dim=DIM, moved=0, scale=None):
     cu = borders(lengths, device)
     if moved:
         cu[2] += moved
-    segments = tuple(cu.tolist()) if with_segments else None
     longest = int(cu.diff().max())
 
     def run(q, k, v):
-        return packed_causal_attention(q, k, v, cu, longest, scale or dim**-0.5, kernel, segments)
+        row = kernel or choose_kernel(q.device, q.dtype, dim)
+        return row.run(KernelCall(q, k, v, cu, tuple(cu.tolist()), longest, scale or dim**-0.5))
 
     return run
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.parametrize("lengths", [LENGTHS, [1], [5], [16] * 6])
-@pytest.mark.parametrize("with_segments", [True, False])
-def test_exact_in_float64(heads, groups, lengths, with_segments):
-    assert error(heads, groups, lengths, packed(lengths, with_segments=with_segments)) < 1e-13
+def test_exact_in_float64(heads, groups, lengths):
+    assert error(heads, groups, lengths, packed(lengths)) < 1e-13
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -109,7 +108,7 @@ def uncausal(call):
 
 def unpacked(call):
     whole = torch.tensor([0, len(call.q_THD)], dtype=torch.int32)
-    return SDPA.run(call._replace(cu_seqlens=whole, segments=None))
+    return SDPA.run(call._replace(cu_seqlens=whole, segments=(0, len(call.q_THD))))
 
 
 def tiled_groups(call):
@@ -274,7 +273,7 @@ def test_torchs_varlen_kernel_is_asked_in_its_own_words(monkeypatch, known):
     def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, **more):
         assert set(more) == set(known)
         assert more.get("is_causal", False) or more["window_size"] == (-1, 0)
-        return SDPA.run(KernelCall(q, k, v, cu_q, None, max_q, more.get("scale", q.shape[-1] ** -0.5)))
+        return SDPA.run(KernelCall(q, k, v, cu_q, tuple(cu_q.tolist()), max_q, more.get("scale", q.shape[-1] ** -0.5)))
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     row = next(k for k in KERNELS if k.name == "torch_varlen")

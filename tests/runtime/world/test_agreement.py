@@ -5,11 +5,11 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from evenload.core.errors import EvenloadError, RankError
+from evenload.core.errors import RankError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks
-from evenload.runtime.world.groups import GroupPool
+from evenload.runtime.world.groups import own_group
 
 
 def plan(border: int) -> StepPlan:
@@ -36,39 +36,20 @@ def errs(bad: list[int]) -> list[tuple[int, str]]:
     return first_error(f"no space on {rank}" if rank in bad else None)
 
 
-def uses_groups() -> tuple[float, float | None, str, list[str]]:
-    """Sums over overlapping groups, what an undeclared group says, and what is left after close."""
-    rank = dist.get_rank()
-    ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
-    # Every rank lists them in another order, members in another order, some twice.
-    pool = GroupPool([*ring[rank:], *ring[:rank], (1, 0), (2, 1, 0, 3), (rank,), (0,), (1,), (2,), (3,)])
+def uses_groups() -> tuple[tuple[int, ...], float, list[int]]:
+    """This rank's row, the sum over its group, and who is in that; every rank lists the rows in another order."""
+    rank, rows = dist.get_rank(), [(2, 0), (1, 3), (2, 0)]
+    own, group = own_group(rows[rank % 2 :] + rows[: rank % 2])
     total = torch.tensor([2.0**rank])
-    dist.all_reduce(total, group=pool.get((3, 2, 1, 0)))
-    pair = None
-    for ranks in ring:
-        if rank in ranks:
-            x = torch.tensor([2.0**rank])
-            dist.all_reduce(x, group=pool.get(ranks))
-            pair = float(x) if rank == ranks[0] else pair
-    assert (0, 1) in pool
-    assert (0, 2) not in pool
-    try:
-        pool.get((0, 2))
-        message = ""
-    except EvenloadError as error:
-        message = str(error)
-    pool.close()
-    try:
-        pool.get((0, 1))
-        after = []
-    except EvenloadError as error:
-        after = [error.found]
-    return float(total), pair, message, after
+    dist.all_reduce(total, group=group)
+    members = dist.get_process_group_ranks(group)
+    dist.destroy_process_group(group)
+    return own, float(total), members
 
 
 def declares_differently() -> str:
     try:
-        GroupPool([(0, 1)] if dist.get_rank() else [(0, 1), (1, 2)])
+        own_group([(0, 1, 2, 3)] if dist.get_rank() else [(0, 1), (2, 3)])
     except RankError as error:
         return str(error)
     return ""
@@ -112,14 +93,10 @@ def test_first_error_lists_the_ranks_where_it_failed(world):
 
 
 @pytest.mark.slow
-def test_overlapping_groups_are_found_by_their_ranks(world):
-    results = world(4).run(uses_groups)
-    assert [r[0] for r in results] == [15.0] * 4
-    assert [r[1] for r in results] == [3.0, 6.0, 12.0, 9.0]
-    for _, _, message, after in results:
-        assert "no process group of ranks (0, 2)" in message
-        assert "(0, 1)" in message
-        assert after == ["declared: none"]
+def test_every_rank_finds_the_group_of_its_row(world):
+    first, second, third, fourth = world(4).run(uses_groups)
+    assert first == third == ((2, 0), 5.0, [0, 2])
+    assert second == fourth == ((1, 3), 10.0, [1, 3])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.runtime.watchdog.watchdog import Watchdog
-from evenload.runtime.world.groups import GroupPool
+from evenload.runtime.world.groups import own_group
 from evenload.runtime.world.world import close_world, init_world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -26,8 +26,9 @@ def test_alone_there_is_a_process_group_all_the_same(no_job):
         x = torch.ones(3, device=world.device)
         dist.all_reduce(x)
         assert x.tolist() == [1.0] * 3
-        with Watchdog(), GroupPool([(0,)]) as pool:
-            assert dist.get_world_size(pool.get((0,))) == 1
+        with Watchdog():
+            own, group = own_group([(0,)])
+            assert (own, dist.get_world_size(group)) == ((0,), 1)
     finally:
         close_world(world)
     assert not dist.is_initialized()
@@ -46,7 +47,7 @@ def test_a_group_of_ranks_that_do_not_exist_is_refused(no_job):
     world = init_world()
     try:
         with pytest.raises(EvenloadError, match="cannot form a group"):
-            GroupPool([(0, 1)])
+            own_group([(0, 1)])
     finally:
         close_world(world)
 

@@ -14,7 +14,7 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
-from evenload.integrations.deepspeed.unmodified.counts import into_exactly
+from evenload.integrations.deepspeed.unmodified.loader import into_exactly
 from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
 from evenload.integrations.foreign_plans import refuse_foreign
 

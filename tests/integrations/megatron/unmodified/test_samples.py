@@ -6,7 +6,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.samples import FIELDS, OneBatch, exchange, lay_out, split
+from evenload.integrations.megatron.unmodified.samples import FIELDS, exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 
@@ -31,7 +31,9 @@ def test_a_sample_ends_with_its_last_loss():
 def test_a_pack_holds_the_samples_side_by_side():
     given = batch(["0110", "1110"])
     samples = dict(enumerate(split(given)))
-    packed = lay_out(MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)), samples, samples[0], with_mask=True)
+    packed = lay_out(
+        MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)), samples=samples, like=samples[0], with_mask=True
+    )
     assert packed.fields["attention_mask"] is None
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
     assert packed.fields["labels"].tolist() == [[105, 106, 107, 101, 102, 103]]
@@ -47,13 +49,13 @@ def test_a_pack_holds_the_samples_side_by_side():
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])
 def test_padding_and_dummies_carry_no_loss_and_overrun_no_positions(multiple):
     samples = dict(enumerate(split(batch(["111"]))))
-    padded = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples, samples[0], multiple=multiple)
+    padded = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, like=samples[0], multiple=multiple)
     slots = -(-3 // multiple) * multiple
     assert padded.fields["tokens"].shape == (1, slots)
     assert padded.pack.segments == (0, slots)
     assert padded.pack.num_targets == padded.fields["loss_mask"].sum() == 3
     assert padded.fields["position_ids"].max() == 2
-    dummy = lay_out(MicroBatch((), (0,)), {}, samples[0], multiple=multiple)
+    dummy = lay_out(MicroBatch((), (0,)), samples={}, like=samples[0], multiple=multiple)
     assert dummy.fields["tokens"].shape == (1, multiple)
     assert dummy.pack.num_targets == dummy.fields["loss_mask"].sum() == 0
 
@@ -61,7 +63,7 @@ def test_padding_and_dummies_carry_no_loss_and_overrun_no_positions(multiple):
 def test_a_part_of_a_sample_brings_its_own_labels_and_positions():
     given = batch(["011111", "111000"])
     samples, slices = dict(enumerate(split(given))), (Slice(1, 0, 3), Slice(0, 2, 4))
-    packed = lay_out(MicroBatch(slices, (0,)), samples, samples[0], multiple=4)
+    packed = lay_out(MicroBatch(slices, (0,)), samples=samples, like=samples[0], multiple=4)
     assert packed.fields["tokens"].tolist() == [[7, 8, 9, 3, 4, 0, 0, 0]]
     assert packed.fields["labels"].tolist() == [[107, 108, 109, 103, 104, 0, 0, 0]]
     assert packed.fields["position_ids"].tolist() == [[0, 1, 2, 2, 3, 3, 3, 3]]
@@ -75,13 +77,13 @@ def test_a_part_of_a_sample_brings_its_own_labels_and_positions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_any_dtype_of_a_loss_mask_is_kept(dtype):
     samples = dict(enumerate(split(batch(["011"], dtype))))
-    packed = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples, samples[0])
+    packed = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, like=samples[0])
     assert packed.fields["loss_mask"].dtype == dtype
     assert packed.pack.num_targets == 2
 
 
 def test_a_batch_is_given_once():
-    data = OneBatch({"tokens": 1})
+    data = one_batch({"tokens": 1})
     assert next(data) == {"tokens": 1}
     with pytest.raises(EvenloadError, match="more than one batch"):
         next(data)
