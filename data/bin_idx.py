@@ -89,8 +89,7 @@ def read_index(path: Path) -> Index:
         modes = "sequences of mode other than 0"
         raise EvenloadError(f"{path} belongs to a multimodal set", modes, "give a set of text alone")
     lengths = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size).astype(np.int64)
-    after_lengths = _HEADER.size + 4 * num_sequences
-    positions = np.memmap(path, "<i8", mode="r", offset=after_lengths, shape=(num_sequences,))
+    positions = np.memmap(path, "<i8", mode="r", offset=_HEADER.size + 4 * num_sequences, shape=(num_sequences,))
     outside = positions.min() < 0 or positions.max() > _LAST_BYTE
     if lengths.min() < 0 or outside or (positions % dtype.itemsize).any():
         raise _corrupt(path, "a negative length, or a position that is not that of a token")

@@ -49,9 +49,9 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
             first = int(outside[0])
             raise _bad(place(first), int(lengths[first]))
         parts.append(lengths)
-    if not sum(map(len, parts)):
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    if not len(lengths):
         raise EvenloadError(f"{name} holds no length", "an empty file", "give one positive integer per sequence")
-    lengths = np.concatenate(parts)
     refuse_uncountable(lengths, name)
     return lengths
 

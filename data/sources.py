@@ -106,9 +106,8 @@ def open_source(
 
     ``max_length`` tokens a sample (None: no limit), ``min_length`` likewise (2: one token and its target); see `cut`
     for ``long_samples``. ``tokenizer`` is ``bytes`` or a tokenizer.json, for text. ``text_key`` names the field or
-    column; by default input_ids, tokens and text are tried. ``vocab_size``, where given, is the model's: data known to
-    exceed it is refused here, any other token that does when it is read. Without it, a tokenizer file says which ids
-    are possible.
+    column; by default input_ids, tokens and text are tried. ``vocab_size`` is the model's: data known to exceed it is
+    refused here, any other token that does when it is read. Without it a tokenizer file says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """

@@ -47,6 +47,5 @@ def _python_files(root: Path) -> list[str]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
-        relative = Path(folder).relative_to(root)
-        paths += [(relative / name).as_posix() for name in names if name.endswith(".py")]
-    return sorted(path for path in paths if (root / path).is_file())
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
