@@ -43,7 +43,7 @@ from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
-from ..core.plan.memory_cost import MemoryCost
+from ..core.plan.limits import MemoryCost
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import VALUE_BYTES, shape_of
 from ..core.simulate.step import simulate

@@ -23,8 +23,7 @@ from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
-from .plan.limits import Limits
-from .plan.memory_cost import NOT_OF_ALL_LAYERS, MemoryCost
+from .plan.limits import NOT_OF_ALL_LAYERS, Limits, MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"

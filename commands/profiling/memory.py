@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
 from ...core.laws import check
-from ...core.plan.limits import Limits
-from ...core.plan.memory_cost import MemoryCost
+from ...core.plan.limits import Limits, MemoryCost
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ...core.planning.setting import limits_of, stage_costs, traits_of
 from ...core.recipe.recipe import Recipe

@@ -103,9 +103,7 @@ class PlanChain:
 
     def stock(self, batch: Lengths) -> StepPlan:
         """What the trainer would do by itself."""
-        if self._cp > 1:
-            return unfold_cp(self._of_lanes().stock(batch), self.limits, self._cp)
-        return stock_plan(batch, self.limits, self.micro_batch_size)
+        return self._baseline(STOCK, batch)
 
     def plan(self, batch: Lengths) -> StepPlan:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
@@ -166,7 +164,7 @@ class PlanChain:
         if self._cp > 1:
             return unfold_cp(self._of_lanes()._baseline(name, batch), self.limits, self._cp)
         if (offer := self.offer(name)) is None:
-            return self.stock(batch)
+            return stock_plan(batch, self.limits, self.micro_batch_size)
         plan = offer[0].baselines[name](StepPlan(batch, (), self.caps), self.context, offer[1])
         return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf))
 
