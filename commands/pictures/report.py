@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ _SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, meas
 """Heads of a table where a page is narrow."""
 
 
-def write_report(outlook: Outlook, path: Path) -> None:
+def write(outlook: Outlook, path: Path) -> None:
     """Write the page. Raises EvenloadError."""
     page = page_of(outlook)
     with whole(path) as part:
@@ -45,7 +44,9 @@ def write_report(outlook: Outlook, path: Path) -> None:
 def page_of(outlook: Outlook) -> str:
     """The page as text."""
     facts = facts_of(outlook)
-    notes = [_bounding(step) for step in outlook.to_json()["steps"]]
+    # Of each step the note that one sequence bounds it, empty where none does.
+    notes_of = (step["notes"] for step in outlook.to_json()["steps"])
+    notes = [next((note for note in notes if note.startswith("one sequence")), "") for notes in notes_of]
     body = join(
         _headline(facts, notes),
         sections.lengths(facts),
@@ -187,11 +188,6 @@ def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
         "padding, and what ranks hold."
     )
     return section("fine", "Fine print", say(text), tag("dl", *rows, class_="fine"))
-
-
-def _bounding(step: dict[str, Any]) -> str:
-    """The note of a step that one sequence bounds; empty for others."""
-    return next((note for note in step["notes"] if note.startswith("one sequence")), "")
 
 
 def _sequence_bound(notes: Sequence[str]) -> str:

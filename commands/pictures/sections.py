@@ -24,17 +24,14 @@ def lengths(facts: Facts) -> Markup:
         f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens."
     )
     edges, shares = histogram(lengths)
-    names = {
-        "sequences": ("plain", "sequences", ""),
-        "tokens": ("backward", "tokens", "linear layers"),
-        "attention": ("forward", "attention", "length squared"),
-    }
+    drawn = {"sequences": ("plain", ""), "tokens": ("backward", "linear layers")}
+    drawn["attention"] = ("forward", "length squared")
     spans = [f"{low:,} to {high:,} tokens" for low, high in pairwise(edges)]
     cells: list[str] = []
-    for key, (colour, name, note) in names.items():
-        titles = [f"{span}: {share:.1%} of {name}" for span, share in zip(spans, shares[key], strict=True)]
+    for name, (colour, note) in drawn.items():
+        titles = [f"{span}: {share:.1%} of {name}" for span, share in zip(spans, shares[name], strict=True)]
         label = [name, tag("small", note)] if note else [name]
-        cells += [tag("div", *label, class_="name"), charts.columns(shares[key], colour, titles)]
+        cells += [tag("div", *label, class_="name"), charts.columns(shares[name], colour, titles)]
     every = max(1, -(-(len(edges) - 1) // 6))
     marks = [(float(k), _tokens(edge)) for k, edge in enumerate(edges) if k % every == 0]
     cells.append(charts.axis(marks, len(edges) - 1))

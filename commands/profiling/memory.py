@@ -71,7 +71,7 @@ class _Point(NamedTuple):
 def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     """Bytes on this device, which holds the whole model; for a recipe without ``train.recompute``.
 
-    ``max_tokens``: what a micro-batch may have at the most.
+    A micro-batch has at most ``max_tokens``. Raises EvenloadError for a rank that holds a pipeline stage.
     """
     device, recipe, host = job.world.device, job.recipe, job.host
     if host.layout.pp > 1:
