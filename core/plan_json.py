@@ -136,12 +136,9 @@ def file_json(plans: Iterable[StepPlan], caps: Mapping[str, Mapping[str, Any]]) 
 def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan, ...]:
     """The plans of a plan.json, each checked against every law.
 
-    Args:
-        limits: what the plans are held to; None takes what the file says.
-
-    Raises:
-        PlanError: the file cannot be read or is damaged, or a plan breaks a law or was made under a higher cap on
-            tokens than any that the recipe asked for.
+    ``limits``: what the plans are held to; None takes what the file says. Raises PlanError where the file cannot be
+    read or is damaged, or a plan breaks a law or was made under a higher cap on tokens than any that the recipe asked
+    for.
     """
     name = f"the plan {shorten(str(path))}"
     try:
@@ -162,11 +159,8 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
 def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
     """The plan of a step of plan.json, not yet checked against the laws.
 
-    Args:
-        limits: what the plan is held to; None takes what the step says.
-
-    Raises:
-        PlanError: it is no step, digest or checksum are those of another, or nobody says its limits.
+    ``limits``: what the plan is held to; None takes what the step says. Raises PlanError where it is no step, digest or
+    checksum are those of another, or nobody says its limits.
     """
     row = described(data, _Step, "this is no step of a plan.json", _DO, PlanError)
     own = None if row.limits is None else _limits(row.limits)

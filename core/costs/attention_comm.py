@@ -120,9 +120,8 @@ def alone_s(times: Times) -> Any:
 def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats) -> Floats:
     """Seconds that nothing hides on each of R ranks, which take turns in several CP groups: float64 [R].
 
-    Args:
-        cp_groups: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats.
-        local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
+    ``cp_groups``: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats. ``local_s`` float64 [R]:
+    attention that a rank computes for itself while its first hops travel.
     """
     rows = [(list(ranks), times) for ranks, times in cp_groups]
     if not rows:

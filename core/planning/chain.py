@@ -78,11 +78,8 @@ class PlanChain:
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
         """The chain for a training loop that is not ours: one batch at a time, each sequence on one rank.
 
-        Args:
-            warn: say which settings of the recipe have no effect there.
-            whole: sequences stay whole; else the loop runs slices in the order of a plan.
-
-        Raises EvenloadError.
+        ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole; else the loop
+        runs slices in the order of a plan. Raises EvenloadError.
         """
         chain = cls.of_recipe(recipe, layout)
         wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
