@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs
-from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
 from .._shared.bubbles import Place
 from .._shared.pipelines import recomputed
 from ..plan import Outlook, Simulated
-from .outlook import OURS, label, names, planners
+from .outlook import label, names, planners
 
 Part = Literal["forward", "backward", "weights", "again", "padding", "exposed", "sum", "waiting"]
 
@@ -101,20 +100,21 @@ class Planner:
 class Facts:
     """An outlook in numbers."""
 
+    outlook: Outlook
     ours: Planner
     others: tuple[Planner, ...]
     """The baselines, stock first."""
     bounds_s: tuple[float, ...]
     """The steps' lower bounds."""
-    lengths: npt.NDArray[np.int64]
-    """Tokens of every sequence of the file, as training would cut them."""
-    context: PlanningContext
-    times: str
-    """``predicted`` or ``measured``: what the seconds are."""
-    remapped: bool
-    """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
-    fixed_bytes: float
-    """Weights, gradients and optimizer states of a rank, part of every peak."""
+
+    @property
+    def context(self) -> PlanningContext:
+        return self.outlook.chain.context
+
+    @property
+    def remapped(self) -> bool:
+        """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
+        return bool(self.outlook.chain.links)
 
     @property
     def bound_s(self) -> float:
@@ -125,7 +125,7 @@ class Facts:
     def basis(self) -> str:
         """What the headline's numbers are."""
         steps = len(self.bounds_s)
-        return f"({self.times})" if steps == 1 else f"({self.times}, mean of {steps:,} steps)"
+        return f"({self.outlook.times}{f', mean of {steps:,} steps' if steps > 1 else ''})"
 
     @property
     def reference(self) -> Planner:
@@ -164,18 +164,8 @@ class Facts:
 
 def facts_of(outlook: Outlook) -> Facts:
     """Gather the numbers; steps that were simulated without spans are simulated again."""
-    context = outlook.chain.context
-    of_name = {name: _planner(name, outlook) for name in names(outlook)}
-    return Facts(
-        of_name.pop(OURS),
-        tuple(of_name.values()),
-        tuple(step.bound_s for step in outlook.steps),
-        outlook.lengths,
-        context,
-        outlook.times,
-        bool(outlook.chain.links),
-        fixed_bytes(context.costs.memory, outlook.chain.limits),
-    )
+    ours, *others = (_planner(name, outlook) for name in names(outlook))
+    return Facts(outlook, ours, tuple(others), tuple(step.bound_s for step in outlook.steps))
 
 
 def with_spans(one: Simulated, context: PlanningContext) -> Simulated:

@@ -91,7 +91,7 @@ def write(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        say = f"seconds of the first step, {facts.times}"
+        say = f"seconds of the first step, {facts.outlook.times}"
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
@@ -164,7 +164,7 @@ def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -
 
 
 def _draw_lengths(axes: Any, facts: Facts) -> None:
-    edges, shares = histogram(facts.lengths)
+    edges, shares = histogram(facts.outlook.lengths)
     places = np.arange(len(edges) - 1)
     colours: dict[str, Part] = {"sequences": "padding", "tokens": "backward", "attention": "forward"}
     for shift, (name, part) in enumerate(colours.items()):
