@@ -32,10 +32,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = None) -> StepPlan:
-    """The checked plan of one global batch.
+    """The checked plan of one global batch for a recipe, or for the path of one.
 
     Args:
-        recipe: a recipe or the path of one.
         lengths: tokens of each sample of the batch, integers [S] of 1 or more, in a list, an array or an iterator.
         world_size: number of ranks; null takes the recipe's parallel.*.
 

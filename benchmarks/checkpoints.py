@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands._shared.job import Job, open_job
+from evenload.commands._shared.job import Job, open_trainer, open_world
 from evenload.commands._shared.show import grid
 from evenload.commands.saving import checkpoints
 from evenload.commands.saving.resuming import keep
@@ -79,7 +79,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe, [*SIZES, *arguments.words])
-    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder, open_job(recipe) as job:
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoints-") as folder,
+        open_world(recipe) as (world, watchdog),
+        open_trainer(recipe, world, watchdog) as job,
+    ):
         result = measure(job, Path(folder), arguments.repeats)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))

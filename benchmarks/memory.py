@@ -38,8 +38,7 @@ from evenload.commands._shared.show import emit, grid, seconds
 from evenload.commands.profile import machine
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu

@@ -40,8 +40,7 @@ from evenload.commands.profiling.memory import measure_memory, random_tokens
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs

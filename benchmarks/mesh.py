@@ -119,7 +119,7 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
     plan, row["plan_s"] = planned(chain, batch)
     outcome = simulate(plan, chain.context, record=False)
     row["evenload"], row["imbalance"] = outcome.step_s, _imbalance([plan], chain)
-    row["bound"] = lower_bound_s(lengths, chain.limits, chain.context, ULYSSES, cuts=False)
+    row["bound"] = lower_bound_s(lengths, replace(chain.limits, whole_sequences=True), chain.context, ULYSSES)
     row |= groups_row(batch, chain, certify=certify)
     return row
 
@@ -238,7 +238,8 @@ def large_rows(lengths: list[int], quick: bool) -> list[Row]:
         batch = as_lengths(np.resize(lengths, count))
         plan, plan_s = planned(chain, batch)
         step_s = simulate(plan, chain.context, record=False).step_s
-        bound_s = lower_bound_s(np.resize(lengths, count), plan.limits, chain.context, MeshConfig(), cuts=False)
+        uncut = replace(plan.limits, whole_sequences=True)
+        bound_s = lower_bound_s(np.resize(lengths, count), uncut, chain.context, MeshConfig())
         setting = f"{num_ranks} ranks, {count} sequences" + (", in step (ZeRO-3)" if zero else "")
         rows.append({"setting": setting, "plan_s": plan_s, "step_s": step_s, "over_bound": step_s / bound_s})
     return rows

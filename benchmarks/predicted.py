@@ -64,13 +64,16 @@ PROFILES: dict[str, tuple[str, tuple[str, ...]]] = {
 SLICES = "plugins.packing.max_tokens=1024"
 TP = ("parallel.dp=1", "parallel.tp=2")
 PP = ("parallel.dp=1", "parallel.pp=2")
+REPLAYS = (SLICES, "plugins.packing.activation_gib=0.06")
 
 SCENARIOS = (
     Scenario("megatron", "dp 2", "megatron", against="stock,in_order"),
     Scenario("megatron", "dp 2, slices", "megatron", (SLICES,)),
+    Scenario("megatron", "dp 2, replays", "megatron", REPLAYS),
     Scenario("megatron", "dp 2, recompute", "megatron", ("train.recompute=true",)),
     Scenario("megatron", "pp 2", "megatron", PP),
     Scenario("megatron", "pp 2, slices", "megatron", (*PP, SLICES)),
+    Scenario("megatron", "pp 2, replays", "megatron", (*PP, *REPLAYS)),
     Scenario("megatron", "tp 2", "megatron tp 2", TP),
     Scenario("deepspeed", "zero 0", "deepspeed", ("deepspeed.zero_stage=0",)),
     Scenario("deepspeed", "zero 1", "deepspeed", ("deepspeed.zero_stage=1",)),

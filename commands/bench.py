@@ -1,9 +1,8 @@
-"""evenload against baselines, alternating on the same batches in one run of one model.
+"""evenload against baselines, alternating on the same batches in one run of one model (`measuring`).
 
-Every step each variant plans and trains the same global batch, in turn (`measuring`). ``of_totals`` is a baseline's
-seconds over evenload's, all steps summed; ``median`` with its ``interval``, and ``quartiles``, are of the ratios step
-by step. A baseline's ceiling is its own measured imbalance, busiest rank over mean with steps summed: what balance
-alone can gain. ``of_ceiling`` compares it with ``of_totals``, which weighs steps alike.
+Beside the numbers of `measuring.compare` stand the ``quartiles`` of the steps' ratios and a baseline's ceiling: its own
+measured imbalance, busiest rank over mean with steps summed, which is what balance alone can gain. ``of_ceiling``
+compares it with ``of_totals``, which weighs steps alike.
 
 Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
 ``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,
@@ -100,7 +99,7 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
     job.say_unused("bench")
     recipe = job.recipe
     names = [*against, OURS]
-    hardest: tuple[float, dict[str, Planned]] | None = None
+    most_bytes, hardest = -1.0, dict[str, Planned]()
     planner = job.planner(job.drawing())
     followers = {name: Follower(replace(job.chain, instead=name)) for name in against}
     measured = {name: Measured() for name in names}
@@ -117,10 +116,10 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
                     tick(name)
             for name in names if step >= WARMUP_STEPS else ():
                 _count(job, plans[name], runs[name], measured[name])
-            most = max(max(_predicted_peaks(planned)) for planned in plans.values())
-            if hardest is None or most > hardest[0]:
-                hardest = most, plans
-        for name, planned in hardest[1].items() if hardest else ():
+            peak_bytes = max(max(_predicted_peaks(planned)) for planned in plans.values())
+            if peak_bytes > most_bytes:
+                most_bytes, hardest = peak_bytes, plans
+        for name, planned in hardest.items():
             measured[name].peak_bytes = _peaks(job, planned, steps)
             measured[name].predicted_peak_bytes = _predicted_peaks(planned)
             tick(f"memory of {name}")
@@ -141,8 +140,7 @@ def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
         job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=lr, mark=mark)
         highest.append(levels.read()[1])
     job.watchdog.at("comparing peaks", step, waits=True)
-    of_stages: list[float] = job.most_of_stages(job.gather(highest[0])[:, 0]).tolist()
-    return of_stages
+    return job.most_of_stages(job.gather(highest[0])[:, 0]).tolist()  # type: ignore[no-any-return]
 
 
 def _predicted_peaks(planned: Planned) -> list[float]:

@@ -26,10 +26,9 @@ def doctor() -> dict[str, Any]:
 def _hosts() -> list[dict[str, Any]]:
     rows = []
     for need in dict.fromkeys(need for needs in TRAINERS.values() for need in needs):
-        version = need.installed()
+        name, version = need.distribution, need.installed()
         status = "missing" if version is None else "supported" if need.satisfied() else "not supported"
-        row = {"name": need.distribution, "found": version, "supports": str(need.supports), "status": status}
-        rows.append(row)
+        rows.append({"name": name, "found": version, "supports": str(need.supports), "status": status})
     return rows
 
 

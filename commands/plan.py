@@ -102,10 +102,7 @@ def look_ahead(
 ) -> Outlook:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
-    Args:
-        lengths: the file, or the lengths that it holds.
-        num_ranks: of the world; None takes the fewest that ``parallel.*`` needs.
-        record: keep the timeline of every simulated step.
+    Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``record`` keeps every step's timeline.
     """
     layout = recipe.layout(num_ranks)
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)

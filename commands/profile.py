@@ -1,20 +1,18 @@
 """Measure this machine's real layers and links through the recipe's trainer, and fit the cost model to them.
 
-Samples are training steps in which every rank has the same work at the same time (`profile_cases`), so that contention
-between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs the least
-counts. What is measured of a step, and what it gives:
+Samples are training steps in which every rank has the same work at the same time (`profiling.cases`), so that
+contention between the ranks of a host is in the coefficients. Little work first, until the time is spent; of a few runs
+the least counts. What is measured of a step, and what it gives:
 
-    forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the three
-                        coefficients
-    rest                all else that the rank computes: loading micro-batches, the schedule, clearing gradients,
-                        clipping, the optimizer. Linear in launches and tokens, of which both directions get half, and
-                        a constant: ``update_s``
+    forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the coefficients
+    rest                all else that the rank computes: loading, the schedule, clearing gradients, clipping, the
+                        optimizer. Linear in launches and tokens, half to each direction, and a constant: ``update_s``
     collectives         by themselves (`runtime.measure.links`): latency and bandwidth of the links
 
 The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
 which waiting for a collective does not count. Where it does count, the simulator's exposed communication is taken off.
-Steps are longer by the wall than by CPU seconds (other threads of the rank, the system, waiting for slower ranks): one
-factor, the wall seconds of all samples over their simulated ones, goes onto every coefficient. Balance does not change.
+Steps are longer by the wall than by CPU seconds (other threads, the system, slower ranks): one factor, the wall seconds
+of all samples over their simulated ones, goes onto every coefficient. Balance does not change.
 
 Ranks keep the recipe's tensor parallelism and are data-parallel otherwise. Coefficients are those of the whole model,
 so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_stage` then gives back what was measured,
@@ -31,6 +29,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -44,7 +43,7 @@ from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
-from ..core.plan.memory_cost import MemoryCost
+from ..core.plan.limits import MemoryCost
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import VALUE_BYTES, shape_of
 from ..core.simulate.step import simulate
@@ -100,7 +99,10 @@ class Fitted(NamedTuple):
 
 def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
-    _refuse_unwritable(out)
+    if out.suffix not in (".yaml", ".yml"):
+        raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
+    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
+        raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
     return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
 
 
@@ -273,11 +275,9 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
@@ -287,10 +287,3 @@ def _rounded(numbers: Numbers) -> Numbers:
 
 def _digits(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _refuse_unwritable(out: Path) -> None:
-    if out.suffix not in (".yaml", ".yml"):
-        raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
-    if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
-        raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")

@@ -31,8 +31,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 def run(recipe: str | Path, command: Sequence[str]) -> int:
     """Run the command to its end; its exit code, or 128 + the signal that ended it.
 
-    Raises:
-        EvenloadError: the recipe is wrong, its trainer is missing, or there is no such command.
+    Raises EvenloadError if the recipe is wrong, its trainer is missing, or there is no such command.
     """
     trainer = load_recipe(recipe).trainer
     require(trainer)

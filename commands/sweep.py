@@ -37,7 +37,6 @@ def sweep(
 
     Args:
         words: ``key=a,b,c`` each, dotted keys of the recipe.
-        lengths: file of sequence lengths; read once.
         steps: global batches a combination.
         nproc: ranks of every combination, so that all have the same machines: ``parallel.dp`` takes what the other
             degrees leave unless it is swept. None: the fewest that each needs; then compare per rank.
@@ -62,11 +61,9 @@ def sweep(
             tick(said(settings))
     if all("error" in row for row in rows):
         first = rows[0]["error"]
-        raise EvenloadError(
-            f"none of the {len(rows)} combinations can be planned",
-            f"{said(rows[0]['settings'])}: {first['what']} ({first['found']})",
-            first["do"] or "sweep other values",
-        )
+        detail = f"{said(rows[0]['settings'])}: {first['what']} ({first['found']})"
+        do = first["do"] or "sweep other values"
+        raise EvenloadError(f"none of the {len(rows)} combinations can be planned", detail, do)
     return {"predicted": True, "steps": steps, "keys": list(axes), "rows": rows, "best": best_of(rows)}
 
 
@@ -75,11 +72,11 @@ def axes_of(recipe: Recipe, words: Iterable[str]) -> dict[str, list[Any]]:
     axes: dict[str, list[Any]] = {}
     for word in words:
         key, _, text = word.partition("=")
-        form = "write e.g. --sweep parallel.cp=1,2,4"
-        if not key or not text.strip(" ,"):
-            raise EvenloadError("a sweep is not of the form key=a,b,c", shown(word), form)
-        values = reading.parse_yaml(f"[{text}]", f"the list of values of {shorten(key)}", "quote them")
+        values: Any = None
+        if key and text.strip(" ,"):
+            values = reading.parse_yaml(f"[{text}]", f"the list of values of {shorten(key)}", "quote them")
         if not isinstance(values, list):
+            form = "write e.g. --sweep parallel.cp=1,2,4"
             raise EvenloadError("a sweep is not of the form key=a,b,c", shown(word), form)
         _refuse_unknown(recipe, key)
         if key in axes:
@@ -114,10 +111,8 @@ def _row(outlook: Outlook) -> Result:
     num_tokens = sum(one.plan.num_tokens for one in own)
     total_s = sum(one.outcome.step_s for one in own)
     peak_bytes = max(one.peak_bytes for one in own)
-    means = {
-        key: float(sum(getattr(one.outcome, key) for one in own)) / len(own)
-        for key in ("imbalance", "bubble_frac", "exposed_frac")
-    }
+    keys = ("imbalance", "bubble_frac", "exposed_frac")
+    means = {key: float(sum(getattr(one.outcome, key) for one in own)) / len(own) for key in keys}
     return {
         "world_size": layout.world_size,
         "layout": vars(layout),

@@ -15,13 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import EvenloadError, RankError
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
 from ._shared.drawing import num_waiting
 from ._shared.job import Job, logger, open_host, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
-from ._shared.metrics import Idle, Row, Taken, summary, writer
+from ._shared.metrics import Row, Taken, summary, writer
 from ._shared.recording import Recording
 from ._shared.refitting import PredictedStep, Refitting, predict_step
 from ._shared.show import progress
@@ -45,9 +47,8 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         state = resume(job, beside=[other.host for other in others]) if job.recipe.checkpoint.resume else None
         first = state["step"] if state else 0
         if first >= job.recipe.train.steps:
-            logger.warning(
-                "no step is trained: the checkpoint is of step %d, train.steps is %d", first, job.recipe.train.steps
-            )
+            text = "no step is trained: the checkpoint is of step %d, train.steps is %d"
+            logger.warning(text, first, job.recipe.train.steps)
         variants = {name: _Variant(other, name, state) for name, other in zip(against, others, strict=True)}
         variants[OURS] = _Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
@@ -80,7 +81,8 @@ class _Variant:
         self.rows: list[Row] = []
         self.same_plans = True
         """Whether it planned every step as evenload did."""
-        self._idle = Idle()
+        self._busy_s, self._seconds = np.zeros((0, 0)), 1.0
+        """Sums over the steps after the first, which pays for warming up."""
 
     def step(
         self, planned: Planned, step: int, executor: Executor, *, record: bool
@@ -93,19 +95,21 @@ class _Variant:
         predicted_step = future.result() if future else None
         rate = learning_rate(step, self.job.recipe.train)
         self.rows.append(_row(planned, taken, step, rate, predicted_step))
-        self._idle.add(taken)
+        begins = len(self.rows) <= 2
+        self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
+        self._seconds = taken.step_s if begins else self._seconds + taken.step_s
         return taken, predicted_step
 
     def result(self) -> dict[str, Any]:
-        """What its steps come to."""
-        return {**summary(self.rows), "idle": self._idle.shares(), "refit": self.refitting.report()}
+        """What its steps come to; ``idle`` is 1 - busy / step of every rank, [stages][plane ranks]."""
+        idle = (1 - self._busy_s / self._seconds).tolist()
+        return {**summary(self.rows), "idle": idle, "refit": self.refitting.report()}
 
     def beside(self, own: _Variant) -> dict[str, Any]:
         """This baseline against evenload's run: times of the steps after the first, losses of all."""
         seconds = [[row.step_s for row in variant.rows[1:]] for variant in (self, own)]
-        losses = [
-            abs(row.loss / own_row.loss - 1) for row, own_row in zip(self.rows, own.rows, strict=True) if own_row.loss
-        ]
+        pairs = [(row.loss, own_row.loss) for row, own_row in zip(self.rows, own.rows, strict=True)]
+        losses = [abs(loss / own_loss - 1) for loss, own_loss in pairs if own_loss]
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
 

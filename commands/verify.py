@@ -9,12 +9,11 @@ where the ranks allow one. Then batches follow that take the branches which the 
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ class _Proof:
             self._reach(beside)
             if folder is not None:
                 keep(job, folder, last - 1, last_planned)
-            beside.close()
+            beside.plain.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
             with open_trainer(recipe, self._world, self._watchdog) as job:
@@ -85,9 +84,9 @@ class _Proof:
         assert state is not None
         layout = job.host.layout
         self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-        beside = beside.on(job)
+        beside = replace(beside, job=job)
         self._take(beside, job.planner(drawing_after(job, state)), range(state["step"], self._steps))
-        beside.close()
+        beside.plain.close()
 
     def _take(self, beside: Beside, planner: Planner, numbers: range) -> Planned:
         """Steps in the run's own order; the last of them as it was planned."""
@@ -164,17 +163,17 @@ def _undisturbed(job: Job) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
-    """All steps together; of errors the worst. Where a number is not finite it is null, and named."""
+    """All steps together; of errors the worst. What is not finite is named, and null in JSON."""
     worst = max(proven, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
     first = proven[0]
     return {
         "exact": all(one.exact for one in proven),
-        "loss_rel_err": _finite(max(one.loss_rel_err for one in proven)),
-        "grad_rel_err": _finite(worst.grad_rel_err),
+        "loss_rel_err": max(one.loss_rel_err for one in proven),
+        "grad_rel_err": worst.grad_rel_err,
         "worst_parameter": worst.worst_parameter,
         "tolerance": worst.tolerance,
-        "norm_rel_err": _finite(max(one.norm_rel_err for one in proven)),
-        "update_rel_err": _finite(max(one.update_rel_err for one in proven)),
+        "norm_rel_err": max(one.norm_rel_err for one in proven),
+        "update_rel_err": max(one.update_rel_err for one in proven),
         "tokens_missing": sum(one.tokens_missing for one in proven),
         "tokens_repeated": sum(one.tokens_repeated for one in proven),
         "samples_wrong": sum(one.samples_wrong for one in proven),
@@ -183,13 +182,9 @@ def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
         "over": [f"step {number}: {text}" for number, one in enumerate(proven) for text in one.over],
         "steps": steps,
         "batches": len(proven),
-        "loss": _finite(first.loss),
+        "loss": first.loss,
         "sequences": first.sequences,
         "tokens": sum(one.tokens for one in proven),
         "planner": first.planner,
-        "each": [{**asdict(one), "loss": _finite(one.loss)} for one in proven],
+        "each": [asdict(one) for one in proven],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -26,12 +26,8 @@ class EvenloadError(ValueError):
         super().__init__(self.what, self.found, self.do)
 
     def __str__(self) -> str:
-        parts = [self.what]
-        if self.found:
-            parts.append(f"found: {self.found}")
-        if self.do:
-            parts.append(f"do: {self.do}")
-        return "\n  ".join(parts)
+        rest = (f"{word}: {part}" for word, part in (("found", self.found), ("do", self.do)) if part)
+        return "\n  ".join([self.what, *rest])
 
 
 Rule = tuple[bool, str, str, str]

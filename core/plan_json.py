@@ -23,8 +23,7 @@ from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
-from .plan.limits import Limits
-from .plan.memory_cost import NOT_OF_ALL_LAYERS, MemoryCost
+from .plan.limits import NOT_OF_ALL_LAYERS, Limits, MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
 _DO = "write the plan again with `evenload plan --out`"
@@ -137,12 +136,9 @@ def file_json(plans: Iterable[StepPlan], caps: Mapping[str, Mapping[str, Any]]) 
 def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan, ...]:
     """The plans of a plan.json, each checked against every law.
 
-    Args:
-        limits: what the plans are held to; None takes what the file says.
-
-    Raises:
-        PlanError: the file cannot be read or is damaged, or a plan breaks a law or was made under a higher cap on
-            tokens than any that the recipe asked for.
+    ``limits``: what the plans are held to; None takes what the file says. Raises PlanError where the file cannot be
+    read or is damaged, or a plan breaks a law or was made under a higher cap on tokens than any that the recipe asked
+    for.
     """
     name = f"the plan {shorten(str(path))}"
     try:
@@ -163,11 +159,8 @@ def read_plans(path: str | Path, limits: Limits | None = None) -> tuple[StepPlan
 def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan:
     """The plan of a step of plan.json, not yet checked against the laws.
 
-    Args:
-        limits: what the plan is held to; None takes what the step says.
-
-    Raises:
-        PlanError: it is no step, digest or checksum are those of another, or nobody says its limits.
+    ``limits``: what the plan is held to; None takes what the step says. Raises PlanError where it is no step, digest or
+    checksum are those of another, or nobody says its limits.
     """
     row = described(data, _Step, "this is no step of a plan.json", _DO, PlanError)
     own = None if row.limits is None else _limits(row.limits)

@@ -42,17 +42,11 @@ Situation = PlanningContext
 """The name by which plugins that were written earlier know a planning context."""
 
 
-class HoldBack(Protocol):
-    """Says which sequences wait for a later step: those drawn now and those that waited already, in one array.
+HoldBack = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], int, PlanningContext], npt.NDArray[np.bool_]]
+"""Which sequences wait for a later step: lengths [K] in tokens, steps waited so far [K] (0: drawn now), number of ranks
+and context -> mask [K].
 
-    A pure function: every rank asks it. It must let something run, and what it holds back once it must let run later.
-    """
-
-    def __call__(
-        self, lengths: npt.NDArray[np.int64], waited: npt.NDArray[np.int64], num_ranks: int, context: PlanningContext, /
-    ) -> npt.NDArray[np.bool_]:
-        """Lengths [K] in tokens and steps waited so far [K] (0: drawn now) -> which wait [K]."""
-        ...
+A pure function: every rank asks it. It must let something run, and what it holds back once it must let run later."""
 
 
 @runtime_checkable

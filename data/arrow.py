@@ -16,14 +16,8 @@ from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, shorten
 from .cache import cached_arrays, key_of
-from .documents import choose_field
-from .extras import require
+from .documents import BATCH, Documents, choose_field, require, vocab_size_of
 from .tokenizers import ByteTokenizer, Tokenizer
-
-_BATCH = 1024
-"""Texts tokenised at once."""
-_BLOCK = 1 << 24
-"""Tokens looked at together when all are searched for the largest id."""
 
 
 class Chunk(NamedTuple):
@@ -36,7 +30,7 @@ class Chunk(NamedTuple):
     """Rows without a value; None where every row has one."""
 
 
-class ArrowDocuments:
+class ArrowDocuments(Documents):
     """One document per row of the files, in their order. A row without a value is empty."""
 
     def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, text_key: str) -> None:
@@ -60,7 +54,9 @@ class ArrowDocuments:
     def scan_vocab_size(self) -> int:
         if self.vocab_size is not None:
             return self.vocab_size
-        return int(cached_arrays(self._key("arrow-vocab-1"), self._scan)["vocab_size"][0])
+        tokens = (chunk.values[int(chunk.offsets[0]) : int(chunk.offsets[-1])] for chunk in self._chunks)
+        key = key_of(self._files, self._field, "arrow-vocab-1")
+        return int(cached_arrays(key, lambda: vocab_size_of(tokens))["vocab_size"][0])
 
     def where(self, document: int) -> str:
         return f"row {document} of {self.name}"
@@ -73,34 +69,25 @@ class ArrowDocuments:
 
     def _lengths(self) -> NDArray[np.int64]:
         if self._tokenise:
-            return cached_arrays(self._key("arrow-lengths-1", self._tokenizer.identity), self._count)["lengths"]
+            key = key_of(self._files, self._field, "arrow-lengths-1", self._tokenizer.identity)
+            return cached_arrays(key, self._count)["lengths"]
         lengths = [np.diff(chunk.offsets).astype(np.int64) for chunk in self._chunks]
-        for chunk, of_chunk in zip(self._chunks, lengths, strict=True):
-            if chunk.null is not None:
-                of_chunk[chunk.null] = 0
-        return np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+        return self._without_nulls(np.concatenate([np.zeros(0, dtype=np.int64), *lengths]))
 
     def _count(self) -> dict[str, NDArray[np.int64]]:
         num_rows = int(self._first_row[-1])
-        lengths = []
-        for start in range(0, num_rows, _BATCH):
-            batch = [_text(self._row(row)) for row in range(start, min(start + _BATCH, num_rows))]
-            lengths.append(np.array(self._tokenizer.lengths(batch), dtype=np.int64))
-        lengths_of_rows = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
-        nulls = [np.zeros(len(c.offsets) - 1, dtype=bool) if c.null is None else c.null for c in self._chunks]
-        if nulls:
-            lengths_of_rows[np.concatenate(nulls)] = 0
-        return {"lengths": lengths_of_rows}
+        lengths: list[int] = []
+        for start in range(0, num_rows, BATCH):
+            batch = [_text(self._row(row)) for row in range(start, min(start + BATCH, num_rows))]
+            lengths += self._tokenizer.lengths(batch)
+        return {"lengths": self._without_nulls(np.array(lengths, dtype=np.int64))}
 
-    def _scan(self) -> dict[str, NDArray[np.int64]]:
-        largest = 0
-        for offsets, values, _ in self._chunks:
-            for start in range(int(offsets[0]), int(offsets[-1]), _BLOCK):
-                largest = max(largest, int(values[start : min(start + _BLOCK, int(offsets[-1]))].max()))
-        return {"vocab_size": np.array([largest + 1], dtype=np.int64)}
-
-    def _key(self, *parts: str) -> str:
-        return key_of(self._files, self._field, *parts)
+    def _without_nulls(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows without a value are empty."""
+        for first, chunk in zip(self._first_row, self._chunks, strict=False):
+            if chunk.null is not None:
+                lengths[first : first + len(chunk.null)][chunk.null] = 0
+        return lengths
 
 
 def open_table(path: Path) -> Any:
@@ -115,9 +102,8 @@ def open_table(path: Path) -> Any:
         source.seek(0)
         return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
     except (pa.ArrowException, OSError, EOFError) as error:
-        raise EvenloadError(
-            f"{path} is not a whole arrow file", shorten(str(error)), "copy or save it again"
-        ) from error
+        what = f"{path} is not a whole arrow file"
+        raise EvenloadError(what, shorten(str(error)), "copy or save it again") from error
 
 
 def _column(table: Any, field: str, path: Path) -> list[Chunk]:
@@ -137,11 +123,8 @@ def _chunk(rows: Any, field: str, path: Path) -> Chunk:
         return Chunk(starts, np.frombuffer(data or b"", dtype=np.uint8), null)
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (is_list or pa.types.is_fixed_size_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise EvenloadError(
-            f"column {field!r} of {path} is neither text nor lists of token ids",
-            f"type {kind}",
-            "name another column with data.text_key",
-        )
+        what = f"column {field!r} of {path} is neither text nor lists of token ids"
+        raise EvenloadError(what, f"type {kind}", "name another column with data.text_key")
     if rows.values.null_count:
         raise EvenloadError(f"column {field!r} of {path} has lists with holes", "null as a token", "save it without")
     values = rows.values.to_numpy(zero_copy_only=True)
@@ -153,9 +136,8 @@ def _chunk(rows: Any, field: str, path: Path) -> Chunk:
 def _is_text(tables: Sequence[Any], field: str, name: str) -> bool:
     kinds = {str(table.schema.field(field).type) for table in tables}
     if len(kinds) > 1:
-        raise EvenloadError(
-            f"column {field!r} of {name} differs from file to file", f"{sorted(kinds)}", "save all files alike"
-        )
+        what = f"column {field!r} of {name} differs from file to file"
+        raise EvenloadError(what, f"{sorted(kinds)}", "save all files alike")
     return kinds <= {"string", "large_string"}
 
 

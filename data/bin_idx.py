@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from ..core.errors import EvenloadError, shorten
 from ..core.input import reading
 from .cache import cached_arrays, key_of
+from .documents import Documents, vocab_size_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _LAST_BYTE = 1 << 62
 """No file is that long; where a sequence ends then stays inside int64."""
-_BLOCK = 1 << 24
-"""Tokens looked at together when all are searched for the largest id."""
 
 
 class Index(NamedTuple):
@@ -39,7 +38,7 @@ class Index(NamedTuple):
     """[num_sequences] first byte in the .bin, mapped."""
 
 
-class BinIdxDocuments:
+class BinIdxDocuments(Documents):
     """One document per sequence of the index."""
 
     vocab_size: int | None = None
@@ -57,16 +56,11 @@ class BinIdxDocuments:
         return self._tokens[first + start : first + stop]
 
     def scan_vocab_size(self) -> int:
-        arrays = cached_arrays(key_of([self._bin], "bin-vocab-1", self._tokens.dtype.str), self._scan)
-        return int(arrays["vocab_size"][0])
+        key = key_of([self._bin], "bin-vocab-1", self._tokens.dtype.str)
+        return int(cached_arrays(key, lambda: vocab_size_of([self._tokens]))["vocab_size"][0])
 
     def where(self, document: int) -> str:
         return f"sequence {document} of {self.name}"
-
-    def _scan(self) -> dict[str, NDArray[np.int64]]:
-        starts = range(0, len(self._tokens), _BLOCK)
-        largest = max(int(self._tokens[start : start + _BLOCK].max()) for start in starts)
-        return {"vocab_size": np.array([largest + 1], dtype=np.int64)}
 
 
 def read_index(path: Path) -> Index:
@@ -92,12 +86,10 @@ def read_index(path: Path) -> Index:
     if num_sequences == 0:
         raise EvenloadError(f"{path} indexes no sequence", "0 sequences", "preprocess the data again")
     if size > expected and np.fromfile(path, "i1", offset=expected).any():
-        raise EvenloadError(
-            f"{path} belongs to a multimodal set", "sequences of mode other than 0", "give a set of text alone"
-        )
+        modes = "sequences of mode other than 0"
+        raise EvenloadError(f"{path} belongs to a multimodal set", modes, "give a set of text alone")
     lengths = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size).astype(np.int64)
-    after_lengths = _HEADER.size + 4 * num_sequences
-    positions = np.memmap(path, "<i8", mode="r", offset=after_lengths, shape=(num_sequences,))
+    positions = np.memmap(path, "<i8", mode="r", offset=_HEADER.size + 4 * num_sequences, shape=(num_sequences,))
     outside = positions.min() < 0 or positions.max() > _LAST_BYTE
     if lengths.min() < 0 or outside or (positions % dtype.itemsize).any():
         raise _corrupt(path, "a negative length, or a position that is not that of a token")
@@ -110,11 +102,8 @@ def _map_tokens(path: Path, index: Index) -> NDArray[Any]:
     with reading.open_file(path, shorten(str(path)), do) as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != expected:
-        raise EvenloadError(
-            f"{path} does not fit its index",
-            f"{size} bytes, {expected} expected",
-            "copy or preprocess both files again, together",
-        )
+        do = "copy or preprocess both files again, together"
+        raise EvenloadError(f"{path} does not fit its index", f"{size} bytes, {expected} expected", do)
     if size == 0:
         raise EvenloadError(f"{path} holds no token", "0 bytes", "preprocess the data again")
     return np.memmap(path, dtype=index.dtype, mode="r")

@@ -74,16 +74,14 @@ def cached_arrays(key: str, build: Callable[[], Arrays]) -> Arrays:
 def cached_file(key: str, suffix: str, write: Callable[[Path], None]) -> Path:
     """The file that ``write`` makes at the path it is given; raises `EvenloadError` where there is no room for it."""
     path = cache_dir() / f"{key}{suffix}"
-    if path.exists():
-        return path
     try:
-        with _locked(path):
-            if not path.exists():
-                _write_whole(path, write)
+        if not path.exists():
+            with _locked(path):
+                if not path.exists():
+                    _write_whole(path, write)
     except OSError as error:
-        raise EvenloadError(
-            f"cannot write into the cache {cache_dir()}", str(error), "set EVENLOAD_CACHE to a folder with room"
-        ) from error
+        do = "set EVENLOAD_CACHE to a folder with room"
+        raise EvenloadError(f"cannot write into the cache {cache_dir()}", str(error), do) from error
     return path
 
 

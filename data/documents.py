@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,11 @@ from ..core.errors import EvenloadError, nearest
 
 ID_FIELDS = ("input_ids", "tokens")
 """Names under which data sets usually store token ids, looked for in this order and before any text."""
+
+BATCH = 1024
+"""Texts tokenised at once: enough for the tokenizer's threads, little to hold."""
+_BLOCK = 1 << 24
+"""Tokens looked at together when all are searched for the largest id."""
 
 
 class Documents(Protocol):
@@ -29,6 +35,8 @@ class Documents(Protocol):
 
     def scan_vocab_size(self) -> int:
         """Largest token id plus one, reading every token (at most once per file: the answer is cached)."""
+        assert self.vocab_size is not None, "known from the lengths"
+        return self.vocab_size
 
     def where(self, document: int) -> str:
         """The document's place, for messages: ``line 12 of corpus.jsonl``."""
@@ -48,11 +56,23 @@ def choose_field(fields: Collection[str], text_key: str, where: str) -> str:
 
 def missing_field(wanted: Sequence[str], fields: Collection[str], where: str) -> EvenloadError:
     """The error for data without the field it should have; names the nearest one."""
-    return EvenloadError(
-        f"{where} has no field {' or '.join(map(repr, wanted))}",
-        nearest(wanted[-1], fields),
-        "name the field with data.text_key",
-    )
+    what = f"{where} has no field {' or '.join(map(repr, wanted))}"
+    return EvenloadError(what, nearest(wanted[-1], fields), "name the field with data.text_key")
+
+
+def vocab_size_of(arrays: Iterable[NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
+    """``vocab_size``, for the cache: largest token id plus one, some millions of tokens at a time."""
+    blocks = (tokens[start : start + _BLOCK] for tokens in arrays for start in range(0, len(tokens), _BLOCK))
+    return {"vocab_size": np.array([1 + max((int(block.max()) for block in blocks), default=0)], dtype=np.int64)}
+
+
+def require(module: str, purpose: str) -> Any:
+    """Import a module that only some formats need; raise `EvenloadError` naming the pip extra where it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise EvenloadError(f"{purpose} needs {package}", str(error), "pip install 'evenload[data]'") from error
 
 
 def changed(name: str) -> EvenloadError:

@@ -18,18 +18,16 @@ from numpy.typing import NDArray
 from ..core.errors import EvenloadError, shorten, shown
 from ..core.input import reading
 from .cache import Arrays, cached_arrays, key_of
-from .documents import changed, choose_field, missing_field
+from .documents import BATCH, Documents, changed, choose_field, missing_field
 from .tokenizers import Tokenizer
 
-_BATCH = 1024
-"""Texts tokenised at once: enough for the tokenizer's threads, little to hold."""
 _LINE_BYTES = 1 << 31
 """Of one document: a hundred million token ids take half of it."""
 _PART_BYTES = 1 << 24
 """Of a line, read at once: a file that is no text is seen to be none by then."""
 
 
-class JsonlDocuments:
+class JsonlDocuments(Documents):
     """One document per line that is not blank."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, text_key: str) -> None:
@@ -55,10 +53,6 @@ class JsonlDocuments:
             raise changed(self.name) from error
         raise changed(self.name)
 
-    def scan_vocab_size(self) -> int:
-        assert self.vocab_size is not None, "the first reading finds it"
-        return self.vocab_size
-
     def where(self, document: int) -> str:
         return f"the line at byte {self._offsets[document]} of {self.name}"
 
@@ -81,7 +75,7 @@ class JsonlDocuments:
             if isinstance(value, str):
                 vocab_size = max(vocab_size, self._tokenizer.vocab_size)
                 texts[len(lengths) - 1] = value
-                if len(texts) == _BATCH:
+                if len(texts) == BATCH:
                     tokenise()
             elif value is not None:
                 ids = check_ids(value, self._field, place)
@@ -106,7 +100,7 @@ def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
         while line := _line(stream, name):
             number += 1
             if not line.isspace():
-                yield f"line {number} of {name}", offset, _parse(line, number, name)
+                yield f"line {number} of {name}", offset, _parse(line, f"line {number} of {name}")
             offset += len(line)
 
 
@@ -121,28 +115,23 @@ def read_objects(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def check_ids(value: Any, field: str, place: str) -> list[int]:
     """``value`` if it is a list of token ids; raises `EvenloadError` with the first element that is none."""
     if not isinstance(value, list):
-        raise EvenloadError(
-            f"{field!r} in {place} is neither text nor a list of token ids",
-            shown(value),
-            "store a string or a list of integers, or name another field with data.text_key",
-        )
+        do = "store a string or a list of integers, or name another field with data.text_key"
+        raise EvenloadError(f"{field!r} in {place} is neither text nor a list of token ids", shown(value), do)
     if not set(map(type, value)) <= {int}:
         wrong = next(v for v in value if type(v) is not int)
         raise EvenloadError(f"{field!r} in {place} has a token that is no integer", shown(wrong), "store token ids")
     if value and not (min(value) >= 0 and max(value) < 1 << 31):
         wrong = min(value) if min(value) < 0 else max(value)
-        raise EvenloadError(
-            f"{field!r} in {place} has an impossible token id", shown(wrong), "token ids are 0 .. 2^31-1"
-        )
+        what = f"{field!r} in {place} has an impossible token id"
+        raise EvenloadError(what, shown(wrong), "token ids are 0 .. 2^31-1")
     return value
 
 
 def _field_of_first_line(path: Path, text_key: str) -> str:
     for place, _, row in read_objects(path):
         return choose_field(row, text_key, place)
-    raise EvenloadError(
-        f"{path} holds no data", "not one line that is not blank", "give a file with a JSON object a line"
-    )
+    do = "give a file with a JSON object a line"
+    raise EvenloadError(f"{path} holds no data", "not one line that is not blank", do)
 
 
 def _line(stream: BinaryIO, name: str) -> bytes:
@@ -159,12 +148,10 @@ def _line(stream: BinaryIO, name: str) -> bytes:
     return b"".join(parts)
 
 
-def _parse(line: bytes, number: int, name: str) -> Any:
+def _parse(line: bytes, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise EvenloadError(
-            f"line {number} of {name} is not valid JSON",
-            shorten(f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}"),
-            "mend or delete the line (a cut-off last line often means an interrupted copy)",
-        ) from error
+        detail = shorten(f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}")
+        do = "mend or delete the line (a cut-off last line often means an interrupted copy)"
+        raise EvenloadError(f"{place} is not valid JSON", detail, do) from error

@@ -11,27 +11,27 @@ from ..core.errors import SHOWN, EvenloadError, shorten, shown
 from ..core.input import reading
 from .stdlib import NAME as BUILT_IN
 
+_TABLES = (".arrow", ".parquet")
+
 
 def table_files(path: Path) -> list[Path]:
     """The arrow or parquet files of a folder, a pattern or a single path; empty where there are none."""
     if os.path.isdir(path):
         if reading.is_file(path / "state.json"):
             return _saved_files(path)
-        files = [p for p in _inside(path) if p.suffix in (".arrow", ".parquet")]
+        files = [p for p in _inside(path) if p.suffix in _TABLES]
     elif reading.is_file(path):
-        files = [path] if path.suffix in (".arrow", ".parquet") else []
+        files = [path] if path.suffix in _TABLES else []
     else:
         names = [] if "\0" in str(path) else glob.glob(str(path))
-        files = sorted(Path(name) for name in names if name.endswith((".arrow", ".parquet")))
+        files = sorted(Path(name) for name in names if name.endswith(_TABLES))
     for file in files:
         reading.open_file(file, shorten(str(file)), "save the data set again").close()
     suffixes, splits = {p.suffix for p in files}, {p.stem.split("-")[0] for p in files if "-of-" in p.stem}
     if len(suffixes) > 1 or len(splits) > 1:
-        raise EvenloadError(
-            f"{path} holds more than one data set",
-            f"files {', '.join(sorted(suffixes))} of {', '.join(sorted(splits)) or 'no named split'}",
-            f"name the files with a pattern, as '{path}/train-*.parquet'",
-        )
+        detail = f"files {', '.join(sorted(suffixes))} of {', '.join(sorted(splits)) or 'no named split'}"
+        do = f"name the files with a pattern, as '{path}/train-*.parquet'"
+        raise EvenloadError(f"{path} holds more than one data set", detail, do)
     return files
 
 
@@ -57,8 +57,8 @@ def _saved_files(folder: Path) -> list[Path]:
 def nothing_there(spec: str, path: Path) -> EvenloadError:
     """The error for a spec that means no data."""
     if os.path.isdir(path):
-        inside = [p.name for p in _inside(path) if p.is_dir() and _table_like(p)]
-        inside.sort(key=lambda name: name != "train")
+        tables = (p for p in _inside(path) if p.is_dir() and any(f.suffix in _TABLES for f in _inside(p)))
+        inside = sorted((p.name for p in tables), key=lambda name: name != "train")
         return EvenloadError(
             f"the folder {spec} holds no .arrow or .parquet file",
             f"data sets below it: {', '.join(inside)}" if inside else "no data set below it either",
@@ -70,15 +70,8 @@ def nothing_there(spec: str, path: Path) -> EvenloadError:
     siblings = [p.name for p in _inside(path.parent)] if os.path.isdir(path.parent) else []
     close = difflib.get_close_matches(path.name[:SHOWN], [*siblings, BUILT_IN], n=3, cutoff=0.5)
     nothing = f"nothing of a similar name in {shorten(str(path.parent))}"
-    return EvenloadError(
-        f"there is no data {shown(spec)}",
-        f"of a similar name: {', '.join(close)}" if close else nothing,
-        f"give a path to data, or {BUILT_IN}",
-    )
-
-
-def _table_like(folder: Path) -> bool:
-    return any(p.suffix in (".arrow", ".parquet") for p in _inside(folder))
+    detail = f"of a similar name: {', '.join(close)}" if close else nothing
+    return EvenloadError(f"there is no data {shown(spec)}", detail, f"give a path to data, or {BUILT_IN}")
 
 
 def _inside(folder: Path) -> list[Path]:

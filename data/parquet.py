@@ -11,8 +11,7 @@ from typing import Any
 
 from ..core.errors import EvenloadError, shorten
 from .cache import cached_file, key_of
-from .documents import choose_field
-from .extras import require
+from .documents import choose_field, require
 
 _ROWS = 4096
 """Rows held at once while converting."""
@@ -30,11 +29,8 @@ def parquet_as_arrow(files: Sequence[Path], text_key: str) -> Path:
     for path, file in zip(files, opened, strict=True):
         column_type = file.schema_arrow.field(field).type if field in file.schema_arrow.names else "none"
         if column_type != schema.field(field).type:
-            raise EvenloadError(
-                f"{path} differs from {files[0]} in column {field!r}",
-                f"type {column_type}, there {schema.field(field).type}",
-                "write all files alike",
-            )
+            detail = f"type {column_type}, there {schema.field(field).type}"
+            raise EvenloadError(f"{path} differs from {files[0]} in column {field!r}", detail, "write all files alike")
 
     def write(aside: Path) -> None:
         with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:

@@ -16,7 +16,7 @@ import hashlib
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,49 +34,30 @@ from .parquet import parquet_as_arrow
 from .tokenizers import Tokenizer, open_tokenizer
 
 
-class Source(Protocol):
-    """Samples 0 .. num_samples-1, their lengths known at once and their tokens on demand."""
-
-    @property
-    def name(self) -> str:
-        """Path, or the name of a built-in set."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[num_samples] tokens of each sample; read-only."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below it. May read all tokens the first time, where nothing else tells."""
-
-    def tokens(self, index: int) -> NDArray[np.int64]:
-        """[length] token ids of one sample; the caller owns the array."""
-
-    def report(self) -> dict[str, Any]:
-        """Counts for a log or a table, ready for JSON: what there is, and what was left out and why."""
-
-
-class CutSource:
-    """A `Source`: documents, and how they are cut into samples."""
+class Source:
+    """Samples 0 .. num_samples-1 of documents that are cut; their lengths are known at once, their tokens on demand."""
 
     def __init__(self, documents: Documents, cut: Cut, vocab_size: int | None = None) -> None:
         self._documents, self._cut, self._declared_vocab_size = documents, cut, vocab_size
+        self.name = documents.name
+        """Path, or the name of a built-in set."""
         self.lengths = cut.length
+        """[num_samples] tokens of each sample; read-only."""
         self.lengths.setflags(write=False)
-
-    @property
-    def name(self) -> str:
-        return self._documents.name
 
     @cached_property
     def vocab_size(self) -> int:
+        """Every token id is below it. May read all tokens the first time, where nothing else tells."""
         for known in (self._declared_vocab_size, self._documents.vocab_size):
             if known is not None:
                 return known
         return self._documents.scan_vocab_size()
 
     def tokens(self, index: int) -> NDArray[np.int64]:
-        """[length] token ids; raises `EvenloadError` when an id is impossible or the data changed on disk."""
+        """[length] token ids of one sample; the caller owns the array.
+
+        Raises `EvenloadError` when an id is impossible or the data changed on disk.
+        """
         if not 0 <= index < len(self.lengths):
             raise IndexError(f"sample {index} of {len(self.lengths)}")
         document, start, length = (int(part[index]) for part in (self._cut.document, self._cut.start, self.lengths))
@@ -87,25 +68,20 @@ class CutSource:
         lowest, highest = int(tokens.min()), int(tokens.max())
         limit = self._declared_vocab_size
         if lowest < 0 or (limit is not None and highest >= limit):
-            raise EvenloadError(
-                f"{self._documents.where(document)} has a token id that the vocabulary lacks",
-                f"{lowest if lowest < 0 else highest}, vocabulary of {'any size' if limit is None else limit}",
-                "use the tokenizer and the vocabulary that the data was made with",
-            )
+            what = f"{self._documents.where(document)} has a token id that the vocabulary lacks"
+            detail = f"{lowest if lowest < 0 else highest}, vocabulary of {'any size' if limit is None else limit}"
+            raise EvenloadError(what, detail, "use the tokenizer and the vocabulary that the data was made with")
         return tokens
 
     def report(self) -> dict[str, Any]:
+        """Counts for a log or a table, ready for JSON: what there is, and what was left out and why."""
         return {
             "source": self.name,
             "documents": len(self._documents.lengths),
             "samples": len(self.lengths),
             "tokens": int(self.lengths.sum()),
             "longest": int(self.lengths.max()),
-            "empty": self._cut.num_empty,
-            "too_short": self._cut.num_too_short,
-            "truncated": self._cut.num_truncated,
-            "split": self._cut.num_split,
-            "dropped": self._cut.num_dropped,
+            **self._cut.counts,
             "tokens_left_out": self._cut.tokens_left_out,
             "fingerprint": self.fingerprint,
         }
@@ -130,9 +106,8 @@ def open_source(
 
     ``max_length`` tokens a sample (None: no limit), ``min_length`` likewise (2: one token and its target); see `cut`
     for ``long_samples``. ``tokenizer`` is ``bytes`` or a tokenizer.json, for text. ``text_key`` names the field or
-    column; by default input_ids, tokens and text are tried. ``vocab_size``, where given, is the model's: data known to
-    exceed it is refused here, any other token that does when it is read. Without it, a tokenizer file says which ids
-    are possible.
+    column; by default input_ids, tokens and text are tried. ``vocab_size`` is the model's: data known to exceed it is
+    refused here, any other token that does when it is read. Without it a tokenizer file says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """
@@ -141,20 +116,18 @@ def open_source(
     documents = _open_documents(spec, words, text_key)
     limit = vocab_size if vocab_size is not None or tokenizer == "bytes" else words.vocab_size
     if limit is not None and documents.vocab_size is not None and documents.vocab_size > limit:
-        raise EvenloadError(
-            f"the tokens of {spec} do not fit the vocabulary",
-            f"ids up to {documents.vocab_size - 1}, vocabulary of {limit}",
-            "use the tokenizer that the data was made with, or a model with a larger vocabulary",
-        )
+        detail = f"ids up to {documents.vocab_size - 1}, vocabulary of {limit}"
+        do = "use the tokenizer that the data was made with, or a model with a larger vocabulary"
+        raise EvenloadError(f"the tokens of {spec} do not fit the vocabulary", detail, do)
     samples = cut(documents.lengths, max_length, long_samples, min_length)
     if not len(samples.length):
-        raise EvenloadError(
-            f"{spec} has no sample to train on",
-            f"{len(documents.lengths)} documents: {samples.num_empty} empty, {samples.num_too_short} shorter than "
-            f"{min_length}, {samples.num_dropped} longer than {max_length}",
-            "check the data, data.max_length and data.long_samples",
+        left_out = "{empty} empty, {too_short} shorter than {min}, {dropped} longer than {max}".format(
+            **samples.counts, min=min_length, max=max_length
         )
-    return CutSource(documents, samples, limit)
+        detail = f"{len(documents.lengths)} documents: {left_out}"
+        do = "check the data, data.max_length and data.long_samples"
+        raise EvenloadError(f"{spec} has no sample to train on", detail, do)
+    return Source(documents, samples, limit)
 
 
 def _open_documents(spec: str, tokenizer: Tokenizer, text_key: str) -> Documents:
@@ -172,5 +145,5 @@ def _open_documents(spec: str, tokenizer: Tokenizer, text_key: str) -> Documents
     if not files:
         raise nothing_there(spec, path)
     if files[0].suffix == ".parquet":
-        return ArrowDocuments(spec, [parquet_as_arrow(files, text_key)], tokenizer, text_key)
+        files = [parquet_as_arrow(files, text_key)]
     return ArrowDocuments(spec, files, tokenizer, text_key)

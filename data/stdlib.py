@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .documents import changed
+from .documents import Documents, changed
 
 NAME = "python-stdlib"
 
@@ -22,7 +22,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 """Not the library itself; some distributions leave its tests out, so they are left out everywhere."""
 
 
-class StdlibDocuments:
+class StdlibDocuments(Documents):
     """One document per ``.py`` file, sorted by path."""
 
     name = NAME
@@ -39,9 +39,6 @@ class StdlibDocuments:
             raise changed(self.where(document))
         return tokens
 
-    def scan_vocab_size(self) -> int:
-        return 256
-
     def where(self, document: int) -> str:
         return str(self._root / self._paths[document])
 
@@ -50,6 +47,5 @@ def _python_files(root: Path) -> list[str]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
-        relative = Path(folder).relative_to(root)
-        paths += [(relative / name).as_posix() for name in names if name.endswith(".py")]
-    return sorted(path for path in paths if (root / path).is_file())
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())

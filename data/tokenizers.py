@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, shorten, shown
 from ..core.input import reading
-from .extras import require
+from .documents import require
 
 _DO = "give `bytes` or the path of a tokenizer.json"
 _MOST_BYTES = 1 << 30
@@ -55,11 +55,8 @@ class FileTokenizer:
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception on a malformed file
-            raise EvenloadError(
-                f"{path} is not a tokenizer file",
-                shorten(str(error)),
-                "give a tokenizer.json of the `tokenizers` library",
-            ) from error
+            do = "give a tokenizer.json of the `tokenizers` library"
+            raise EvenloadError(f"{path} is not a tokenizer file", shorten(str(error)), do) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -78,11 +75,9 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(spec))
-    if os.path.isdir(path):
-        path = path / "tokenizer.json"
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
     if not reading.is_file(path):
-        detail = f"{shorten(str(path))} is not a file"
-        raise EvenloadError(f"there is no tokenizer {shown(spec)}", detail, _DO)
+        raise EvenloadError(f"there is no tokenizer {shown(spec)}", f"{shorten(str(path))} is not a file", _DO)
     return FileTokenizer(path)
 
 

@@ -136,7 +136,7 @@ def plant(fault: dict[str, Any]) -> None:
 
     Watchdog.at = marking  # type: ignore[method-assign]
     _wrap(Plane, "post", "Plane.post", planted)
-    _wrap(sources.CutSource, "tokens", "Source.tokens", planted)
+    _wrap(sources.Source, "tokens", "Source.tokens", planted)
     names = (*COLLECTIVES, "init_process_group") if fault["at"] == "call" or fault["how"] == "trace" else ()
     wrapped = {}
     for name in names:

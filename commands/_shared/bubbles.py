@@ -9,9 +9,8 @@ its passes, and after its last one (the drain, slower ranks), so that a reader s
 
 Spans are wall time: where other programs use the cores of a CPU, what they take inside a pass counts as work. (`train`
 has `bubble_frac` of every step besides: 1 - compute / step, in which that, gradient sum and update are idleness.)
-
-Several steps are summed, seconds over seconds. `core.simulate.Simulation.bubble_frac` is the same of one step, but for
-a host that waits until its sends have arrived: there that counts as communication.
+Several steps are summed. `core.simulate.Simulation.bubble_frac` is the same of one step, but for a host that waits
+until its sends have arrived: there that counts as communication.
 """
 
 from __future__ import annotations
@@ -41,10 +40,6 @@ class Waits(NamedTuple):
     after_s: float = 0.0
     """From its last pass on."""
 
-    @property
-    def total_s(self) -> float:
-        return sum(self)
-
 
 class Bubbles(NamedTuple):
     """The waiting of every rank in some steps."""
@@ -56,7 +51,7 @@ class Bubbles(NamedTuple):
     @property
     def frac(self) -> float:
         """Mean over ranks and stages."""
-        waited_s = sum(one.total_s for one in self.waits.values())
+        waited_s = sum(sum(one) for one in self.waits.values())
         return waited_s / (len(self.waits) * self.step_s) if self.waits and self.step_s else 0.0
 
     def rows(self, predicted: Bubbles) -> list[dict[str, Any]]:
@@ -66,7 +61,7 @@ class Bubbles(NamedTuple):
             {
                 "stage": stage,
                 "rank": rank,
-                "bubble_frac": one.total_s / step_s,
+                "bubble_frac": sum(one) / step_s,
                 "predicted_bubble_frac": predicted.of(stage, rank),
                 "before_frac": one.before_s / step_s,
                 "between_frac": one.between_s / step_s,
@@ -77,7 +72,7 @@ class Bubbles(NamedTuple):
 
     def of(self, stage: int, rank: int) -> float:
         """The bubble of one rank."""
-        return self.waits.get((stage, rank), Waits()).total_s / self.step_s if self.step_s else 0.0
+        return sum(self.waits.get((stage, rank), Waits())) / self.step_s if self.step_s else 0.0
 
 
 def bubbles_of(steps: Iterable[Sequence[Span]]) -> Bubbles:

@@ -11,6 +11,7 @@ batches. A state with waiting samples that is resumed without the plugin runs th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,14 +70,11 @@ class Drawing:
         self._waiting = self._waiting._replace(samples=samples[waits], steps=waited[waits] + 1)
         runs = ~waits
         delay_steps = float(np.average(waited[runs], weights=lengths[runs]))
-        return Draw(samples[runs], lengths[runs], self._state(), delay_steps)
-
-    def _state(self) -> dict[str, Any]:
         state, waiting = self._order.state(), self._waiting
-        if not (self._rules or len(waiting.samples)):
-            return state
-        queue = {"samples": waiting.samples.tolist(), "steps": waiting.steps.tolist(), "ranks": waiting.num_ranks}
-        return {**state, "waiting": queue}
+        if self._rules or len(waiting.samples):
+            queue = {"samples": waiting.samples.tolist(), "steps": waiting.steps.tolist(), "ranks": waiting.num_ranks}
+            state = {**state, "waiting": queue}
+        return Draw(samples[runs], lengths[runs], state, delay_steps)
 
 
 def num_waiting(state: Mapping[str, Any]) -> int:
@@ -85,13 +83,10 @@ def num_waiting(state: Mapping[str, Any]) -> int:
 
 
 def _read(queue: Any, num_samples: int) -> Waiting:
-    try:
-        waiting = Waiting(
-            np.array(queue["samples"], dtype=np.int64), np.array(queue["steps"], dtype=np.int64), int(queue["ranks"])
-        )
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
+        samples, steps = (np.array(queue[name], dtype=np.int64) for name in ("samples", "steps"))
+        waiting = Waiting(samples, steps, int(queue["ranks"]))
         whole = waiting.samples.ndim == 1 and waiting.samples.shape == waiting.steps.shape and waiting.num_ranks > 0
         if whole and ((waiting.samples >= 0) & (waiting.samples < num_samples)).all():
             return waiting
-    except (KeyError, TypeError, ValueError, OverflowError):
-        pass
     raise EvenloadError("the saved queue of waiting samples is damaged", f"{queue}", "resume from another checkpoint")

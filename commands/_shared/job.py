@@ -86,14 +86,8 @@ class Job:
     def planner(self, drawing: Drawing, chain: PlanChain | None = None, first: PlanChain | None = None) -> Planner:
         """A planner over the batches of a drawing; ``first`` plans the first of them."""
         config = self.recipe.planner
-        return Planner(
-            chain or self.chain,
-            drawing,
-            budget_s=config.budget_ms / 1e3,
-            background=config.background,
-            exchange=gather_bytes,
-            first=first,
-        )
+        how: Any = {"budget_s": config.budget_ms / 1e3, "background": config.background, "exchange": gather_bytes}
+        return Planner(chain or self.chain, drawing, **how, first=first)
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
@@ -116,15 +110,7 @@ class Job:
 def open_host(recipe: Recipe, world: World) -> Host:
     """The trainer, its model built and sharded. Collective."""
     with working("building the model"):
-        host: Host = integration(recipe.trainer).open_host(recipe, world)
-    return host
-
-
-@contextmanager
-def open_job(recipe: Recipe) -> Iterator[Job]:
-    """Join the world and open the trainer; a failure on any rank ends all with one message. Collective."""
-    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
-        yield job
+        return integration(recipe.trainer).open_host(recipe, world)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -160,10 +146,9 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[J
 
 def run_rank(recipe: Recipe, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any] | None:
     """Do a verb's work on this rank; see `hand_over`."""
-    with open_job(recipe) as job:
+    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
         result = work(job)
-        leads = job.leads
-    return hand_over(result, leads)
+    return hand_over(result, world.rank == 0)
 
 
 def hand_over(result: dict[str, Any], leads: bool) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ it. Everything that ranks print goes to stderr; rank 0 hands its result over in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,9 +48,7 @@ def end_with_launcher() -> None:
 def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, Any]:
     """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
 
-    Raises:
-        SystemExit: with the ranks' exit code, where they have said themselves what went wrong.
-        RankError: if they ended without a result and without a word.
+    Raises SystemExit with the ranks' exit code, where they have said themselves what went wrong; else RankError.
     """
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     with (
@@ -69,16 +66,15 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
             for rank in ranks:
                 rank.kill()
             for rank in ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with suppress(subprocess.TimeoutExpired):
                     rank.wait(_REAP_S)
-        if verdict.error is not None:
-            raise verdict.error
-        if verdict.code:
-            raise SystemExit(verdict.code)
+        if isinstance(verdict, RankError):
+            raise verdict
+        if verdict:
+            raise SystemExit(verdict)
         if not result.exists():
             raise RankError("the ranks ended without a result", f"exit codes {[r.returncode for r in ranks]}")
-        data: dict[str, Any] = json.loads(result.read_text())
-        return data
+        return json.loads(result.read_text())  # type: ignore[no-any-return]
 
 
 @contextmanager

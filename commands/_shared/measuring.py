@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,17 +34,13 @@ class Follower:
     """Plans the batches that evenload's planner has drawn, as a baseline would."""
 
     def __init__(self, chain: PlanChain, first: PlanChain | None = None) -> None:
-        self._draw: Draw | None = None
-        self.planner = Planner(chain, self._newest, background=False, first=first)
+        self._drawn: list[Draw] = []
+        self.planner = Planner(chain, self._drawn.pop, background=False, first=first)
 
     def plan(self, draw: Draw) -> Planned:
         """The plan of a batch. No step is charged with the time it took, which favours the baseline."""
-        self._draw = draw
+        self._drawn.append(draw)
         return replace(self.planner.next(), waited_s=0.0)
-
-    def _newest(self) -> Draw:
-        assert self._draw is not None
-        return self._draw
 
 
 def measure_step(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
@@ -92,14 +89,9 @@ def compare(baseline_s: Sequence[float], own_s: Sequence[float]) -> dict[str, An
 
 def interval_of_median(values: Sequence[float]) -> list[float] | None:
     """[low, high] around the true median with a confidence of at least 95 %; None where the values are too few."""
-    count, outside = len(values), 0
-    misses = 0.0
-    while outside < count // 2:
-        misses += 2 * math.comb(count, outside) / 2.0**count
-        if misses > MISSES:
-            break
-        outside += 1
-    ordered = sorted(values)
+    count, ordered = len(values), sorted(values)
+    misses = accumulate(2 * math.comb(count, outside) / 2.0**count for outside in range(count // 2))
+    outside = sum(share <= MISSES for share in misses)
     return [ordered[outside - 1], ordered[-outside]] if outside else None
 
 

@@ -71,29 +71,9 @@ class Taken:
     """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
 
 
-class Idle:
-    """The idle share of every rank: 1 - busy / step over the steps after the first, which pays for warming up."""
-
-    def __init__(self) -> None:
-        self._busy_s = np.zeros((0, 0))
-        self._step_s = 0.0
-        self._count = 0
-
-    def add(self, taken: Taken) -> None:
-        """Count a step; the second replaces the first."""
-        self._count += 1
-        replaces = self._count <= 2
-        self._busy_s = taken.busy_s if replaces else self._busy_s + taken.busy_s
-        self._step_s = taken.step_s if replaces else self._step_s + taken.step_s
-
-    def shares(self) -> Any:
-        """[stages][plane ranks] as nested lists; empty before the first step."""
-        return (1 - self._busy_s / (self._step_s or 1.0)).tolist()
-
-
-def summary(rows: list[Row], warmup: int = 1) -> dict[str, Any]:
+def summary(rows: list[Row]) -> dict[str, Any]:
     """Totals over the steps after the first, which pays for warming up; delay over all of them."""
-    timed = rows[warmup:] or rows
+    timed = rows[1:] or rows
     if not timed:
         empty = {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
         timing = dict.fromkeys(("step_s", "predicted_s", "bubble_frac", "bubble_worst", "delay_steps"), 0.0)

@@ -41,20 +41,12 @@ class Rank(NamedTuple):
         return self.where in (None, MEETING, CONNECTING)
 
 
-class Verdict(NamedTuple):
-    """How a job ended."""
-
-    code: int
-    error: RankError | None = None
-    """What the launcher has to say; None where the ranks have said it."""
+Verdict = int | RankError
+"""How a job ended: its exit code where the ranks have said why, else what the launcher has to say."""
 
 
 class Outlook:
-    """Looks at the ranks again and again; time is counted in looks.
-
-    Args:
-        every_s: between two looks.
-    """
+    """Looks at the ranks again and again, every ``every_s``; time is counted in looks."""
 
     def __init__(self, safety: Safety, every_s: float) -> None:
         self._safety, self._every_s = safety, every_s
@@ -65,20 +57,20 @@ class Outlook:
         codes = [rank.code for rank in ranks]
         living = [rank for rank in ranks if rank.code is None]
         if not any(codes) and not living:
-            return Verdict(0)
+            return 0
         said = [code for code in codes if code is not None and code > 0]
         if said:
             last = SAY_S if all(rank.stopped or rank.meets for rank in living) else GRACE_S
             over = self._waits("said", True) > last or all(rank.stopped for rank in living)
-            return Verdict(max(said)) if over else None
+            return max(said) if over else None
         if any(codes):
             over = self._waits("killed", True) > SAY_S or not living
-            return Verdict(1, _killed(ranks)) if over else None
+            return _killed(ranks) if over else None
         some_stopped = any(rank.stopped for rank in living) and not all(rank.stopped for rank in ranks)
         if self._waits("stopped", some_stopped) > self._safety.gone_s + MISS_S:
-            return Verdict(1, _stopped(ranks))
+            return _stopped(ranks)
         if self._waits("done", 0 in codes) > self._safety.stuck_s:
-            return Verdict(1, _endless(ranks))
+            return _endless(ranks)
         return None
 
     def _waits(self, what: str, lasts: bool) -> float:
@@ -90,11 +82,11 @@ def _killed(ranks: Sequence[Rank]) -> RankError:
     killed = {i: rank for i, rank in enumerate(ranks) if rank.code is not None and rank.code < 0}
     ends = [f"killed by {signal.Signals(-(rank.code or 0)).name} {_place(rank)}" for rank in killed.values()]
     do = "look for the out-of-memory killer in the kernel log, and at the end of that rank's output"
-    if len(killed) == len(ranks) > 1:
-        return RankError("every rank was killed", _listed(zip(killed, ends, strict=True)), do)
-    if len(killed) > 1:
-        return RankError(f"{len(killed)} of {len(ranks)} ranks are gone", _listed(zip(killed, ends, strict=True)), do)
-    return RankError(f"rank {next(iter(killed))} of {len(ranks)} is gone: {ends[0]}", _others(ranks), do)
+    if len(killed) == 1:
+        return RankError(f"rank {next(iter(killed))} of {len(ranks)} is gone: {ends[0]}", _others(ranks), do)
+    all_of_them = len(killed) == len(ranks)
+    what = "every rank was killed" if all_of_them else f"{len(killed)} of {len(ranks)} ranks are gone"
+    return RankError(what, _listed(zip(killed, ends, strict=True)), do)
 
 
 def _stopped(ranks: Sequence[Rank]) -> RankError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
 
 
-@dataclass(frozen=True)
-class Preflight:
+class Preflight(NamedTuple):
     """A recipe that can run: its data, and its chain of planners for the layout."""
 
     recipe: Recipe
@@ -40,20 +39,15 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     layout = recipe.layout(world_size)
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     if layout.cp > 1:
-        raise EvenloadError(
-            "static context parallelism can be planned, not run",
-            f"parallel.cp {layout.cp}",
-            "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks",
-        )
+        do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
+        raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
     if layout.ep > 1:
         raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
     source = open_source(recipe.data.source, **recipe.data.model_dump(exclude={"source"}))
     if len(source.lengths) < recipe.train.global_batch_size:
-        raise EvenloadError(
-            "the data holds fewer samples than one global batch",
-            f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}",
-            "lower train.global_batch_size, or data.max_length so that long samples are split",
-        )
+        detail = f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}"
+        do = "lower train.global_batch_size, or data.max_length so that long samples are split"
+        raise EvenloadError("the data holds fewer samples than one global batch", detail, do)
     recipe = with_vocabulary(recipe, source)
     chain = PlanChain.of_recipe(recipe, layout)
     # The longest samples of all: if these can be planned, no later batch has one that cannot.
@@ -65,20 +59,15 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
 
 def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
     """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
-    vocab_size = recipe.model.vocab_size
+    vocab_size, tp = recipe.model.vocab_size, recipe.parallel.tp
     if vocab_size is None:
-        multiple = math.lcm(_VOCABULARY_MULTIPLE, recipe.parallel.tp)
+        multiple = math.lcm(_VOCABULARY_MULTIPLE, tp)
         return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
     if vocab_size < source.vocab_size:
-        raise EvenloadError(
-            "the model's vocabulary is smaller than the data's",
-            f"model.vocab_size {vocab_size}, token ids up to {source.vocab_size - 1}",
-            "raise model.vocab_size or leave it null",
-        )
-    if vocab_size % recipe.parallel.tp:
-        raise EvenloadError(
-            "parallel.tp does not divide model.vocab_size",
-            f"tp {recipe.parallel.tp}, vocabulary {vocab_size}",
-            "leave model.vocab_size null: it is then rounded up",
-        )
+        detail = f"model.vocab_size {vocab_size}, token ids up to {source.vocab_size - 1}"
+        do = "raise model.vocab_size or leave it null"
+        raise EvenloadError("the model's vocabulary is smaller than the data's", detail, do)
+    if vocab_size % tp:
+        do = "leave model.vocab_size null: it is then rounded up"
+        raise EvenloadError("parallel.tp does not divide model.vocab_size", f"tp {tp}, vocabulary {vocab_size}", do)
     return recipe

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ...core.errors import EvenloadError
 from ...core.planning.chain import STOCK
 from ...core.planning.planner import Planned
 from ...core.simulate.step import Simulation, Span, simulate
+from ...runtime.world.agreement import everyone
 from ..pictures import draw
 from ..pictures.outlook import OURS
 from ..pictures.trace import Track, write_trace
@@ -51,9 +51,7 @@ class _Recorded:
 class Recording:
     """The recorded steps of a run; rank 0 holds and writes them. Nothing is recorded that nobody asked for.
 
-    Args:
-        first: the run's first step. It warms up, and is recorded only where there is no other.
-        pictures: where the ``plot`` and the ``report`` of the measured steps go.
+    The run's ``first`` step warms up, and is recorded only where there is no other.
     """
 
     def __init__(self, job: Job, first: int, pictures: Mapping[str, Path | None]) -> None:
@@ -80,23 +78,22 @@ class Recording:
     def bubbles(self) -> dict[str, list[dict[str, Any]]]:
         """By variant what each rank of each stage waits, measured and predicted (`Bubbles.rows`); rank 0 knows."""
         rows = {}
-        for name in sorted({one.name for one in self._in_trace()}, key=lambda name: (name != OURS, name)):
-            steps = [one for one in self._in_trace() if one.name == name]
+        in_order = sorted(self._in_trace(), key=lambda one: (one.name != OURS, one.name))
+        for name, group in groupby(in_order, key=lambda one: one.name):
+            steps = list(group)
             predicted = bubbles_of(one.predicted.spans for one in steps)
             rows[name] = bubbles_of(one.taken.spans for one in steps).rows(predicted)
         return rows
 
     def draw(self) -> dict[str, str]:
         """Draw the pictures of the measured steps, on rank 0; by kind the files that were written."""
-        steps = [one for one in self._steps if one.step in self._drawn]
-        if not steps:
-            return {}
-        outlook = outlook_of(self._job, steps)
-        drawn = {}
-        for kind, path in self._pictures.items():
-            with _or_warn(kind):
-                draw(outlook, **{kind: path})
-                drawn[kind] = str(path)
+        drawn: dict[str, str] = {}
+        if steps := [one for one in self._steps if one.step in self._drawn]:
+            outlook = outlook_of(self._job, steps)
+            for kind, path in self._pictures.items():
+                with _or_warn(kind):
+                    draw(outlook, **{kind: path})
+                    drawn[kind] = str(path)
         return drawn
 
     def _in_trace(self) -> list[_Recorded]:
@@ -173,11 +170,7 @@ def tracks_of(steps: Sequence[_Recorded]) -> Iterator[Track]:
 
 def gather_spans(own: tuple[Span, ...]) -> list[Span]:
     """What all ranks recorded of a step, of tensor-parallel peers the first, without what is waiting. Collective."""
-    everyone: list[Any] = [own]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    return list(_shown(everyone))
+    return list(_shown(everyone(own)))
 
 
 def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:

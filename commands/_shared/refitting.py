@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core.aliases import Floats
 from ...core.costs import refit
+from ...core.costs.costs import Costs
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Planned, Planner
 from ...core.simulate.predict import predict
@@ -47,12 +48,7 @@ def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
 
 
 class Refitting:
-    """The costs of one run; does nothing unless the recipe asks for it.
-
-    Args:
-        chain: of the run, with the recipe's costs.
-        state: of a checkpoint, from `state`.
-    """
+    """The costs of one run, first those of ``chain`` or of a checkpoint's `state`; they stay unless the recipe asks."""
 
     def __init__(self, job: Job, chain: PlanChain, state: Mapping[str, Any] | None) -> None:
         self._job, self._prior = job, chain.context.costs
@@ -65,34 +61,28 @@ class Refitting:
     def after(
         self, planner: Planner, step: int, planned: Planned, taken: Taken, predicted_step: PredictedStep | None
     ) -> None:
-        """Learn from a step, unless it is the first of all, which warms up; ``predicted_step`` on rank 0.
-        Collective."""
+        """Learn from a step, unless it is the first of all, which warms up. Collective."""
         if not self.on or step == 0:
             return
         newest = np.zeros(7)
         if predicted_step is not None:
             self._add(planned, taken, predicted_step)
             newest = self._window.coefficients()
-        self.chain = _with(self.chain, agreed(self._job, newest))
+        agreed = np.array(self._job.gather(*newest.tolist())[0])  # rank 0's numbers
+        self.chain = _with(self.chain, agreed)
         planner.use(self.chain)
 
     def state(self, planner: Planner) -> dict[str, Any]:
         """What a checkpoint needs; whole on rank 0."""
         if not self.on:
             return {}
-        costs = {"prior": self._prior, "ahead": planner.chain_of_next.context.costs, "newest": self.costs}
-        named = {name: refit.coefficients(c).tolist() for name, c in costs.items()}
+        ahead, newest = planner.chain_of_next.context.costs, self.chain.context.costs
+        named = _coefficients(prior=self._prior, ahead=ahead, newest=newest)
         return {"refit": {**named, "layout": self._layout, "window": self._window.state()}}
-
-    @property
-    def costs(self) -> Any:
-        """The newest."""
-        return self.chain.context.costs
 
     def report(self) -> dict[str, list[float]] | None:
         """Coefficients of a stage at the beginning and now (`refit.coefficients`); None where nothing is fitted."""
-        costs = {"prior": self._prior, "newest": self.costs}
-        return {name: refit.coefficients(c).tolist() for name, c in costs.items()} if self.on else None
+        return _coefficients(prior=self._prior, newest=self.chain.context.costs) if self.on else None
 
     @property
     def _layout(self) -> list[int]:
@@ -103,14 +93,11 @@ class Refitting:
         context = planned.chain.context
         forward_s = taken.forward_s.mean(axis=0)
         backward_s = (taken.busy_s - taken.forward_s).mean(axis=0)
-        rest_s = refit.rest_of_step(
-            taken.step_s - taken.wait_s,
-            predicted_step.step_s,
-            predicted_step.compute_s,
-            (float((forward_s + backward_s).max()), predicted_step.busiest_s),
-            context.costs.update_s,
-            1 if context.traffic.sharding == "none" else context.layout.dp_cp_size,
-        )
+        step_s, busiest_s = taken.step_s - taken.wait_s, float((forward_s + backward_s).max())
+        predicted_s = predicted_step.step_s, predicted_step.compute_s
+        sharers = 1 if context.traffic.sharding == "none" else context.layout.dp_cp_size
+        busiest = busiest_s, predicted_step.busiest_s
+        rest_s = refit.rest_of_step(step_s, *predicted_s, busiest, context.costs.update_s, sharers)
         self._window.add(predicted_step.work, forward_s, backward_s, rest_s)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -121,9 +108,8 @@ class Refitting:
         self.first, self.chain = (_with(self.chain, np.array(state[name])) for name in ("ahead", "newest"))
 
 
-def agreed(job: Job, own: Floats) -> Floats:
-    """Rank 0's numbers, on every rank. Collective."""
-    return np.array(job.gather(*own.tolist())[0])
+def _coefficients(**costs: Costs) -> dict[str, list[float]]:
+    return {name: refit.coefficients(one).tolist() for name, one in costs.items()}
 
 
 def _with(chain: PlanChain, values: Floats) -> PlanChain:
@@ -132,11 +118,8 @@ def _with(chain: PlanChain, values: Floats) -> PlanChain:
 
 
 def _has_effect(job: Job) -> bool:
-    if not job.recipe.planner.refit:
-        return False
-    if job.host.busy_waits:
-        logger.warning(
-            "planner.refit has no effect: ranks exchange tensors inside their passes here, and the time of a pass, by "
-            "the wall clock or on CUDA, holds the waiting for other ranks"
-        )
-    return not job.host.busy_waits
+    wanted, holds_waiting = job.recipe.planner.refit, job.host.busy_waits
+    if wanted and holds_waiting:
+        why = "and the time of a pass, by the wall clock or on CUDA, holds the waiting for other ranks"
+        logger.warning("planner.refit has no effect: ranks exchange tensors inside their passes here, %s", why)
+    return wanted and not holds_waiting

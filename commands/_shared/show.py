@@ -34,17 +34,14 @@ Tick = Callable[[str], None]
 class Progress:
     """One bar per task on a terminal, a line now and then elsewhere, nothing on ranks that do not report."""
 
-    def __init__(self, bar: RichProgress | None, console: Console | None) -> None:
-        self._bar, self._console = bar, console
+    def __init__(self, bar: RichProgress, lines: Console | None) -> None:
+        self._bar, self._lines = bar, lines
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Tick]:
         """Yields ``tick(text)``, to be called once per step."""
-        bar, console = self._bar, self._console
+        bar, console = self._bar, self._lines
         if console is None:
-            yield lambda text: None
-            return
-        if bar is not None:
             task = bar.add_task(name, total=total, text="")
             yield lambda text: bar.update(task, advance=1, text=shorten(text))
             return
@@ -63,22 +60,11 @@ class Progress:
 @contextmanager
 def progress(leads: bool) -> Iterator[Progress]:
     """Progress for this rank."""
-    if not leads:
-        yield Progress(None, None)
-        return
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield Progress(None, console)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
-    with RichProgress(*columns, console=console) as bar:
-        yield Progress(bar, console)
+    name, text = TextColumn("{task.description}"), TextColumn("{task.fields[text]}", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    with RichProgress(*columns, console=console, disable=not (leads and console.is_terminal)) as bar:
+        yield Progress(bar, console if leads and not console.is_terminal else None)
 
 
 @contextmanager
@@ -101,21 +87,15 @@ def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], 
         print(to_json(data))
     else:
         console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)
-        console.print(table(data))
+        (console if console.is_terminal else Console(width=_WIDTH)).print(table(data))
 
 
 def grid(
     title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", bold: int | None = None
 ) -> Table:
     """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so."""
-    table = Table(
-        title=plain(title, "table.title"),
-        caption=plain(caption, "table.caption") if caption else None,
-        title_justify="left",
-        caption_justify="left",
-    )
+    below = plain(caption, "table.caption") if caption else None
+    table = Table(title=plain(title, "table.title"), caption=below, title_justify="left", caption_justify="left")
     for place, name in enumerate(head):
         # Keys without spaces are folded, as an ellipsis would hide their ends.
         table.add_column(plain(name), justify="left" if place == 0 else "right", overflow="fold")
@@ -130,11 +110,9 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def _cell(value: Any) -> Text:
-    if value is None:
-        return plain("-")
     if isinstance(value, float):
         return plain(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
-    return plain(str(value))
+    return plain("-" if value is None else str(value))
 
 
 def percent(share: float) -> str:

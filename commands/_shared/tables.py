@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -189,8 +190,8 @@ def verify(result: Result) -> Group:
     )
 
 
-def _error(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2e}"
+def _error(value: float) -> str:
+    return f"{value:.2e}" if math.isfinite(value) else "not finite"
 
 
 _STEP: Columns = {
@@ -356,9 +357,7 @@ def doctor(result: Result) -> Table:
     rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
     rows += [(f"{kind}: {r['name']}", "", "", r["status"]) for kind in ("attention", "solver") for r in result[kind]]
     groups = Counter((r["name"].partition(".")[0], r["supports"], r["status"]) for r in result["patches"])
-    rows += [
-        (f"patches: {name}", f"{count} rows", supports, status) for (name, supports, status), count in groups.items()
-    ]
+    rows += [(f"patches: {name}", f"{count} rows", *more) for (name, *more), count in groups.items()]
     return grid("doctor", ("", "found", "supported", "status"), rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +25,10 @@ def refuse(**paths: Path | None) -> None:
         refuse_without_matplotlib()
 
 
-def draw(outlook: Outlook, *, trace: Path | None = None, plot: Path | None = None, report: Path | None = None) -> None:
-    """Write the pictures asked for. Raises EvenloadError, with nothing written if a path cannot work."""
-    refuse(trace=trace, plot=plot, report=report)
-    if trace is not None:
-        from .outlook import about, tracks_of
-        from .trace import write_trace
-
-        write_trace(trace, tracks_of(outlook), about(outlook))
-    if plot is not None:
-        from .plot import write_plot
-
-        write_plot(outlook, plot)
-    if report is not None:
-        from .report import write_report
-
-        write_report(outlook, report)
+def draw(outlook: Outlook, **paths: Path | None) -> None:
+    """Write the pictures asked for, each by the module of its kind. Raises EvenloadError, with nothing written if a
+    path cannot work."""
+    refuse(**paths)
+    for kind, path in paths.items():
+        if path is not None:
+            import_module(f".{kind}", __name__).write(outlook, path)

@@ -62,16 +62,10 @@ def _bar(row: Bar, most: float, mark: float) -> Markup:
             inside.append(tag("span", text, class_=f"in {name}", style=_left(at + length / 2, most)))
         at += length
     shapes.append(_line(mark / most * WIDTH, 24))
-    label = [tag("b", row.label) if row.strong else row.label]
-    if row.note:
-        label.append(tag("small", row.note))
-    return tag(
-        "div",
-        tag("div", *label, class_="label"),
-        tag("div", _svg(24, shapes), *inside, class_="plot"),
-        tag("div", row.value, class_="value"),
-        class_="bar strong" if row.strong else "bar",
-    )
+    note = [tag("small", row.note)] if row.note else []
+    label = tag("div", tag("b", row.label) if row.strong else row.label, *note, class_="label")
+    plot, value = tag("div", _svg(24, shapes), *inside, class_="plot"), tag("div", row.value, class_="value")
+    return tag("div", label, plot, value, class_="bar strong" if row.strong else "bar")
 
 
 def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, ends: tuple[str, str]) -> Markup:

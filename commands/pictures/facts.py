@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -11,14 +12,13 @@ import numpy.typing as npt
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs
-from ...core.costs.memory import fixed_bytes
 from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
 from .._shared.bubbles import Place
 from .._shared.pipelines import recomputed
 from ..plan import Outlook, Simulated
-from .outlook import OURS, label, names, planners
+from .outlook import label, names, planners
 
 Part = Literal["forward", "backward", "weights", "again", "padding", "exposed", "sum", "waiting"]
 
@@ -100,20 +100,21 @@ class Planner:
 class Facts:
     """An outlook in numbers."""
 
+    outlook: Outlook
     ours: Planner
     others: tuple[Planner, ...]
     """The baselines, stock first."""
     bounds_s: tuple[float, ...]
     """The steps' lower bounds."""
-    lengths: npt.NDArray[np.int64]
-    """Tokens of every sequence of the file, as training would cut them."""
-    context: PlanningContext
-    times: str
-    """``predicted`` or ``measured``: what the seconds are."""
-    remapped: bool
-    """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
-    fixed_bytes: float
-    """Weights, gradients and optimizer states of a rank, part of every peak."""
+
+    @property
+    def context(self) -> PlanningContext:
+        return self.outlook.chain.context
+
+    @property
+    def remapped(self) -> bool:
+        """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
+        return bool(self.outlook.chain.links)
 
     @property
     def bound_s(self) -> float:
@@ -124,7 +125,7 @@ class Facts:
     def basis(self) -> str:
         """What the headline's numbers are."""
         steps = len(self.bounds_s)
-        return f"({self.times})" if steps == 1 else f"({self.times}, mean of {steps:,} steps)"
+        return f"({self.outlook.times}{f', mean of {steps:,} steps' if steps > 1 else ''})"
 
     @property
     def reference(self) -> Planner:
@@ -163,21 +164,8 @@ class Facts:
 
 def facts_of(outlook: Outlook) -> Facts:
     """Gather the numbers; steps that were simulated without spans are simulated again."""
-    context = outlook.chain.context
-    of_name = {}
-    for name in names(outlook):
-        steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
-        of_name[name] = _planner(name, steps, context)
-    return Facts(
-        of_name.pop(OURS),
-        tuple(of_name.values()),
-        tuple(step.bound_s for step in outlook.steps),
-        outlook.lengths,
-        context,
-        outlook.times,
-        bool(outlook.chain.links),
-        fixed_bytes(context.costs.memory, outlook.chain.limits),
-    )
+    ours, *others = (_planner(name, outlook) for name in names(outlook))
+    return Facts(outlook, ours, tuple(others), tuple(step.bound_s for step in outlook.steps))
 
 
 def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
@@ -185,7 +173,9 @@ def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
     return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 
-def _planner(name: str, steps: tuple[Simulated, ...], context: PlanningContext) -> Planner:
+def _planner(name: str, outlook: Outlook) -> Planner:
+    context = outlook.chain.context
+    steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
     parts = [parts_of(one, context) for one in steps]
     slots = sum(one.plan.num_padded_tokens for one in steps)
     means = ("step_s", "imbalance", "bubble_frac", "exposed_frac")
@@ -202,11 +192,11 @@ def _planner(name: str, steps: tuple[Simulated, ...], context: PlanningContext) 
 def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
     """Mean seconds that a rank spends on what; they sum to the step."""
     plan, outcome = one.plan, one.outcome
-    useful = _Useful(plan, context.costs)
+    useful = _useful(plan, context.costs)
     num_places = plan.limits.num_ranks * plan.limits.num_stages
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for span in outcome.spans:
-        taken, share = span.end_s - span.start_s, useful.share(span)
+        taken, share = span.end_s - span.start_s, useful(span)
         seconds[_PART_OF[span.kind]] += taken * share / num_places
         seconds["padding"] += taken * (1.0 - share) / num_places
     seconds["waiting"] = max(0.0, outcome.step_s - sum(seconds.values()))
@@ -215,15 +205,15 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
 
 def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Place, list[Piece]]:
     """What some ranks of stages do in one step; the padding of a pass is drawn at its end."""
-    useful, layers = _Useful(one.plan, costs), one.plan.limits.layers_per_stage
+    useful, layers = _useful(one.plan, costs), one.plan.limits.layers_per_stage
     pieces: dict[Place, list[Piece]] = {place: [] for place in places}
     for span in one.outcome.spans:
         row = pieces.get((span.stage, span.rank))
         if row is None:
             continue
-        share = useful.share(span)
+        share = useful(span)
         middle = span.start_s + share * (span.end_s - span.start_s)
-        title = SPAN_KINDS[span.kind] + useful.describe(span)
+        title = SPAN_KINDS[span.kind] + _describe(one.plan, span)
         number = span.micro_batch if span.kind in "FBW" else -1
         if share > 0:
             again = recomputed(one.plan, span.stage, number) / layers if span.kind == "F" else 0.0
@@ -234,46 +224,44 @@ def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Pla
     return pieces
 
 
-class _Useful:
-    """Which share of a pass computes tokens, and not padding."""
+def _describe(plan: StepPlan, span: Span) -> str:
+    """`` 3: 8,192 tokens in 5 slices, 2 of 8 layers recomputed`` for a pass; empty for what is none."""
+    if span.micro_batch < 0 or span.kind == "C":
+        return ""
+    micro_batch = plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
+    text = f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
+    if again := recomputed(plan, span.stage, span.micro_batch):
+        text += f", {again} of {plan.limits.layers_per_stage} layers recomputed"
+    return text
 
-    def __init__(self, plan: StepPlan, costs: Costs) -> None:
-        self._plan, self._costs = plan, own_costs(plan, costs)
-        self._known: dict[tuple[str, int], tuple[float, ...]] = {}
 
-    def share(self, span: Span) -> float:
+def _useful(plan: StepPlan, costs: Costs) -> Callable[[Span], float]:
+    """Gives the share of a pass that computes tokens, and not padding."""
+    of_plan = own_costs(plan, costs)
+
+    @cache
+    def shares(kind: Literal["F", "B"], number: int) -> dict[str, float]:
+        return _shares(plan.passes(kind)[number], of_plan)
+
+    def share(span: Span) -> float:
         if span.micro_batch < 0 or span.kind == "C":
             return 1.0
-        kind: Literal["F", "B"] = "F" if span.kind == "F" else "B"
-        key = (kind, span.micro_batch)
-        if key not in self._known:
-            self._known[key] = self._shares(self._plan.passes(kind)[span.micro_batch])
-        return self._known[key]["FBRW".index(span.kind)]
+        return shares("F" if span.kind == "F" else "B", span.micro_batch)[span.kind]
 
-    def describe(self, span: Span) -> str:
-        """`` 3: 8,192 tokens in 5 slices, 2 of 8 layers recomputed`` for a pass."""
-        if span.micro_batch < 0 or span.kind == "C":
-            return ""
-        micro_batch = self._plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
-        text = f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
-        if again := recomputed(self._plan, span.stage, span.micro_batch):
-            text += f", {again} of {self._plan.limits.layers_per_stage} layers recomputed"
-        return text
+    return share
 
-    def _shares(self, micro_batch: MicroBatch) -> tuple[float, ...]:
-        """Of forward, backward, a forward inside a backward, and weight gradients."""
-        if not micro_batch.slices:
-            return 0.0, 0.0, 0.0, 0.0
-        if not micro_batch.pad_to:
-            return 1.0, 1.0, 1.0, 1.0
-        costs = self._costs
-        forward, backward = costs.micro_batch_s(micro_batch)
-        bare_forward, bare_backward = costs.micro_batch_s(micro_batch._replace(pad_to=0))
-        if costs.recompute:  # those of a backward hold a forward
-            backward, bare_backward = backward - forward, bare_backward - bare_forward
-        ahead = bare_forward / forward if forward else 1.0
-        weights = micro_batch.num_tokens / micro_batch.num_padded_tokens
-        return ahead, bare_backward / backward if backward else 1.0, ahead, weights
+
+def _shares(micro_batch: MicroBatch, costs: Costs) -> dict[str, float]:
+    """By kind of pass; R is a forward inside a backward."""
+    if not micro_batch.slices or not micro_batch.pad_to:
+        return dict.fromkeys("FBRW", 1.0 if micro_batch.slices else 0.0)
+    forward, backward = costs.micro_batch_s(micro_batch)
+    bare_forward, bare_backward = costs.micro_batch_s(micro_batch._replace(pad_to=0))
+    if costs.recompute:  # those of a backward hold a forward
+        backward, bare_backward = backward - forward, bare_backward - bare_forward
+    ahead = bare_forward / forward if forward else 1.0
+    behind = bare_backward / backward if backward else 1.0
+    return {"F": ahead, "B": behind, "R": ahead, "W": micro_batch.num_tokens / micro_batch.num_padded_tokens}
 
 
 def shown_places(one: Simulated, most_rows: int = _MOST_ROWS) -> tuple[list[Place], bool]:

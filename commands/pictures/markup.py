@@ -18,7 +18,7 @@ class Markup(str):
 def tag(name: str, *inside: str, **attributes: str | float | None) -> Markup:
     """An element. ``class_`` and ``aria_label`` become class and aria-label; None leaves an attribute out."""
     named = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(f"{value:.7g}" if isinstance(value, float) else str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -64,7 +64,3 @@ def figures(numbers: Mapping[str, Markup]) -> Markup:
     """Numbers with their names, side by side."""
     pairs = (tag("div", tag("dt", name), tag("dd", value)) for name, value in numbers.items())
     return tag("dl", *pairs, class_="facts")
-
-
-def _plain(value: str | float) -> str:
-    return f"{value:.7g}" if isinstance(value, float) else str(value)

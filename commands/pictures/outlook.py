@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from ..plan import Outlook, PlannedStep, Simulated
-from .trace import Track
 
 OURS = "evenload"
 
@@ -28,27 +27,11 @@ def names(outlook: Outlook) -> list[str]:
     return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
 
 
-def tracks_of(outlook: Outlook) -> list[Track]:
-    """All steps of all planners, a planner's steps without gaps."""
-    tracks = []
-    for name in names(outlook):
-        begin_s = 0.0
-        for one in (planners(step)[name] for step in outlook.steps):
-            tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
-            begin_s += one.outcome.step_s
-    return tracks
-
-
 def about(outlook: Outlook) -> dict[str, Any]:
     """What the numbers rest on."""
     context = outlook.chain.context
-    return {
-        "times": "predicted",
-        "costs": context.costs.source,
-        "cluster": context.cluster.name,
-        "layout": str(context.layout),
-        "command": command(),
-    }
+    basis = {"costs": context.costs.source, "cluster": context.cluster.name, "layout": str(context.layout)}
+    return {"times": "predicted", **basis, "command": command()}
 
 
 def command() -> str:

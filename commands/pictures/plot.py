@@ -35,7 +35,7 @@ _EDGED = 0.004
 _OF_A_DIGIT = 0.007
 """Width of a digit, as a share of the longest step."""
 _DPI = 120
-_INK, _SOFT, _RULE, _MARK = "#1d1f21", "#5c6166", "#e2e1dc", "#c2410c"
+_INK, _SOFT, _RULE, _MARK, _PAPER = "#1d1f21", "#5c6166", "#e2e1dc", "#c2410c", "#fcfcfa"
 
 _COLOURS: dict[Part, str] = {
     "forward": "#0072b2",
@@ -54,13 +54,10 @@ _STYLE = {
     "text.parse_math": False,
     "text.color": _INK,
     "axes.edgecolor": _RULE,
-    "axes.labelcolor": _SOFT,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
+    **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), _SOFT),
     "axes.titlelocation": "left",
     "axes.titlesize": 10.5,
-    "figure.facecolor": "#fcfcfa",
-    "axes.facecolor": "#fcfcfa",
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), _PAPER),
 }
 
 
@@ -72,7 +69,7 @@ def refuse_without_matplotlib() -> None:
         raise EvenloadError("--plot needs matplotlib", str(error), "pip install 'evenload[plot]'") from error
 
 
-def write_plot(outlook: Outlook, path: Path) -> None:
+def write(outlook: Outlook, path: Path) -> None:
     """Write the picture. Raises EvenloadError."""
     refuse_without_matplotlib()
     import matplotlib as mpl
@@ -94,7 +91,7 @@ def write_plot(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        say = f"seconds of the first step, {facts.times}"
+        say = f"seconds of the first step, {facts.outlook.times}"
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
@@ -126,7 +123,7 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
             if spans:
                 drawn.add(part)
                 widths = [0.5 if numbered and length_s > _EDGED * most_s else 0.0 for _, length_s in spans]
-                colours = {"facecolor": _COLOURS[part], "edgecolor": "#fcfcfa"}
+                colours = {"facecolor": _COLOURS[part], "edgecolor": _PAPER}
                 axes.broken_barh(spans, (y - 0.43, 0.86), **colours, linewidths=widths)
         for piece in (p for p in pieces if p.again):
             # Downwards is up: the axis is turned round.
@@ -167,7 +164,7 @@ def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -
 
 
 def _draw_lengths(axes: Any, facts: Facts) -> None:
-    edges, shares = histogram(facts.lengths)
+    edges, shares = histogram(facts.outlook.lengths)
     places = np.arange(len(edges) - 1)
     colours: dict[str, Part] = {"sequences": "padding", "tokens": "backward", "attention": "forward"}
     for shift, (name, part) in enumerate(colours.items()):

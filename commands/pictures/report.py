@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ _SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, meas
 """Heads of a table where a page is narrow."""
 
 
-def write_report(outlook: Outlook, path: Path) -> None:
+def write(outlook: Outlook, path: Path) -> None:
     """Write the page. Raises EvenloadError."""
     page = page_of(outlook)
     with whole(path) as part:
@@ -45,7 +44,9 @@ def write_report(outlook: Outlook, path: Path) -> None:
 def page_of(outlook: Outlook) -> str:
     """The page as text."""
     facts = facts_of(outlook)
-    notes = [_bounding(step) for step in outlook.to_json()["steps"]]
+    # Of each step the note that one sequence bounds it, empty where none does.
+    notes_of = (step["notes"] for step in outlook.to_json()["steps"])
+    notes = [next((note for note in notes if note.startswith("one sequence")), "") for notes in notes_of]
     body = join(
         _headline(facts, notes),
         sections.lengths(facts),
@@ -53,18 +54,18 @@ def page_of(outlook: Outlook) -> str:
         sections.where(facts),
         _bound(facts, notes),
         sections.memory(facts),
-        _tables(facts, outlook),
-        _fine_print(facts, outlook),
+        _tables(facts),
+        _fine_print(facts),
     )
     template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.substitute(title=f"evenload: what it gains, {facts.times}", body=body)
+    return template.substitute(title=f"evenload: what it gains, {facts.outlook.times}", body=body)
 
 
 def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
     ours, other, rival = facts.ours, facts.reference, facts.rival
     ratio = other.step_s / ours.step_s
     layout, cluster = facts.context.layout, facts.context.cluster
-    done = "planned" if facts.times == "predicted" else "trained"
+    done = "planned" if facts.outlook.times == "predicted" else "trained"
     steps = f"{len(notes):,} step{'' if len(notes) == 1 else 's'}"
     eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {steps} {done}"
     own_s, other_s = duration(ours.step_s), duration(other.step_s)
@@ -109,7 +110,7 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
     return section("bound", "How much is left", *map(say, says), figures(numbers))
 
 
-def _tables(facts: Facts, outlook: Outlook) -> Markup:
+def _tables(facts: Facts) -> Markup:
     against = "against evenload" if facts.remapped else "against stock"
     head = ("", "step", against, "imbalance", "padding", "waiting", "exposed", "holds")
     rows = [
@@ -132,18 +133,18 @@ def _tables(facts: Facts, outlook: Outlook) -> Markup:
         "Step: mean seconds of a step. Imbalance: busiest rank over mean, 1 is even. Waiting: for ranks and stages. "
         "Exposed: communication that no compute hides."
     )
-    steps = [_steps(facts, outlook)] if len(outlook.steps) > 1 else []
+    steps = [_steps(facts)] if len(facts.bounds_s) > 1 else []
     return section("table", "All planners, all steps", say(text), _table("planners", head, rows), *steps)
 
 
-def _steps(facts: Facts, outlook: Outlook) -> Markup:
-    shown = facts.shown[::-1]
+def _steps(facts: Facts) -> Markup:
+    shown, steps = facts.shown[::-1], facts.outlook.steps
     head = ["", *(one.label for one in shown), "lower bound", "planning, measured"]
     rows = []
-    for place, step in enumerate(outlook.steps[:_MOST_STEPS]):
+    for place, step in enumerate(steps[:_MOST_STEPS]):
         cells = [one.steps[place].outcome.step_s for one in shown]
         rows.append((False, f"step {place}", [duration(s) for s in (*cells, step.bound_s, step.plan_s)]))
-    more = len(outlook.steps) - _MOST_STEPS
+    more = len(steps) - _MOST_STEPS
     left = [say(f"{more} more steps are in the table of --json.")] if more > 0 else []
     return join(_table("steps", head, rows), *left)
 
@@ -162,8 +163,8 @@ def _table(name: str, head: Sequence[str], rows: Sequence[tuple[bool, str, Seque
     return tag("table", titles, tag("tbody", *lines), id=name)
 
 
-def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
-    context, steps = facts.context, outlook.steps
+def _fine_print(facts: Facts) -> Markup:
+    context, outlook, steps = facts.context, facts.outlook, facts.outlook.steps
     layout = ", ".join(f"{name} {size}" for name, size in vars(context.layout).items())
     plan_s = seconds(float(np.mean([step.plan_s for step in steps])))
     num_drawn = sum(len(step.ours.plan.lengths) for step in steps)
@@ -182,16 +183,11 @@ def _fine_print(facts: Facts, outlook: Outlook) -> Markup:
     rows = [cell for name, text in lines.items() for cell in (tag("dt", name), tag("dd", text))]
     text = (
         "Everything on this page is predicted, except the time that planning took."
-        if facts.times == "predicted"
+        if facts.outlook.times == "predicted"
         else "Times are measured where this page was made. Predicted are the lower bound, which share of a pass is "
         "padding, and what ranks hold."
     )
     return section("fine", "Fine print", say(text), tag("dl", *rows, class_="fine"))
-
-
-def _bounding(step: dict[str, Any]) -> str:
-    """The note of a step that one sequence bounds; empty for others."""
-    return next((note for note in step["notes"] if note.startswith("one sequence")), "")
 
 
 def _sequence_bound(notes: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...core.costs.memory import fixed_bytes
 from .._shared.show import gib, seconds
 from . import charts
 from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, shown_places
@@ -14,7 +15,7 @@ from .outlook import what_it_does
 
 
 def lengths(facts: Facts) -> Markup:
-    lengths = np.sort(facts.lengths)[::-1]
+    lengths = np.sort(facts.outlook.lengths)[::-1]
     pairs = np.cumsum(lengths.astype(np.float64) ** 2)
     half = int(np.searchsorted(pairs, 0.5 * pairs[-1])) + 1
     half_of = "the longest one" if half == 1 else f"the longest {half:,} of them"
@@ -24,17 +25,14 @@ def lengths(facts: Facts) -> Markup:
         f"{lengths[:half].sum() / lengths.sum():.0%} of the tokens."
     )
     edges, shares = histogram(lengths)
-    names = {
-        "sequences": ("plain", "sequences", ""),
-        "tokens": ("backward", "tokens", "linear layers"),
-        "attention": ("forward", "attention", "length squared"),
-    }
+    drawn = {"sequences": ("plain", ""), "tokens": ("backward", "linear layers")}
+    drawn["attention"] = ("forward", "length squared")
     spans = [f"{low:,} to {high:,} tokens" for low, high in pairwise(edges)]
     cells: list[str] = []
-    for key, (colour, name, note) in names.items():
-        titles = [f"{span}: {share:.1%} of {name}" for span, share in zip(spans, shares[key], strict=True)]
+    for name, (colour, note) in drawn.items():
+        titles = [f"{span}: {share:.1%} of {name}" for span, share in zip(spans, shares[name], strict=True)]
         label = [name, tag("small", note)] if note else [name]
-        cells += [tag("div", *label, class_="name"), charts.columns(shares[key], colour, titles)]
+        cells += [tag("div", *label, class_="name"), charts.columns(shares[name], colour, titles)]
     every = max(1, -(-(len(edges) - 1) // 6))
     marks = [(float(k), _tokens(edge)) for k, edge in enumerate(edges) if k % every == 0]
     cells.append(charts.axis(marks, len(edges) - 1))
@@ -104,11 +102,12 @@ def where(facts: Facts) -> Markup:
 
 def memory(facts: Facts) -> Markup:
     device = facts.context.cluster.memory_bytes
+    states_bytes = fixed_bytes(facts.context.costs.memory, facts.outlook.chain.limits)
     ranked = sorted(facts.ranked, key=lambda one: -one.peak_bytes)
     most = max(device, ranked[0].peak_bytes)
     rows = []
     for one in ranked:
-        fixed = min(facts.fixed_bytes, one.peak_bytes)
+        fixed = min(states_bytes, one.peak_bytes)
         moving = one.peak_bytes - fixed
         over = one.peak_bytes > device
         segments = [
@@ -117,10 +116,10 @@ def memory(facts: Facts) -> Markup:
         ]
         note = "does not fit" if over else ""
         rows.append(charts.Bar(one.label, note, size(one.peak_bytes), segments, one is facts.ours))
-    keys = {"plain": "weights, gradients, optimizer"} if facts.fixed_bytes else {}
+    keys = {"plain": "weights, gradients, optimizer"} if states_bytes else {}
     legend = charts.legend(keys | {"forward": "activations, prefix KV", "bound": f"the device has {gib(device)}"})
     text = "The most that any rank holds at once in any step."
-    if not facts.fixed_bytes:
+    if not states_bytes:
         text += " These costs say nothing of weights, gradients and optimizer states: they come on top."
     figure = tag("figure", charts.bars(rows, most, device), aria_label="Peak memory by planner")
     return section("memory", "Memory", say(text), legend, figure)

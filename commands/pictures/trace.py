@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from ...core.input.json_text import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
 from .._shared.bubbles import Place, by_place, name_of
+from ..plan import Outlook
 from .files import open_text, whole
-from .trace_args import TellPass, tell_bubbles
+from .outlook import about, label, names, planners
+from .trace_args import args_of, tell_bubbles
 
 logger = logging.getLogger("evenload")
 
@@ -68,6 +70,22 @@ _STEP: Place = (-1, -1)
 """Where a process has the thread of its whole steps."""
 
 
+def write(outlook: Outlook, path: Path) -> None:
+    """Write what a plan predicts. Raises EvenloadError."""
+    write_trace(path, tracks_of(outlook), about(outlook))
+
+
+def tracks_of(outlook: Outlook) -> list[Track]:
+    """All steps of all planners, a planner's steps without gaps."""
+    tracks = []
+    for name in names(outlook):
+        begin_s = 0.0
+        for one in (planners(step)[name] for step in outlook.steps):
+            tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
+            begin_s += one.outcome.step_s
+    return tracks
+
+
 def write_trace(path: Path, tracks: Sequence[Track], about: Mapping[str, Any]) -> None:
     """Write the tracks, compressed if the name ends with .gz. ``about``: its ``otherData``. Raises EvenloadError."""
     every = math.ceil(sum(len(track.spans) for track in tracks) / MOST_EVENTS) or 1
@@ -94,40 +112,40 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
         limits, threads = track.plan.limits, threads_of.setdefault(track.name, {})
         pid = list(threads_of).index(track.name) + 1
         if not threads:
-            yield _meta("process_name", _Thread(pid, 0), name=track.name)
-            yield _meta("process_sort_index", _Thread(pid, 0), sort_index=pid)
+            yield from _named("process", _Thread(pid, 0), track.name, pid)
             if every > 1:
                 yield _meta("process_labels", _Thread(pid, 0), labels=f"every {every}th rank")
             threads[_STEP] = _Thread(pid, next(numbers))
-            yield from _name(threads[_STEP], "step", 0)
+            yield from _named("thread", threads[_STEP], "step", 0)
         yield _whole_step(track, steps[track.name], threads[_STEP])
         steps[track.name] += 1
-        tell = TellPass(track.plan)
-        wanted = _wanted(track, every)
+        wanted, args = _wanted(track, every), args_of(track.plan)
         for place, spans in by_place(track.spans):
             if place not in wanted:
                 continue
             if place not in threads:
                 threads[place] = _Thread(pid, next(numbers))
-                yield from _name(
-                    threads[place], name_of(place, limits.num_stages), 1 + place[0] * limits.num_ranks + place[1]
-                )
-            yield from _of_rank(track, threads[place], spans, tell)
+                order = 1 + place[0] * limits.num_ranks + place[1]
+                yield from _named("thread", threads[place], name_of(place, limits.num_stages), order)
+            yield from _of_rank(track, threads[place], spans, args)
         if arrows:
             yield from _hand_overs(track, threads, numbers)
 
 
-def _of_rank(track: Track, thread: _Thread, spans: Iterator[Span], tell: TellPass) -> Iterator[str]:
+def _of_rank(
+    track: Track, thread: _Thread, spans: Iterator[Span], args: Callable[[str, int, int], str]
+) -> Iterator[str]:
     kind_of_pass = "F"
     for span in spans:
         if span.kind in "FRBW":
             kind_of_pass = "F" if span.kind == "F" else "B"
-        name = SPAN_KINDS[span.kind] + (f" {span.micro_batch}" if span.micro_batch >= 0 else "")
-        yield (
-            f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(span.start_s, span.end_s, track.begin_s)},'
-            f'"cat":"{SPAN_KINDS[span.kind]}","cname":"{_COLOURS[span.kind]}","name":"{name}"'
-            f"{tell(kind_of_pass, span)}}}"
-        )
+        name = kind = SPAN_KINDS[span.kind]
+        more = ""
+        if span.micro_batch >= 0:
+            name += f" {span.micro_batch}"
+            more = args(kind_of_pass, span.micro_batch, span.stage if track.plan.recompute else 0)
+        named = f'"cat":"{kind}","cname":"{_COLOURS[span.kind]}","name":"{name}"{more}'
+        yield f"{{{_lasting(thread, track, span.start_s, span.end_s)},{named}}}"
 
 
 def _hand_overs(track: Track, threads: Mapping[Place, _Thread], numbers: Iterator[int]) -> Iterator[str]:
@@ -156,10 +174,8 @@ def _whole_step(track: Track, number: int, thread: _Thread) -> str:
         "made by": track.plan.made_by,
         **tell_bubbles(track.plan, track.spans),
     }
-    return (
-        f'{{"ph":"X","pid":{thread.pid},"tid":{thread.tid},{_when(0.0, end_s, track.begin_s)},"cat":"step",'
-        f'"name":"step {number}","args":{to_json(args, compact=True)}}}'
-    )
+    named = f'"cat":"step","name":"step {number}","args":{to_json(args, compact=True)}'
+    return f"{{{_lasting(thread, track, 0.0, end_s)},{named}}}"
 
 
 def _wanted(track: Track, every: int) -> set[Place]:
@@ -173,9 +189,9 @@ def _wanted(track: Track, every: int) -> set[Place]:
     return shown | {(stage, rank) for stage, (_, rank) in last.items()}
 
 
-def _when(start_s: float, end_s: float, begin_s: float) -> str:
-    start, end = round((begin_s + start_s) * 1e9), round((begin_s + end_s) * 1e9)
-    return f'"ts":{_us(start)},"dur":{_us(end - start)}'
+def _lasting(thread: _Thread, track: Track, start_s: float, end_s: float) -> str:
+    start, end = round((track.begin_s + start_s) * 1e9), round((track.begin_s + end_s) * 1e9)
+    return f'"ph":"X","pid":{thread.pid},"tid":{thread.tid},"ts":{_us(start)},"dur":{_us(end - start)}'
 
 
 def _us(nanoseconds: int) -> str:
@@ -183,11 +199,11 @@ def _us(nanoseconds: int) -> str:
     return f"{sign}{size // 1000}.{size % 1000:03d}"
 
 
-def _name(thread: _Thread, name: str, sort_index: int) -> Iterator[str]:
-    yield _meta("thread_name", thread, name=name)
-    yield _meta("thread_sort_index", thread, sort_index=sort_index)
+def _named(what: str, thread: _Thread, name: str, sort_index: int) -> Iterator[str]:
+    """Name and place of a process or a thread."""
+    yield _meta(f"{what}_name", thread, name=name)
+    yield _meta(f"{what}_sort_index", thread, sort_index=sort_index)
 
 
 def _meta(kind: str, thread: _Thread, **args: Any) -> str:
-    event = {"ph": "M", "pid": thread.pid, "tid": thread.tid, "name": kind, "args": args}
-    return to_json(event, compact=True)
+    return to_json({"ph": "M", **thread._asdict(), "name": kind, "args": args}, compact=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from ...core.input.json_text import to_json
@@ -18,25 +19,13 @@ _MOST_CHUNKS = 8
 """Chunks that the event of a pass lists."""
 
 
-class TellPass:
-    """The ``args`` of the events of a micro-batch at a stage as JSON, each made once; empty for what is of none."""
+def args_of(plan: StepPlan) -> Callable[[str, int, int], str]:
+    """Gives the ``args`` of the events of a micro-batch in a direction at a stage as JSON, each made once."""
+    lengths = plan.lengths.tolist()
 
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self._lengths = plan.lengths.tolist()
-        self._known: dict[tuple[str, int, int], str] = {}
-
-    def __call__(self, kind: str, span: Span) -> str:
-        if span.micro_batch < 0:
-            return ""
-        key = kind, span.micro_batch, span.stage if self._plan.recompute else 0
-        if key not in self._known:
-            args = self._args(kind, span.micro_batch, span.stage)
-            self._known[key] = f',"args":{to_json(args, compact=True)}'
-        return self._known[key]
-
-    def _args(self, kind: str, number: int, stage: int) -> dict[str, Any]:
-        micro_batch = self._plan.passes("B" if kind == "B" else "F")[number]
+    @cache
+    def args_of_pass(kind: str, number: int, stage: int) -> str:
+        micro_batch = plan.passes("B" if kind == "B" else "F")[number]
         args: dict[str, Any] = {
             "micro-batch": number,
             "tokens": micro_batch.num_tokens,
@@ -47,13 +36,15 @@ class TellPass:
             args["on ranks"] = len(micro_batch.ranks)
         if micro_batch.num_padded_tokens > micro_batch.num_tokens:
             args["padding"] = round(1 - micro_batch.num_tokens / micro_batch.num_padded_tokens, 4)
-        chunks = [s for s in micro_batch.slices if s.length < self._lengths[s.sequence]]
+        chunks = [s for s in micro_batch.slices if s.length < lengths[s.sequence]]
         if chunks:
             shown = [f"{s.start} to {s.stop} of sequence {s.sequence}" for s in chunks[:_MOST_CHUNKS]]
             args["chunks"] = "; ".join(shown + ["..."] * (len(chunks) > _MOST_CHUNKS))
-        if self._plan.recompute:
-            args["layers recomputed"] = recomputed(self._plan, stage, number)
-        return args
+        if plan.recompute:
+            args["layers recomputed"] = recomputed(plan, stage, number)
+        return f',"args":{to_json(args, compact=True)}'
+
+    return args_of_pass
 
 
 def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:

@@ -82,13 +82,11 @@ def cases(max_length: int, max_tokens: int) -> list[Case]:
     lengths = [n for n in (SHORTEST * FACTOR**k for k in range(12)) if n < max_length] + [max_length]
     whole = [Case(FACTOR**k, n) for n in lengths for k in range(5) if FACTOR**k * n <= max_tokens]
     several = [Case(c.num, c.length, FACTOR) for c in whole if FACTOR * c.tokens <= max_tokens]
+    # Of many sequences in slices a few say enough; of single ones all are wanted.
     chains = [
         Case(num, n, cuts=cuts)
         for n in lengths
-        for num in (1, FACTOR)
-        for cuts in (2, FACTOR, 2 * FACTOR)
+        for num, cuts in ((1, 2), (1, FACTOR), (1, 2 * FACTOR), (FACTOR, FACTOR))
         if n >= cuts * SHORTEST_SLICE and num * n <= cuts * max_tokens
     ]
-    # Of many sequences in slices a few say enough; of single ones all are wanted.
-    chains = [c for c in chains if c.num == 1 or c.cuts == FACTOR]
     return sorted({*whole, *several, *chains}, key=lambda c: (c.tokens, c.work.pairs, c.work.launches, c.num))

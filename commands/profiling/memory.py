@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from ...core.costs.memory import peak_activation_bytes
 from ...core.errors import EvenloadError
 from ...core.laws import check
-from ...core.plan.limits import Limits
-from ...core.plan.memory_cost import MemoryCost
+from ...core.plan.limits import Limits, MemoryCost
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ...core.planning.setting import limits_of, stage_costs, traits_of
 from ...core.recipe.recipe import Recipe
@@ -72,7 +71,7 @@ class _Point(NamedTuple):
 def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     """Bytes on this device, which holds the whole model; for a recipe without ``train.recompute``.
 
-    ``max_tokens``: what a micro-batch may have at the most.
+    A micro-batch has at most ``max_tokens``. Raises EvenloadError for a rank that holds a pipeline stage.
     """
     device, recipe, host = job.world.device, job.recipe, job.host
     if host.layout.pp > 1:

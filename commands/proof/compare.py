@@ -99,14 +99,9 @@ def alike_in_all_layers(errors: Mapping[str, float]) -> dict[str, float]:
 def compare_gradients(errors: StepErrors, gradients: Tensors, references: Tensors, tolerance: Tolerance) -> None:
     """Fill the gradient's part of ``errors``; tensors by part. The worst is that which is furthest over its bound."""
     errors.not_finite += [f"gradient of {name}" for name in not_finite(gradients)]
-    missing = sorted(set(gradients) - set(references))
-    errors.over += [f"plain training has no gradient of {name}" for name in missing]
-    rows = [
-        (error / (tolerance.of_gradient(name) or 1e-300), Worst(error, name))
-        for name in gradients
-        if name not in missing
-        for error in [relative_error(gradients[name], references[name])]
-    ]
+    errors.over += [f"plain training has no gradient of {name}" for name in sorted(set(gradients) - set(references))]
+    worst = (Worst(relative_error(g, references[name]), name) for name, g in gradients.items() if name in references)
+    rows = [(one.error / (tolerance.of_gradient(one.name) or 1e-300), one) for one in worst]
     share, errors.gradient = max(rows, default=(0.0, Worst()))
     if not share <= 1.0:
         errors.over.append(f"gradient of {errors.gradient.name}: {errors.gradient.error:.2e}")

@@ -83,9 +83,7 @@ def without_dummies(plan: StepPlan) -> StepPlan:
 def choose(chain: PlanChain, missing: set[str], lengths: Lengths, size: int, seed: int) -> list[Chosen]:
     """Up to `MOST_BATCHES` batches that together take as many of the missing branches as batches here do.
 
-    Args:
-        lengths: tokens of every sample of the data.
-        size: samples of a batch.
+    They are of at most ``size`` of the samples whose ``lengths`` these are.
     """
     until = time.monotonic() + _BUDGET_S
     chains = opened(chain)

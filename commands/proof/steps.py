@@ -93,7 +93,10 @@ class _Judged:
 
 @dataclass
 class Beside:
-    """Plain training beside the run of a job; ``textbook`` goes on where an earlier host of the run was closed."""
+    """Plain training beside the run of a job; with another job it goes on where an earlier host was closed.
+
+    ``plain`` is to be closed at the end. All methods are collective, and so is making one.
+    """
 
     job: Job
     textbook: AdamW
@@ -111,10 +114,6 @@ class Beside:
         """At the start of a run. Collective."""
         weights, config = job.host.weights(), job.recipe.train
         return cls(job, AdamW.of(weights, config), weights, Tolerance.of(job.recipe.trainer, config.dtype))
-
-    def on(self, job: Job) -> Beside:
-        """The same plain training beside a job that goes on with the run. Collective."""
-        return Beside(job, self.textbook, self.start, self.tolerance)
 
     def step(self, number: int, batch: Batch, lr: float) -> Proven:
         """Run a step of both and compare. Collective."""
@@ -149,10 +148,6 @@ class Beside:
         ran = job.host.dp_cp_rank, result.executed, result.branches
         own = _OfRank(*ran, errors, bound, reader.wrong, sorted(captured))
         return self._together(batch, own, result.loss, set(gradients))
-
-    def close(self) -> None:
-        """Give back what the plain model holds. Collective."""
-        self.plain.close()
 
     def _rounded(self) -> dict[str, Tensor]:
         """Plain training's weights in the precision in which the run's forward uses them."""

@@ -35,47 +35,44 @@ LATEST = "latest"
 _NAME = re.compile(r"step\d{8,}")
 _LATEST_BYTES = 100
 _SHOWN = 3
+_DISK_FULL = "no space left"
+_NOTHING_BYTES = 1 << 16
+"""With less than this free a write that failed failed for want of space."""
 
 
 def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int) -> Path:
     """Write a checkpoint with all ranks and commit it. ``write(directory)`` is the trainer's own saver. Collective.
 
-    Raises:
-        RankError: on every rank, if it failed on any; the last good checkpoint is untouched.
+    Raises RankError on every rank if it failed on any; the last good checkpoint is untouched.
     """
     name = f"step{step:08d}"
     temporary = root / f"{name}.tmp"
     rank, _ = place()
     stamps: dict[str, File] = {}
-
-    def stamp_own() -> None:
-        stamps.update(files.stamp(temporary, _own_share(names)))
-
-    def commit() -> None:
-        _commit(root, name, Manifest({"step": step, **state}, stamps), keep)
-
     _together(lambda: _fresh(temporary / "trainer"), rank == 0, name, root)
     _together(lambda: write(temporary / "trainer"), True, name, root)
     names = from_first(lambda: files.below(temporary))
-    _together(stamp_own, True, name, root)
-    stamps = {file: entry for part in everyone(stamps) for file, entry in part.items()}
-    _together(commit, rank == 0, name, root)
+    _together(lambda: stamps.update(files.stamp(temporary, _own_share(names))), True, name, root)
+    for part in everyone(stamps):
+        stamps.update(part)
+    listed = Manifest({"step": step, **state}, stamps)
+    _together(lambda: _commit(root, name, listed, keep), rank == 0, name, root)
     return root / name
 
 
 def last_good(root: Path) -> Path | None:
     """The checkpoint that ``latest`` names, else the newest, whose files are all there; None if there is none."""
-    return next((root / name for name in _candidates(root) if not _missing(root / name)), None)
+    for checkpoint in (root / name for name in _candidates(root)):
+        listed = _readable(checkpoint)
+        if isinstance(listed, Manifest) and not files.faults(checkpoint, listed.files, hashes=False):
+            return checkpoint
+    return None
 
 
 def newest_whole(root: Path, *, verify: bool = True) -> tuple[Path, Manifest] | None:
     """The checkpoint to go on from, the same on every rank; None where there is none at all. Collective.
 
-    Args:
-        verify: compare the hash of every file; False compares sizes alone.
-
-    Raises:
-        EvenloadError: there are checkpoints, and all of them are damaged.
+    ``verify`` compares the hash of every file, else sizes alone. Raises EvenloadError if all there are are damaged.
     """
     damaged: list[str] = []
     for name in from_first(lambda: _candidates(root)):
@@ -92,11 +89,8 @@ def newest_whole(root: Path, *, verify: bool = True) -> tuple[Path, Manifest] | 
         logger.warning("the checkpoint %s is damaged and passed over: %s", name, text)
         damaged.append(f"{name}: {faults[0]}")
     if damaged:
-        raise EvenloadError(
-            f"no checkpoint in {root} is whole",
-            "; ".join(damaged[:_SHOWN]),
-            "restore one from a copy, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
-        )
+        do = "restore one from a copy, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
+        raise EvenloadError(f"no checkpoint in {root} is whole", "; ".join(damaged[:_SHOWN]), do)
     return None
 
 
@@ -123,11 +117,6 @@ def _readable(checkpoint: Path) -> Manifest | str:
         return error.found
 
 
-def _missing(checkpoint: Path) -> list[str]:
-    outcome = _readable(checkpoint)
-    return [outcome] if isinstance(outcome, str) else files.faults(checkpoint, outcome.files, hashes=False)
-
-
 def _faults(checkpoint: Path, listed: Manifest, *, hashes: bool) -> list[str]:
     """What is wrong with the files, found by all ranks together, each of which reads a part of them. Collective."""
     own = {name: listed.files[name] for name in _own_share(list(listed.files))}
@@ -147,19 +136,13 @@ def _together(act: Callable[[], None], own_turn: bool, name: str, root: Path) ->
             act()
     except Exception as caught:
         error = _explained(caught, root)
-    failures = first_error(error)
-    if failures:
+    if failures := first_error(error):
         good = last_good(root)
         full = any(text.startswith(_DISK_FULL) for _, text in failures)
-        raise RankError(
-            f"the checkpoint {name} was not written" + (": the disk is full" if full else ""),
-            "; ".join(f"rank {rank}: {text}" for rank, text in failures[:_SHOWN]),
-            f"{'free space on' if full else 'repair'} the disk of {root}; the last good checkpoint is "
-            f"{good.name if good else 'none'}",
-        )
-
-
-_DISK_FULL = "no space left"
+        what = f"the checkpoint {name} was not written" + (": the disk is full" if full else "")
+        detail = "; ".join(f"rank {rank}: {text}" for rank, text in failures[:_SHOWN])
+        kept = f"the last good checkpoint is {good.name if good else 'none'}"
+        raise RankError(what, detail, f"{'free space on' if full else 'repair'} the disk of {root}; {kept}")
 
 
 def _explained(error: BaseException, root: Path) -> str:
@@ -173,10 +156,6 @@ def _explained(error: BaseException, root: Path) -> str:
     except OSError:
         return text
     return f"{_DISK_FULL} on device, {free} bytes are free ({text})" if free < _NOTHING_BYTES else text
-
-
-_NOTHING_BYTES = 1 << 16
-"""With less than this free a write that failed failed for want of space."""
 
 
 def _fresh(directory: Path) -> None:

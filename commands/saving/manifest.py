@@ -54,7 +54,7 @@ def read(checkpoint: Path) -> Manifest:
     if data["format"] == FORMAT and data.pop("hash", None) != _hash_of(data):
         raise _damaged(checkpoint, f"{NAME} was changed after it was written")
     files = data.pop("files", None)
-    known = isinstance(files, dict) and all(_is_file(row) for row in files.values())
+    known = isinstance(files, dict) and all(map(_is_file, files.values()))
     if not known or type(data.get("step")) is not int or data["step"] < 1:
         raise _damaged(checkpoint, f"{NAME} does not say which files of which step it lists")
     del data["format"]
@@ -62,9 +62,7 @@ def read(checkpoint: Path) -> Manifest:
 
 
 def _is_file(row: Any) -> bool:
-    if isinstance(row, list):
-        return len(row) == 2 and type(row[0]) is int and isinstance(row[1], str)
-    return type(row) is int
+    return type(row) is int or (isinstance(row, list) and [type(part) for part in row] == [int, str])
 
 
 def _hash_of(body: Mapping[str, Any]) -> str:

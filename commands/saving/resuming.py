@@ -15,14 +15,10 @@ from . import checkpoints
 
 
 def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, Any] | None = None) -> Path:
-    """Write a checkpoint after a step. Collective.
+    """Write a checkpoint after a step, with ``more`` state of the run. Collective.
 
-    Args:
-        planned: of that step; the batch that is planned ahead was not trained on, and is drawn again.
-        more: further state of the run.
-
-    Raises:
-        RankError: it could not be written; the last good one is untouched.
+    The batch that is planned ahead was not trained on, and is drawn again. Raises RankError if it could not be written;
+    the last good one is untouched.
     """
     data = job.source.report()["fingerprint"]
     state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
@@ -33,11 +29,8 @@ def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, A
 def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> dict[str, Any] | None:
     """Load the last good checkpoint of a folder (the recipe's), if there is one; its state. Collective.
 
-    Args:
-        beside: further trainers that go on from the same checkpoint.
-
-    Raises:
-        EvenloadError: it was made with other data or another model, or every checkpoint there is damaged.
+    Trainers ``beside`` go on from it too. Raises EvenloadError if it was made with other data or another model, or if
+    every checkpoint there is damaged.
     """
     root, config = root or job.recipe.checkpoint.dir, job.recipe.checkpoint
     if root is None:
@@ -49,17 +42,13 @@ def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> d
     folder, state = newest[0], newest[1].state
     data = job.source.report()["fingerprint"]
     if state.get("data") != data:
-        raise EvenloadError(
-            "the checkpoint was made with other data",
-            f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}",
-            "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)",
-        )
+        detail = f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}"
+        do = "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
+        raise EvenloadError("the checkpoint was made with other data", detail, do)
     if not isinstance(state.get("order"), dict):
-        raise EvenloadError(
-            "the checkpoint does not say which samples were trained on",
-            f"{folder.name} has no order",
-            "choose another checkpoint.dir, or set checkpoint.resume=false",
-        )
+        do = "choose another checkpoint.dir, or set checkpoint.resume=false"
+        what = "the checkpoint does not say which samples were trained on"
+        raise EvenloadError(what, f"{folder.name} has no order", do)
     with job.watchdog.working("loading the checkpoint"):
         for host in (job.host, *beside):
             host.load(folder / "trainer")

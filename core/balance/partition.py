@@ -154,9 +154,8 @@ def fill(
 ) -> list[int] | None:
     """The bin of each item: the one of least load that has room for it.
 
-    Args:
-        spaces: tokens for which each bin has room; filled bins are reduced.
-        cap: tokens of a further bin, opened where none has room. 0: none is opened, and None is returned there.
+    ``spaces``: tokens for which each bin has room, reduced as bins are filled. ``cap``: tokens of a further bin, opened
+    where none has room; 0: none is opened, and None is returned there.
     """
     heap = [(load, b) for b, load in enumerate(loads)]
     heapq.heapify(heap)

@@ -120,9 +120,8 @@ def alone_s(times: Times) -> Any:
 def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats) -> Floats:
     """Seconds that nothing hides on each of R ranks, which take turns in several CP groups: float64 [R].
 
-    Args:
-        cp_groups: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats.
-        local_s: float64 [R], attention that a rank computes for itself while its first hops travel.
+    ``cp_groups``: numbers of the ranks, 0 .. R - 1, in each CP group and its times, floats. ``local_s`` float64 [R]:
+    attention that a rank computes for itself while its first hops travel.
     """
     rows = [(list(ranks), times) for ranks, times in cp_groups]
     if not rows:
@@ -179,9 +178,9 @@ def times_of(context: PlanningContext, direction: Direction, shared: SharedLoad)
         link = cluster.link_among(peers)
         back_s = link.all_gather_s(grads, degree, traffic.layers) if passes > 1 else open_s
         return Times(back_s, link.all_gather_s(sent, degree, traffic.layers))
-    hops = _hops(cluster, peers, share, routed)
-    grad_s = hops.seconds(grads, traffic.layers) if passes > 1 else 0.0
-    return Times(open_s, 0.0, hops.seconds(sent, traffic.layers), grad_s, block_s, groups)
+    latency_s, byte_s = _hops(cluster, peers, share, routed)
+    hop_s, grad_s = (traffic.layers * latency_s + num_bytes * byte_s for num_bytes in (sent, grads))
+    return Times(open_s, 0.0, hop_s, grad_s if passes > 1 else 0.0, block_s, groups)
 
 
 def head_shares(traffic: Traffic, ranks: int) -> tuple[float, float]:
@@ -205,28 +204,18 @@ def _head_shares(heads: int, per_key: int, ranks: int) -> tuple[float, float]:
     return needed * per_key / heads, max(end - first for first, end in shares) * ranks / heads
 
 
-class _Hops(NamedTuple):
-    """The slowest of the links that are used at once, and what a byte of a rank costs on it."""
-
-    latency_s: float
-    s_per_byte: float
-
-    def seconds(self, num_bytes: Any, layers: int) -> Any:
-        return layers * self.latency_s + num_bytes * self.s_per_byte
-
-
-def _hops(cluster: Cluster, peers: Sequence[int], step: int, routed: bool) -> _Hops:
-    """From every peer to the one ``step`` places on."""
+def _hops(cluster: Cluster, peers: Sequence[int], step: int, routed: bool) -> tuple[float, float]:
+    """From every peer to the one ``step`` places on: latency and seconds a byte of a rank of the slowest link used."""
     intra, inter = cluster.intra, cluster.inter
     nodes = [rank // cluster.ranks_per_node for rank in peers]
     if min(nodes) == max(nodes):
-        return _Hops(intra.latency_s, 1 / intra.bytes_per_s)
+        return intra.latency_s, 1 / intra.bytes_per_s
     members = min(Counter(nodes).values())
     if not routed or members == 1:
-        return _Hops(inter.latency_s, 1 / inter.bytes_per_s)
+        return inter.latency_s, 1 / inter.bytes_per_s
     senders = Counter(here for here, there in zip(nodes, nodes[step:] + nodes[:step], strict=True) if here != there)
     across = max(senders.values()) / members / inter.bytes_per_s
-    return _Hops(inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s)
+    return inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s
 
 
 def _static_s(context: PlanningContext, direction: Direction, peers: Sequence[int], load: Load) -> Any:

@@ -36,7 +36,7 @@ from ..input.validation import Frozen, described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
 from ..machine.shape import Shape
-from ..plan.memory_cost import COUNTED, NO_MEMORY, MemoryCost
+from ..plan.limits import COUNTED, NO_MEMORY, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
 

@@ -17,7 +17,7 @@ share on its way.
 Left out: what one kernel takes and gives back, buffers of communication (K and V of other ranks among them, and of all
 tokens in an all-gather), key heads that several ranks keep, tensors on their way between stages, and of moved tokens
 that their queries, keys and values are kept by the rank that attends for them.
-Coefficients: `core.plan.memory_cost`; docs/costs.md has the measured errors.
+Coefficients: `core.plan.limits`; docs/costs.md has the measured errors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..machine.cluster import Cluster
-from ..plan.limits import Limits
-from ..plan.memory_cost import MemoryCost
+from ..plan.limits import Limits, MemoryCost
 from ..plan.order import orders_of_stage
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import parts_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import Part
@@ -14,19 +16,17 @@ def kept_share(plan: StepPlan, number: int) -> float:
     return layers_on_device(layers, plan.offload[number]) / layers if plan.offload else 1.0
 
 
+@dataclass(slots=True)
 class _Stored:
     """The K and V that a rank stores of a cut sequence, and later their gradients."""
 
-    __slots__ = ("own", "stored_bytes", "tokens", "tokens_left")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        """Tokens of the slices for which the rank attends."""
-        self.own = 0.0
-        """The rank's share of ``tokens``."""
-        self.tokens_left = 0
-        """Those of ``tokens`` that are still to run backward, from the sequence's first forward on."""
-        self.stored_bytes = 0.0
+    tokens: int = 0
+    """Tokens of the slices for which the rank attends."""
+    own: float = 0.0
+    """The rank's share of ``tokens``."""
+    tokens_left: int = 0
+    """Those of ``tokens`` that are still to run backward, from the sequence's first forward on."""
+    stored_bytes: float = 0.0
 
 
 class Walk:

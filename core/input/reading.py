@@ -61,14 +61,9 @@ def file_name(path: Path) -> Path:
 
 
 def open_file(path: str | Path, name: str, do: str) -> BinaryIO:
-    """A regular file, opened for reading.
+    """A regular file, opened for reading; ``name`` is that of messages (``the recipe r.yaml``), ``do`` their remedy.
 
-    Args:
-        name: of the file in messages: ``the recipe r.yaml``.
-        do: the remedy, where it cannot be read.
-
-    Raises:
-        EvenloadError: there is no such file, it is a folder, a pipe or a device, or it may not be read.
+    Raises EvenloadError where there is no such file, it is a folder, a pipe or a device, or it may not be read.
     """
     try:
         kind = stat.S_IFMT(os.stat(os.fspath(path)).st_mode)

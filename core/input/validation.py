@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from ..errors import EvenloadError, shorten, shown
 
 Described = TypeVar("Described", bound=BaseModel)
+
+
+OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
+"""For settings of which one is off: YAML reads a bare ``off`` as false."""
 
 
 class Frozen(BaseModel):

@@ -50,10 +50,6 @@ def _micro_batches(holds: Callable[[MicroBatch], object]) -> Callable[[StepPlan]
     return lambda plan: sum(bool(holds(m)) for m in (*plan.micro_batches, *plan.backward))
 
 
-def _idle_ranks(plan: StepPlan) -> int:
-    return plan.limits.num_ranks - len({rank for m in plan.micro_batches if m.slices for rank in m.ranks})
-
-
 _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     PACKED: _micro_batches(lambda m: len({s.sequence for s in m.slices}) > 1),
     CUT: lambda plan: len(plan.cut),
@@ -65,7 +61,7 @@ _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     SEVERAL_GROUPS: _micro_batches(lambda m: len(set(m.cp_groups)) > 1),
     REMAPPED: _micro_batches(lambda m: m.remap),
     ROUTED: _micro_batches(lambda m: m.routed),
-    IDLE_RANKS: _idle_ranks,
+    IDLE_RANKS: lambda plan: plan.limits.num_ranks - len({r for m in plan.micro_batches if m.slices for r in m.ranks}),
     RANKS_WITHOUT_PASS: lambda plan: sum(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks)),
     UNEQUAL_COUNTS: lambda plan: len({len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}) - 1,
     DUMMIES: _micro_batches(lambda m: not m.slices),

@@ -51,7 +51,10 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
                 spare[rank].append(graph)
             else:
                 result[rank].append(dummy("backward", spare[rank].pop()))
-    return tuple(tuple(_without_graph(a, set(left)) for a in row) for row, left in zip(result, spare, strict=True))
+    return tuple(
+        tuple(action._replace(kind="forward_kv", graph=-1) if action.graph in unused else action for action in row)
+        for row, unused in zip(result, map(set, spare), strict=True)
+    )
 
 
 def dummy(kind: Literal["forward", "backward"], graph: int) -> Action:
@@ -76,13 +79,6 @@ def _startable(heads: list[Action | None]) -> list[Action | None]:
     free = [head if head is None or not head.is_shared or _meet(head, heads) else None for head in heads]
     if not any(free):
         stuck = [f"rank {rank} at {head.kind} of {head.op.micro_batch}" for rank, head in enumerate(heads) if head]
-        raise EvenloadError(
-            "ranks that share micro-batches wait for each other",
-            "; ".join(stuck[:8]),
-            "give a plan that check() passes",
-        )
+        what, do = "ranks that share micro-batches wait for each other", "give a plan that check() passes"
+        raise EvenloadError(what, "; ".join(stuck[:8]), do)
     return free
-
-
-def _without_graph(action: Action, never_used: set[int]) -> Action:
-    return action._replace(kind="forward_kv", graph=-1) if action.graph in never_used else action

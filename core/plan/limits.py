@@ -1,13 +1,91 @@
-"""What the trainer and the machine allow a plan: caps, counts, and the bytes that its work takes."""
+"""What the trainer and the machine allow a plan: caps and counts, and the one record of the bytes that its work takes.
+
+The record is that of cost models, of the limits of a plan and of plan.json.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .memory_cost import NO_MEMORY, MemoryCost
+from pydantic import Field, NonNegativeFloat
+
+from ..input.validation import Frozen
+from ..machine.layout import Layout
 
 GIB = 1 << 30
 """Bytes."""
+
+
+class MemoryCost(Frozen):
+    """Bytes on one device, of the whole model (in a cost model) or of a pipeline stage (`of_stage`).
+
+    `core.costs.memory` says when each of them is held.
+    """
+
+    fixed_bytes: NonNegativeFloat = 0.0
+    """Between steps: weights, optimizer states, and gradients where the trainer keeps their buffers."""
+    sharded_bytes: NonNegativeFloat = 0.0
+    """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
+    gathered_bytes: NonNegativeFloat = 0.0
+    """Whole weights beside a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
+    gradient_bytes: NonNegativeFloat = 0.0
+    """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
+    update_bytes: NonNegativeFloat = 0.0
+    """Beyond ``fixed_bytes``, when no activation is left: gradient sum and update, with gradients and buckets."""
+    pass_bytes: NonNegativeFloat = 0.0
+    """Any pass while it runs, whatever its tokens: the gradient of one weight before it is added to its buffer."""
+    activation_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, kept from forward to backward."""
+    cut_saves_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together: what a token keeps less in micro-batches of cut sequences alone, whose K and V are stored
+    already."""
+    head_bytes_per_token: NonNegativeFloat = 0.0
+    """Kept from forward to backward beside the layers: the last one's output, norm, logits, loss, rotary angles."""
+    head_working_bytes_per_token: NonNegativeFloat = 0.0
+    """What output layer and loss take while they run, beyond what they keep: copies of the logits, their gradient."""
+    working_bytes_per_token: NonNegativeFloat = 0.0
+    """What the backward of one layer takes while it runs, beyond what its forward kept."""
+    kv_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together: K and V of a sequence that is cut, kept for its later slices."""
+    replay_bytes_per_token: NonNegativeFloat = 0.0
+    """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
+    kv_grad_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
+    """All layers together: dK and dV of a cut sequence, kept from its first backward to its last. Like the
+    other two of `COUNTED` in no cost model (`core.planning.setting.stage_costs`)."""
+    input_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
+    """The input of one layer; a replayed micro-batch keeps that of its stage (the first stage has the token ids)."""
+    deferred_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
+    """All layers together, kept from a split backward to its W: inputs of linear layers, gradients of their outputs."""
+    fit_error: float | None = None
+    """Mean absolute relative error of predicted peaks over the plans that were measured."""
+
+    def of_stage(self, layout: Layout) -> MemoryCost:
+        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole.
+
+        Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
+        """
+        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else layout.pp) for name in AMOUNTS}
+        return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
+
+    def folded(self, layout: Layout) -> MemoryCost:
+        """What each rank holds where ``layout.cp`` ranks act as one, a token of whose work lies on each in part."""
+        cp = layout.cp
+        changes = {name: getattr(self, name) / cp for name in AMOUNTS if name.endswith("_per_token")}
+        # What these ranks divide between them is not there cp times.
+        sharded_bytes = self.sharded_bytes / cp
+        gathered_bytes = self.gathered_bytes if layout.dp == 1 else 0.0
+        fixed_bytes = self.fixed_bytes - self.sharded_bytes + sharded_bytes + gathered_bytes
+        return self.model_copy(update=changes | {"sharded_bytes": sharded_bytes, "fixed_bytes": fixed_bytes})
+
+
+AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
+"""The fields that are bytes."""
+_SINGLE = ("head", "head_working", "working", "input")
+NOT_OF_ALL_LAYERS = frozenset({"pass_bytes", *(f"{name}_bytes_per_token" for name in _SINGLE)})
+"""The fields whose bytes are those of one layer, or of the head."""
+COUNTED = frozenset({"kv_grad_bytes_per_token", "input_bytes_per_token", "deferred_bytes_per_token"})
+"""The fields that no cost model gives, since a recipe's shape and precision say them."""
+NO_MEMORY = MemoryCost()
 
 
 @dataclass(frozen=True)

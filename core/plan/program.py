@@ -155,9 +155,7 @@ def _in_step(plan: StepPlan) -> tuple[Program, ...]:
 
 
 def _refuse_nowhere(plan: StepPlan, stage: int, rank: int) -> None:
-    for word, number, count in (
-        ("pipeline stage", stage, plan.limits.num_stages),
-        ("rank", rank, plan.limits.num_ranks),
-    ):
+    ranks, stages = plan.limits.shape
+    for word, number, count in (("pipeline stage", stage, stages), ("rank", rank, ranks)):
         if not 0 <= number < count:
             raise PlanError(f"the plan has no such {word}", f"{word} {number} of {count}", f"give 0 to {count - 1}")

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 from ..costs.context import PlanningContext
@@ -78,11 +78,8 @@ class PlanChain:
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
         """The chain for a training loop that is not ours: one batch at a time, each sequence on one rank.
 
-        Args:
-            warn: say which settings of the recipe have no effect there.
-            whole: sequences stay whole; else the loop runs slices in the order of a plan.
-
-        Raises EvenloadError.
+        ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole; else the loop
+        runs slices in the order of a plan. Raises EvenloadError.
         """
         chain = cls.of_recipe(recipe, layout)
         wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
@@ -103,9 +100,7 @@ class PlanChain:
 
     def stock(self, batch: Lengths) -> StepPlan:
         """What the trainer would do by itself."""
-        if self._cp > 1:
-            return unfold_cp(self._of_lanes().stock(batch), self.limits, self._cp)
-        return stock_plan(batch, self.limits, self.micro_batch_size)
+        return self._baseline(STOCK, batch)
 
     def plan(self, batch: Lengths) -> StepPlan:
         """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
@@ -152,7 +147,7 @@ class PlanChain:
         """
         names = [plugin.simpler for plugin, _ in self.links if plugin.simpler]
         for name in (*names, STOCK):
-            yield name, lambda name=name: self._instead_of_plugins(name, batch)  # type: ignore[misc]
+            yield name, partial(self._instead_of_plugins, name, batch)
 
     def baseline(self, name: str, batch: Lengths) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
@@ -166,7 +161,7 @@ class PlanChain:
         if self._cp > 1:
             return unfold_cp(self._of_lanes()._baseline(name, batch), self.limits, self._cp)
         if (offer := self.offer(name)) is None:
-            return self.stock(batch)
+            return stock_plan(batch, self.limits, self.micro_batch_size)
         plan = offer[0].baselines[name](StepPlan(batch, (), self.caps), self.context, offer[1])
         return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf))
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +41,8 @@ class Draw(NamedTuple):
     """Steps by which its tokens were held back, in the mean."""
 
 
-class Exchange(Protocol):
-    """Sends the same number of bytes to every rank and returns what each one sent, by rank. Collective."""
-
-    def __call__(self, payload: bytes) -> list[bytes]: ...
+Exchange = Callable[[bytes], list[bytes]]
+"""Sends the same number of bytes to every rank and returns what each one sent, by rank. Collective."""
 
 
 def alone(payload: bytes) -> list[bytes]:

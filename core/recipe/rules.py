@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from .. import registry
 from ..errors import EvenloadError, refuse_first
-from .sections import Data, Model, Parallel, Train
+from .sections import Model, Parallel
 from .traits import trainer_called
 
 
-class Wanted(Protocol):
-    """What the rules read of a recipe."""
-
-    model: Model
-    data: Data
-    parallel: Parallel
-    train: Train
-
-    @property
-    def trainer(self) -> str: ...
-
-    def enabled(self) -> tuple[registry.Plugin, ...]: ...
-
-
-def refuse_impossible(recipe: Wanted) -> None:
-    """Raise EvenloadError with the first rule that the recipe breaks, plugin clashes first."""
-    model, p, train = recipe.model, recipe.parallel, recipe.train
+def refuse_impossible(recipe: Any) -> None:
+    """Raise EvenloadError with the first rule that a `recipe.Recipe` breaks, plugin clashes first."""
+    model: Model = recipe.model
+    p: Parallel = recipe.parallel
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
     sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
     refuse_first(
@@ -74,7 +61,7 @@ def refuse_impossible(recipe: Wanted) -> None:
             "lower data.min_length",
         ),
     )
-    refuse_idle_ranks(train.global_batch_size, p.dp or 1)
+    refuse_idle_ranks(recipe.train.global_batch_size, p.dp or 1)
 
 
 def refuse_idle_ranks(samples: int, dp: int) -> None:

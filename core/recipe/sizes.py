@@ -19,16 +19,9 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 def shape_of(model: Model) -> Shape:
     """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
     if model.config is None:
-        head = model.hidden_size // model.num_attention_heads
-        return Shape(
-            model.num_layers,
-            model.hidden_size,
-            model.ffn_size,
-            model.hidden_size,
-            head * model.kv_heads,
-            model.vocab_size or BYTE_VOCABULARY,
-            model.gated,
-        )
+        hidden, vocab = model.hidden_size, model.vocab_size or BYTE_VOCABULARY
+        kv_size = hidden // model.num_attention_heads * model.kv_heads
+        return Shape(model.num_layers, hidden, model.ffn_size, hidden, kv_size, vocab, model.gated)
     fields = _fields_of(model.config)
     heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
     head = _size(fields, "head_dim", max(1, hidden // heads))

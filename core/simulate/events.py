@@ -49,9 +49,8 @@ def nothing(stage: int, op: Op) -> float:
 def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, waits: bool = False) -> Iterator[Event]:
     """Every pass of a plan. Raises PlanError when none that is left can ever start.
 
-    Args:
-        hand_over: seconds from the end of a pass to the arrival of its result at the next stage.
-        waits: a rank goes on only when what it sends has arrived.
+    ``hand_over``: seconds from the end of a pass to the arrival of its result at the next stage; ``waits``: a rank goes
+    on only when what it sends has arrived.
     """
     if plan.limits.equal_counts:
         yield from _rounds(plan, seconds)

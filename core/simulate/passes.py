@@ -46,15 +46,16 @@ class PassTimes:
     def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
         self._plan, self._at = plan, context
         self._costs = own_costs(plan, context.costs)
-        kv = kv_seconds(plan, self._costs, context.head_frac)
-        self._of_ranks = _of_ranks(plan, context, kv)
-        self.compute = _compute(plan, context, self._of_ranks, kv)
+        self._heads = _head_of_stages(context, plan.limits.num_stages)
+        self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
+        self._replayed = frozenset() if self._costs.recompute else frozenset(plan.replayed)
+        self._kv = kv_seconds(plan, self._costs, context.head_frac)
+        self._of_ranks = self._seconds_of_ranks()
+        self.compute = self._seconds_of_stages()
         """By stage, direction and micro-batch, on its busiest ranks."""
         self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
         backwards = range(len(plan.passes("B")))
         self._whole_again = frozenset(backwards if self._costs.recompute else plan.replayed)
-        self._heads = _head_of_stages(context, plan.limits.num_stages)
-        self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
         self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
         layout, traffic = context.layout, context.traffic
         experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
@@ -66,6 +67,57 @@ class PassTimes:
         self._alike = _stages_alike(plan, context)
         self._known: dict[tuple[int, Op, float], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
+
+    def _seconds_of_ranks(self) -> dict[Op, list[Floats]]:
+        """`rank_seconds` at every stage."""
+        plan, costs = self._plan, self._costs
+        result: dict[Op, list[Floats]] = {}
+        for op, mean in rank_seconds(plan, costs).items():
+            kind, number = op
+            micro_batch = plan.passes(kind)[number]
+            linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * token_counts(micro_batch)
+            if kind == "B" and number in self._replayed:
+                linear_s = linear_s + costs.forward.token_s * token_counts(micro_batch)
+            rows = [mean + share * linear_s if share else mean for share in self._heads]
+            for stage, again in enumerate(self._layers_again) if kind == "B" else ():
+                if number in again:
+                    rows[stage] = rows[stage] + again[number] * _layers_of(micro_batch, self._at, costs)
+            if kind == "F" and number in self._kv:
+                rows[-1] = self._kv[number]
+            result[op] = rows
+        return result
+
+    def _seconds_of_stages(self) -> list[_Seconds]:
+        plan, costs = self._plan, self._costs
+        mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
+        by_share = {more: self._seconds_of_stage(mean, more) for more in set(self._heads)}
+        if not (self._of_ranks or plan.recompute or self._kv):
+            return [by_share[more] for more in self._heads]
+        result = [{kind: list(row) for kind, row in by_share[more].items()} for more in self._heads]
+        for i, seconds_of_ranks in self._kv.items():
+            result[-1]["F"][i] = float(seconds_of_ranks.max())
+        layers_s: dict[int, float] = {}
+        for seconds, again in zip(result, self._layers_again, strict=True):
+            for j, share in again.items():
+                if j not in layers_s:
+                    layers_s[j] = costs.layers_s(plan.passes("B")[j], self._at.head_frac)
+                seconds["B"][j] += share * layers_s[j]
+        for (kind, number), rows in self._of_ranks.items():
+            for seconds, row in zip(result, rows, strict=True):
+                seconds[kind][number] = float(row.max())
+        return result
+
+    def _seconds_of_stage(self, mean: _Seconds, more: float) -> _Seconds:
+        """Of a stage with so much more linear work than a mean one, if ranks have equal work and all of it runs."""
+        if not more:
+            return mean
+        plan, costs = self._plan, self._costs
+        linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+        zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
+        rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
+        for j in self._replayed:
+            rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
+        return rows
 
     def seconds(self, stage: int, op: Op) -> float:
         """Compute and exposed communication of a pass, on the rank for which they are most."""
@@ -219,70 +271,11 @@ def _head_of_stages(context: PlanningContext, stages: int) -> list[float]:
     return [-head] * (stages - 1) + [head * (stages - 1)]
 
 
-def _of_ranks(plan: StepPlan, context: PlanningContext, kv: dict[int, Floats]) -> dict[Op, list[Floats]]:
-    """`rank_seconds` at every stage; ``kv``: `kv_seconds`."""
-    costs = own_costs(plan, context.costs)
-    result: dict[Op, list[Floats]] = {}
-    stages = plan.limits.num_stages
-    again = [layers_again(plan, stage) for stage in range(stages)]
-    replayed = frozenset() if costs.recompute else frozenset(plan.replayed)
-    for op, mean in rank_seconds(plan, costs).items():
-        kind, number = op
-        micro_batch = plan.passes(kind)[number]
-        cost = {"F": costs.forward, "B": costs.backward}[kind]
-        linear_s = cost.token_s * token_counts(micro_batch)
-        if kind == "B" and number in replayed:
-            linear_s = linear_s + costs.forward.token_s * token_counts(micro_batch)
-        rows = [mean + share * linear_s if share else mean for share in _head_of_stages(context, stages)]
-        for stage in range(stages) if kind == "B" else ():
-            if number in again[stage]:
-                rows[stage] = rows[stage] + again[stage][number] * _layers_of(micro_batch, context, costs)
-        if kind == "F" and number in kv:
-            rows[-1] = kv[number]
-        result[op] = rows
-    return result
-
-
 def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Any:
     """Forward seconds of the layers on each rank: a number where all have equal work, else float64 [ranks]."""
     if is_even(micro_batch):
         return costs.layers_s(micro_batch, context.head_frac)
     return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
-
-
-def _compute(
-    plan: StepPlan, context: PlanningContext, of_ranks: dict[Op, list[Floats]], kv: dict[int, Floats]
-) -> list[_Seconds]:
-    costs = own_costs(plan, context.costs)
-    mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
-    linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
-
-    def stage_of(more: float) -> _Seconds:
-        if not more:
-            return {kind: list(row) for kind, row in mean.items()}
-        zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
-        rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
-        for j in () if costs.recompute else plan.replayed:
-            rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
-        return rows
-
-    shares = _head_of_stages(context, plan.limits.num_stages)
-    by_share = {more: stage_of(more) for more in set(shares)}
-    if not (of_ranks or plan.recompute or kv):
-        return [by_share[more] for more in shares]
-    result = [{kind: list(row) for kind, row in by_share[more].items()} for more in shares]
-    for i, seconds_of_ranks in kv.items():
-        result[-1]["F"][i] = float(seconds_of_ranks.max())
-    layers_s: dict[int, float] = {}
-    for stage, seconds in enumerate(result):
-        for j, share in layers_again(plan, stage).items():
-            if j not in layers_s:
-                layers_s[j] = costs.layers_s(plan.passes("B")[j], context.head_frac)
-            seconds["B"][j] += share * layers_s[j]
-    for (kind, number), rows in of_ranks.items():
-        for seconds, row in zip(result, rows, strict=True):
-            seconds[kind][number] = float(row.max())
-    return result
 
 
 def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:

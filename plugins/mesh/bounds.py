@@ -42,26 +42,14 @@ _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
 """and rates, among the seconds a token of all others."""
 
 
-def lower_bound_s(
-    lengths: Ints,
-    limits: Limits,
-    context: PlanningContext,
-    config: MeshConfig | None = None,
-    *,
-    cuts: bool | None = None,
-) -> float:
+def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, config: MeshConfig) -> float:
     """No plan of these sequences has a busiest rank below this [s]; forward and backward, gradient sum left out.
 
-    Args:
-        lengths: int [K], tokens.
-        limits: ``max_tokens`` is the cap of a rank.
-        config: ways to share attention; None: all of them.
-        cuts: whether slices may run one after the other; None: as the host allows.
+    lengths int [K] in tokens; ``limits.max_tokens`` is the cap of a rank.
     """
     if not len(lengths):
         return 0.0
-    config, costs, ranks = config or MeshConfig(), context.costs, limits.num_ranks
-    cuts = not limits.whole_sequences if cuts is None else cuts
+    costs, ranks, cuts = context.costs, limits.num_ranks, not limits.whole_sequences
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
     cap, total = float(limits.max_tokens), float(lengths.sum())
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
@@ -74,13 +62,8 @@ def lower_bound_s(
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
-    areas = _Areas(
-        alone[long],
-        lengths[long],
-        cost_table,
-        linear if config.remap != "off" else 0.0,
-        cap if bound_to_ranks else np.inf,
-    )
+    elsewhere, held = linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held)
     rest = float(alone[~long].sum())
 
     def possible(seconds: float) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from ...core.input.bounds import RankCountOrAll, TokenCount, Tries
+from ...core.input.validation import OFF_IS_A_WORD
 from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
 EngineName = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 ENGINES: tuple[EngineName, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
+
+
+_AutoOrOff = Annotated[Literal["auto", "off"], OFF_IS_A_WORD]
 
 
 class MeshConfig(PluginConfig):
@@ -27,21 +31,15 @@ class MeshConfig(PluginConfig):
     engines: tuple[EngineName, ...] = Field(default=ENGINES, min_length=1)
     """Ways to share attention that may be chosen: keys and values in a ring, or gathered; heads by all-to-all; or heads
     inside groups of ranks and a ring across."""
-    remap: Literal["auto", "off"] = "auto"
+    remap: _AutoOrOff = "auto"
     """Whether modules other than attention may run on equally many tokens of every rank, where that is predicted to
     pay."""
-    routed: Literal["auto", "off"] = "auto"
+    routed: _AutoOrOff = "auto"
     """Whether what travels between nodes may be spread over all ranks of both, where that is predicted to pay."""
-    offload: Literal["auto", "off"] = "auto"
+    offload: _AutoOrOff = "auto"
     """Whether activations may wait in host memory where the device's is predicted not to hold them."""
     effort: Tries = 2
     """How hard to look for better divisions of the batch into rounds; each further unit takes a tenth longer."""
-
-    @field_validator("remap", "routed", "offload", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads a bare ``off`` as false."""
-        return "off" if value is False else value
 
     @field_validator("engines", mode="before")
     @classmethod

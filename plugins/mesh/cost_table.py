@@ -118,7 +118,7 @@ class CostTable:
         """Seconds of a pass without tokens, forward and backward."""
         self.columns = [self._column(int(d)) for d in self.degrees]
         """Of each degree: numbers of its ways, and their exposed seconds [ways, grid], forward and backward."""
-        self._others: dict[int, tuple[list[int], Floats, Floats]] = {}
+        self._column_of = dict(zip(self.degrees.tolist(), self.columns, strict=True))
 
     @property
     def launch_s(self) -> float:
@@ -160,10 +160,9 @@ class CostTable:
             strategy = strategy._replace(cp_comm="all_to_all", ulysses_degree=0)
         if degree <= self.node:
             strategy = strategy._replace(routed=False)
-        if degree not in self._others:
-            known = self.degrees.tolist()
-            self._others[degree] = self.columns[known.index(degree)] if degree in known else self._column(degree)
-        numbers, first, second = self._others[degree]
+        if degree not in self._column_of:
+            self._column_of[degree] = self._column(degree)
+        numbers, first, second = self._column_of[degree]
         names = [self.strategies[number] for number in numbers]
         if strategy not in names:
             return float("inf"), float("inf")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import field_validator
 
 from ...core.input.bounds import Amount, CountOrNone, Effort, TokenCount
+from ...core.input.validation import OFF_IS_A_WORD
 from ...core.plan.limits import Limits
 from ...core.registry import PluginConfig
 
@@ -25,7 +26,7 @@ class PackingConfig(PluginConfig):
 
     max_tokens: TokenCount = 16384
     """Tokens that one rank may hold in one micro-batch; of several plugins' caps the least holds."""
-    slices: Literal["auto", "even", "off"] = "auto"
+    slices: Annotated[Literal["auto", "even", "off"], OFF_IS_A_WORD] = "auto"
     """Whether sequences are cut. even: so that all micro-batches cost alike, where that is not predicted to make the
     step slower. auto: the same, but only in a batch with a sequence longer than max_tokens, or where it is predicted to
     make the step faster (pipelines, ZeRO-3). off: never; longer sequences are refused."""
@@ -40,12 +41,6 @@ class PackingConfig(PluginConfig):
     """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
     polish_nodes: Effort = 0
     """Without effect, kept for older recipes: an integer program after the greedy gained at most 0.0003."""
-
-    @field_validator("slices", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        """YAML reads a bare ``off`` as false."""
-        return "off" if value is False else value
 
     @field_validator("polish_nodes")
     @classmethod

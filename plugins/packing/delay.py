@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.aliases import Floats, Ints
-from ...core.costs.context import PlanningContext
 from ...core.registry import HoldBack
 from .config import PackingConfig
 
@@ -39,10 +38,9 @@ def hold_back(config: PackingConfig) -> HoldBack | None:
     if not config.max_delay_steps:
         return None
 
-    def rule(lengths: Ints, waited: Ints, num_ranks: int, context: PlanningContext) -> Bools:
-        return outliers(context.costs.sequence_s(lengths), waited, num_ranks, config.max_delay_steps)
-
-    return rule
+    return lambda lengths, waited, num_ranks, context: outliers(
+        context.costs.sequence_s(lengths), waited, num_ranks, config.max_delay_steps
+    )
 
 
 def outliers(costs: Floats, waited: Ints, num_ranks: int, max_delay_steps: int) -> Bools:

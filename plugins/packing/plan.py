@@ -7,7 +7,7 @@ into less memory, but every further one is a further launch, and a cut sequence 
 `EVENNESS_COSTS` longer than the best and they fit into memory. What is even is the cost of a micro-batch forward and
 backward together, as both run the same groups. With ``train.recompute`` a backward replays its forward anyway, so its
 groups are free (asymmetric partitioning; SlimPack, arXiv 2509.26246): forward and backward are then each cut for their
-own cost. Without, groups of its own would cost the backward one more forward, a third of the step, and are not tried.
+own cost.
 
 512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 two to three seconds
 (benchmarks/planner.py). The global batch is unchanged: only who computes which tokens, and beside which others. A

@@ -87,15 +87,12 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     tokens = max(plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank))
     alive = tokens * memory.activation_bytes_per_token
     cap = limits.max_activation_bytes
-    do = (
-        "raise plugins.packing.activation_gib, lower data.max_length, or use more tensor or pipeline parallelism"
-        if kv > cap
-        else "raise plugins.packing.activation_gib, or lower plugins.packing.max_tokens"
-    )
+    what, do = "what a rank must keep", "raise plugins.packing.activation_gib, or lower plugins.packing.max_tokens"
+    if kv > cap:
+        what = "the keys and values of a sequence"
+        do = "raise plugins.packing.activation_gib, lower data.max_length, or use more tensor or pipeline parallelism"
     raise DoesNotFitError(
-        "plugins.packing.activation_gib cannot hold the keys and values of a sequence"
-        if kv > cap
-        else "plugins.packing.activation_gib cannot hold what a rank must keep",
+        f"plugins.packing.activation_gib cannot hold {what}",
         f"rank {rank} of stage {stage} needs {peak / GIB:.3g} GiB at the least ({kv / GIB:.3g} for K, V and their "
         f"gradients of {longest} tokens, {alive / GIB:.3g} for {tokens} tokens in one micro-batch), the cap is "
         f"{cap / GIB:.3g}",

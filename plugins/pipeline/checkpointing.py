@@ -65,11 +65,8 @@ def keeping_all(plan: StepPlan, context: PlanningContext, config: PipelineConfig
 def fitted(plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, solver: bool = True) -> StepPlan:
     """The plan with as little recomputation as brings every rank of every stage into its memory.
 
-    Args:
-        plan: a lawful one, but for its memory. What it recomputes now does not matter.
-        solver: False leaves out the integer program, as ``solver_ms=0`` does.
-
-    Raises DoesNotFitError, about the stage that lacks most.
+    ``plan`` is a lawful one, but for its memory; what it recomputes now does not matter. Without ``solver`` the integer
+    program is left out, as with ``solver_ms=0``. Raises DoesNotFitError, about the stage that lacks most.
     """
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, plan.limits)
     plain = plan.revised(recompute=())

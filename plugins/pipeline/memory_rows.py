@@ -73,13 +73,8 @@ class Rows:
 
 def joined(rows: Sequence[Rows]) -> Rows:
     """Rows over the same columns, one below the other."""
-    return Rows(
-        np.concatenate([r.saves for r in rows]),
-        np.concatenate([r.own for r in rows]),
-        np.concatenate([r.own_saves for r in rows]),
-        np.concatenate([r.levels for r in rows], axis=1),
-        rows[0].budget_bytes,
-    )
+    saves, own, own_saves = (np.concatenate([getattr(r, n) for r in rows]) for n in ("saves", "own", "own_saves"))
+    return Rows(saves, own, own_saves, np.concatenate([r.levels for r in rows], axis=1), rows[0].budget_bytes)
 
 
 class Most(NamedTuple):

@@ -82,11 +82,7 @@ def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:
     """So many times as many stages."""
     split = Layout(pp=times)
-    deeper = replace(
-        limits,
-        num_stages=limits.num_stages * times,
-        layers_per_stage=limits.layers_per_stage // times,
-        memory=limits.memory.of_stage(split),
-    )
+    stages, layers = limits.num_stages * times, limits.layers_per_stage // times
+    deeper = replace(limits, num_stages=stages, layers_per_stage=layers, memory=limits.memory.of_stage(split))
     layout = replace(context.layout, pp=context.layout.pp * times)
     return deeper, replace(context, costs=context.costs.of_stage(split), layout=layout)

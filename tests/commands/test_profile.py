@@ -22,7 +22,7 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import MemoryCost
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes

@@ -294,16 +294,17 @@ import os
 import evenload.commands._shared.refitting as refitting
 import evenload.commands.train as train
 from evenload.core.costs.refit import coefficients, rows_of
-take, agreed = train._take, refitting.agreed
+take, with_values = train._take, refitting._with
 def planted(job, planned, step, record):
     truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
     return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
 train._take = planted
-def own(job, mine):
-    return agreed(job, mine) * [1, 1, 100 ** job.world.rank, 1, 1, 100 ** job.world.rank, 1]
+def own(chain, values):
+    rank = int(os.environ["RANK"])
+    return with_values(chain, values * [1, 1, 100**rank, 1, 1, 100**rank, 1])
 if os.path.exists("mutant"):
-    refitting.agreed = own
+    refitting._with = own
 """
 
 

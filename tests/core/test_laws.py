@@ -9,8 +9,7 @@ import pytest
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import read_step, step_json
 

@@ -26,14 +26,14 @@ def test_no_token_is_repeated_and_every_lost_one_is_counted(lengths, limits, pol
     uses = np.concatenate(seen) if seen else np.zeros(0, dtype=int)
     assert uses.max(initial=0) <= 1
     assert (uses == 0).sum() == samples.tokens_left_out
-    assert samples.num_empty == (lengths == 0).sum()
+    assert samples.counts["empty"] == (lengths == 0).sum()
 
 
 @given(lengths=LENGTHS, max_length=st.integers(1, 20))
 def test_splitting_keeps_every_token_where_any_remainder_is_long_enough(lengths, max_length):
     samples = cut(lengths, max_length, "split", min_length=1)
     assert samples.tokens_left_out == 0
-    assert samples.num_split == (lengths > max_length).sum()
+    assert samples.counts["split"] == (lengths > max_length).sum()
     assert list(zip(samples.document, samples.start, strict=True)) == [
         (document, start) for document, length in enumerate(lengths) for start in range(0, length, max_length)
     ]
@@ -44,18 +44,18 @@ def test_without_a_limit_documents_stay_whole(lengths):
     for policy in get_args(LongSamples):
         samples = cut(lengths, None, policy, min_length=1)
         assert samples.length.tolist() == [length for length in lengths if length]
-        assert (samples.num_truncated, samples.num_split, samples.num_dropped) == (0, 0, 0)
+        assert (samples.counts["truncated"], samples.counts["split"], samples.counts["dropped"]) == (0, 0, 0)
 
 
 def test_each_policy_counts_what_it_did():
     lengths = np.array([10, 21, 1, 0, 3])
     truncated, split, dropped = (cut(lengths, 10, policy, 2) for policy in ("truncate", "split", "drop"))
     assert truncated.length.tolist() == [10, 10, 3]
-    assert (truncated.num_truncated, truncated.num_too_short, truncated.tokens_left_out) == (1, 1, 12)
+    assert (truncated.counts["truncated"], truncated.counts["too_short"], truncated.tokens_left_out) == (1, 1, 12)
     assert split.length.tolist() == [10, 10, 10, 3]
-    assert (split.num_split, split.num_too_short, split.tokens_left_out) == (1, 2, 2)
+    assert (split.counts["split"], split.counts["too_short"], split.tokens_left_out) == (1, 2, 2)
     assert dropped.length.tolist() == [10, 3]
-    assert (dropped.num_dropped, dropped.num_too_short, dropped.tokens_left_out) == (1, 1, 22)
+    assert (dropped.counts["dropped"], dropped.counts["too_short"], dropped.tokens_left_out) == (1, 1, 22)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,8 @@ def groups_of(
 ) -> tuple[Group, ...] | None:
     """Groups for all sequences at once; None where no way was found to hold them.
 
-    Args:
-        lengths: int [K], tokens.
-        max_tokens: that one rank may hold.
-        node_ranks: neighbouring ranks of a node; groups of up to so many stay inside one. 0: all are in one.
+    lengths int [K]; ``max_tokens`` of one rank; ``node_ranks``: neighbouring ranks of a node, in which groups of up to
+    so many stay, 0 where all are in one.
     """
     search = _Search(lengths, table, num_ranks, max_tokens, node_ranks)
     division = search.run()

@@ -19,7 +19,7 @@ def verdict_on(*ranks, most_s=1000.0):
     """(seconds of looking, verdict) on ranks that stay as they are."""
     outlook = Outlook(SAFETY, EVERY_S)
     for number in range(int(most_s / EVERY_S)):
-        if verdict := outlook.look(ranks):
+        if (verdict := outlook.look(ranks)) is not None:
             return number * EVERY_S, verdict
     return most_s, None
 
@@ -44,7 +44,7 @@ def verdict_on(*ranks, most_s=1000.0):
 def test_what_ranks_said_themselves_is_not_said_again(ranks, after_s, code):
     waited_s, verdict = verdict_on(*ranks)
     assert waited_s == after_s
-    assert (verdict.code, verdict.error) == (code, None)
+    assert verdict == code
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,8 @@ def test_what_ranks_said_themselves_is_not_said_again(ranks, after_s, code):
 def test_what_no_rank_can_say_the_launcher_says(ranks, after_s, what, values):
     waited_s, verdict = verdict_on(*ranks)
     assert waited_s == after_s
-    assert verdict.code == 1
-    assert verdict.error.what == what
-    assert values in verdict.error.found
+    assert verdict.what == what
+    assert values in verdict.found
 
 
 @pytest.mark.parametrize("ranks", [(WORKS, WORKS), (FROZEN, FROZEN), (MEETS, Rank())])
@@ -86,7 +85,7 @@ def test_ranks_that_work_or_were_all_stopped_together_are_waited_for(ranks):
 def test_a_rank_that_speaks_shortly_after_a_kill_is_the_one_that_is_believed():
     outlook = Outlook(SAFETY, EVERY_S)
     assert outlook.look((WORKS, Rank(-6))) is None
-    assert outlook.look((FAILED, Rank(-6))) == (1, None)
+    assert outlook.look((FAILED, Rank(-6))) == 1
 
 
 def test_a_rank_that_goes_on_after_a_stop_is_not_the_fault():

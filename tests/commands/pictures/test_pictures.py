@@ -21,8 +21,9 @@ from evenload.commands import pictures
 from evenload.commands.pictures import facts as facts_module
 from evenload.commands.pictures import markup, plot, trace
 from evenload.commands.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_places
-from evenload.commands.pictures.outlook import names, planners, tracks_of
+from evenload.commands.pictures.outlook import names, planners
 from evenload.commands.pictures.report import page_of
+from evenload.commands.pictures.trace import tracks_of
 from evenload.commands.plan import Outlook, look_ahead
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from evenload.commands.profiling.memory import COUNTS, Readings, fit_memory_cost, line, two_alive
 from evenload.core.costs.memory import peak_activation_bytes
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
 LENGTH = 100

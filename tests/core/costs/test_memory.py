@@ -8,8 +8,7 @@ import pytest
 from evenload.core.costs.memory import fixed_bytes, offloaded_bytes, peak_activation_bytes, peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import context_of, limits_of, traits_of
 from evenload.core.recipe.recipe import parse

@@ -268,24 +268,29 @@ def initial_weights(world: Any, **changes: Any) -> dict[str, torch.Tensor]:
         return whole
 
 
+def in_stock_schedule(ddp: Any, batches: PlannedBatches) -> None:
+    """Run a rank's micro-batches in Megatron's own schedule; its gradients are summed over all ranks then."""
+    ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
+    ddp.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=[ddp],
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
 def own_loop(world: Any) -> float:
     """A loop of one's own, from the public pieces and stock Megatron only; its error against plain training."""
     with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
         data, the_plan = tokens(), plan(host.layout.dp_cp_size)
         _, expected = reference(host.recipe, host, data, the_plan.lengths)
         ddp = host.ddp
-        ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
         batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data)
-        ddp.zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[ddp],
-            num_microbatches=len(batches),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        in_stock_schedule(ddp, batches)
         return grad_rel_err(dict(global_gradients(host.model)), expected)
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, as_lengths
-from evenload.integrations.megatron import PlannedBatches, forward_step, open_plane
+from evenload.integrations.megatron import PlannedBatches, open_plane
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.stage import MegatronStage
@@ -20,9 +20,7 @@ from evenload.runtime.attention import prefix
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.world.plane import Pending
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_jobs import hosted, tokens
+from megatron_jobs import hosted, in_stock_schedule, tokens
 from megatron_random_plans import random_plan
 from megatron_shared_plans import HAND_LENGTHS, by_hand, random_shared_plan
 from megatron_slice_jobs import errors_of_plans
@@ -99,18 +97,8 @@ def shared_own_loop(world: Any) -> float:
         data, the_plan = tokens(HAND_LENGTHS), sharing(host, "zones")
         _, expected = reference(host.recipe, host, data, the_plan.lengths)
         ddp, plane = host.ddp, open_plane()
-        ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
         batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data, plane=plane)
-        ddp.zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[ddp],
-            num_microbatches=len(batches),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        in_stock_schedule(ddp, batches)
         plane.close()
         return grad_rel_err(dict(global_gradients(host.model)), expected)
 

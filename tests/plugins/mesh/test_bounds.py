@@ -112,9 +112,9 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
     plan = drawn_plan(lengths, made.limits, seed)
     found = step_s(plan, made)
     config = MeshConfig(remap="auto" if any(m.remap for m in plan.micro_batches) else "off")
-    bound = lower_bound_s(np.array(lengths), made.limits, made.context, config, cuts=False)
+    bound = lower_bound_s(np.array(lengths), uncut(made.limits), made.context, config)
     assert bound <= found * (1 + 1e-9)
-    assert lower_bound_s(np.array(lengths), made.limits, made.context) <= bound * (1 + 1e-3)
+    assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= bound * (1 + 1e-3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +122,7 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
 def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: bool, seed: int) -> None:
     made = chain(slow=slow, zero=False)
     found = step_s(drawn_plan(lengths, made.limits, seed, cut=True), made)
-    assert lower_bound_s(np.array(lengths), made.limits, made.context) <= found * (1 + 1e-9)
+    assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= found * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -135,8 +135,13 @@ def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list
     except EvenloadError:
         assume(False)
     for plan in plans:
-        bound = lower_bound_s(np.array(lengths), plan.limits, made.context, MeshConfig(), cuts=False)
+        bound = lower_bound_s(np.array(lengths), uncut(plan.limits), made.context, MeshConfig())
         assert 0 < bound <= simulate(plan, made.context, record=False).step_s * (1 + 1e-9), plan.made_by
+
+
+def uncut(limits: Limits) -> Limits:
+    """Limits of a host that runs whole sequences only."""
+    return replace(limits, whole_sequences=True)
 
 
 def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> float:
@@ -172,7 +177,7 @@ def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths: lis
     made = chain(slow=slow, zero=True, ranks=4, node=2)
     config = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off")
     best = best_of_all(np.array(lengths), made, config)
-    assert lower_bound_s(np.array(lengths), made.limits, made.context, config, cuts=False) <= best * (1 + 1e-9)
+    assert lower_bound_s(np.array(lengths), uncut(made.limits), made.context, config) <= best * (1 + 1e-9)
 
 
 def test_even_work_meets_the_bound() -> None:
@@ -182,7 +187,7 @@ def test_even_work_meets_the_bound() -> None:
         as_lengths([200] * RANKS), tuple(MicroBatch((Slice(i, 0, 200),), (i,)) for i in range(RANKS)), made.limits
     )
     alone_s = sum(made.context.costs.micro_batch_s(plan.micro_batches[0]))
-    bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.context)
+    bound = lower_bound_s(np.full(RANKS, 200), made.limits, made.context, MeshConfig())
     assert bound == pytest.approx(alone_s, rel=1e-3)
 
 
@@ -190,7 +195,7 @@ def test_one_long_sequence_is_bounded_by_its_own_best_degree() -> None:
     """Slow links: all ranks together would take a sixth of the compute, which no degree reaches."""
     made = chain(slow=True, zero=False)
     lengths = np.array([1200])
-    bound = lower_bound_s(lengths, made.limits, made.context, MeshConfig(remap="off"), cuts=False)
+    bound = lower_bound_s(lengths, uncut(made.limits), made.context, MeshConfig(remap="off"))
     compute_s = float(made.context.costs.sequence_s(lengths)[0])
     assert bound > 1.05 * (compute_s / RANKS + made.context.costs.launch_s)
 
@@ -201,7 +206,7 @@ def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not() -> Non
     launches_s = made.context.costs.launch_s * 1000 / CAP
     compute_s = float(made.context.costs.sequence_s(lengths).sum()) / RANKS + launches_s
     ring, exchange = (
-        lower_bound_s(lengths, made.limits, made.context, MeshConfig(engines=(cp_comm,), remap="off"), cuts=False)
+        lower_bound_s(lengths, uncut(made.limits), made.context, MeshConfig(engines=(cp_comm,), remap="off"))
         for cp_comm in ("ring", "all_to_all")
     )
     assert ring == pytest.approx(compute_s, rel=1e-3)
@@ -213,7 +218,7 @@ def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
     lengths = np.array([1000, *[60] * 25])
     config = MeshConfig(engines=("all_to_all",), remap="off", routed="off")
     alone, in_rounds = (
-        lower_bound_s(lengths, made.limits, made.context, config, cuts=False)
+        lower_bound_s(lengths, uncut(made.limits), made.context, config)
         for made in (chain(slow=True, zero=zero) for zero in (False, True))
     )
     assert in_rounds > alone
@@ -221,4 +226,4 @@ def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
 
 def test_no_sequences_take_no_time() -> None:
     made = chain(slow=False, zero=False)
-    assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.context) == 0
+    assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.context, MeshConfig()) == 0

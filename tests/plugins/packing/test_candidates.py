@@ -8,8 +8,7 @@ import pytest
 from evenload.core.balance.bound import lower_bound_s
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.plugins.packing import candidates
 from evenload.plugins.packing.candidates import portfolio

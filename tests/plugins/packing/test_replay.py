@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 from evenload.core.costs.memory import peaks_of_stage
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.plugins.packing import replay
 from evenload.plugins.packing.assemble import assemble, chains_of_rank

@@ -14,8 +14,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import micro_batch_imbalance, predict

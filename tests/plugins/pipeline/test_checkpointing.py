@@ -17,8 +17,7 @@ from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import GIB, Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import GIB, Limits, MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate

@@ -11,8 +11,7 @@ from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.memory_cost import MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
