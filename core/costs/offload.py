@@ -27,10 +27,8 @@ KEPT_LAYERS = 2
 def offload_share(seconds_per_layer: float, bytes_per_layer: float, bytes_per_s: float) -> float:
     """r*, the largest share of the inner layers' activations whose transfers hide; 0 where nothing is saved.
 
-    Args:
-        seconds_per_layer: of a forward.
-        bytes_per_layer: saved for the backward.
-        bytes_per_s: of the link to the host, the slower direction; 0 where there is none.
+    Seconds are those of a layer's forward, bytes what it saves for the backward; ``bytes_per_s`` is the rate of the
+    link to the host, the slower direction, 0 where there is none.
     """
     if bytes_per_layer <= 0:
         return 0.0

@@ -192,13 +192,9 @@ def rest_of_step(
 ) -> float:
     """``update_s`` of the whole stage by one step.
 
-    Args:
-        step_s: measured, without waiting for the plan.
-        predicted_s: by `simulate`, with everything.
-        compute_s: by `predict`: passes alone.
-        busiest: seconds of the busiest rank, (measured, predicted): the passes took so much longer than predicted.
-        update_s: of the costs that predicted.
-        shares: ranks that share the update.
+    ``step_s`` as measured, without waiting for the plan; ``predicted_s`` by `simulate`, with everything, ``compute_s``
+    by `predict`, passes alone; ``busiest``: seconds of the busiest rank, (measured, predicted), by which passes took
+    longer; ``update_s`` of the costs that predicted; ``shares``: ranks that share the update.
     """
     measured, expected = busiest
     passes_s = compute_s * measured / expected if expected else measured

@@ -46,11 +46,8 @@ def hold_back(config: PackingConfig) -> HoldBack | None:
 def outliers(costs: Floats, waited: Ints, num_ranks: int, max_delay_steps: int) -> Bools:
     """Mask of the sequences that wait for a later step; never all of them.
 
-    Args:
-        costs: float64 [K], in any unit, of the sequences just drawn and of those that wait.
-        waited: int64 [K], steps that each has waited so far; 0 for those just drawn.
-        num_ranks: data-parallel ranks that share the step.
-        max_delay_steps: a sequence that has waited this long is due.
+    ``costs`` float64 [K], in any unit, of the sequences just drawn and of those that wait; ``waited`` int64 [K], steps
+    that each has waited so far, 0 for those just drawn. One that has waited ``max_delay_steps`` is due.
     """
     nobody = np.zeros(len(costs), dtype=np.bool_)
     if (waited >= max_delay_steps).any():

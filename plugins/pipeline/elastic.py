@@ -54,10 +54,9 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
     Plans that group the backward anew, replay, share micro-batches or run in step keep theirs. With one stage, where
     nothing waits, a sequence runs backward before the next one's forward.
 
-    Args:
-        extra: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
-        cap_bytes: activations and prefix KV, estimated, above which a stage does not run ahead of what its next
-            backward needs.
+    ``extra``: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
+    ``cap_bytes``: activations and prefix KV, estimated, above which it does not run ahead of what its next backward
+    needs.
     """
     limits = plan.limits
     if plan.backward or plan.replayed or plan.shared or limits.equal_counts:
