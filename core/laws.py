@@ -143,7 +143,7 @@ def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> 
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(m.ranks):
         raise PlanError("the CP group of a slice is not among the ranks of its micro-batch", f"{name}: {ranks}")
     if len(ranks) > 1 and (ulysses_degree < 1 or len(ranks) % ulysses_degree):
-        raise PlanError("groups that share heads do not divide a home", f"{name}: {ulysses_degree} of {len(ranks)}")
+        raise PlanError("groups that share heads do not divide a CP group", f"{name}: {ulysses_degree} of {len(ranks)}")
     if m.cp_comm == "hybrid" and not 1 < m.ulysses_degree < len(m.ranks):
         raise PlanError("ulysses_degree does not divide the ranks", f"{name}: {m.ulysses_degree} of {len(m.ranks)}")
     if heads and ulysses_degree > heads:

@@ -1,8 +1,7 @@
 """Seconds that ranks which share attention spend on communication, cp_comm by cp_comm.
 
 A CP group of d ranks is g = d / u groups of u ranks that share heads (`core.plan.token_layout`). Of all layers of a
-stage, with T tokens of the home's slices, R tokens whose keys and values they read (T and the prefixes), P (query, key)
-pairs:
+stage, with T tokens of its slices, R tokens whose keys and values they read (T and the prefixes), P (query, key) pairs:
 
     inside groups   Q, K, V and the output of T / d tokens a rank change places, twice a layer and direction (Jacobs et
                     al., arXiv 2309.14509, section 3); nothing hides it. A key head that query heads of several ranks
@@ -10,7 +9,7 @@ pairs:
     ring            K and V of R / d tokens a rank hop on while the block at hand is computed, P / (d g) pairs:
                         forward     g - 1 times  max(0, hop - block)
                         backward    K and V as above; their gradients follow one block later, g hops, the last of
-                                    which, CP group, nothing hides (Liu et al., arXiv 2310.01889, section 3)
+                                    which, back to its rank, nothing hides (Liu et al., arXiv 2310.01889, section 3)
     all-gather      K and V of R tokens to all; backward: again, and their gradients summed back. No attention of the
                     CP group itself hides it
 
@@ -130,7 +129,7 @@ def together_s(cp_groups: Iterable[tuple[Sequence[int], Times]], local_s: Floats
     sizes = [len(ranks) for ranks, _ in rows]
     columns = np.array([times for _, times in rows], dtype=np.float64)[:, :, None]
     open_s, first, hop, grad, block, groups = columns.transpose(1, 0, 2)
-    # What is under way while block k is computed changes at these k only; a home's gradients go CP group at its k = g.
+    # What is under way while block k is computed changes at these k only; a group's last gradients travel at its k = g.
     numbers = {1, *(times.groups for _, times in rows)} - {1}
     edges = np.array(sorted({0, 1, *(g + more for g in numbers for more in (-1, 0, 1))}))
     k, widths = edges[:-1], np.diff(edges)

@@ -107,7 +107,7 @@ class PlanChain:
         if self.instead:
             return self.baseline(self.instead, batch)
         self._refuse_too_many(batch)
-        plan = self._best_of_lanes(batch) if self._cp > 1 else self._chained(batch)
+        plan = self._best_folded(batch) if self._cp > 1 else self._chained(batch)
         notes = self._unequal_caps()
         plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
         return self._no_slower_than_baselines(plan) if self.links else plan
@@ -159,7 +159,7 @@ class PlanChain:
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
         """The same before it is checked."""
         if self._cp > 1:
-            return unfold_cp(self._of_lanes()._baseline(name, batch), self.limits, self._cp)
+            return unfold_cp(self._folded()._baseline(name, batch), self.limits, self._cp)
         if (offer := self.offer(name)) is None:
             return stock_plan(batch, self.limits, self.micro_batch_size)
         plan = offer[0].baselines[name](StepPlan(batch, (), self.caps), self.context, offer[1])
@@ -254,14 +254,14 @@ class PlanChain:
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
         return next(link for link in self.links if name in link[0].baselines)
 
-    def _best_of_lanes(self, batch: Lengths) -> StepPlan:
-        """Lanes are planned by compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
+    def _best_folded(self, batch: Lengths) -> StepPlan:
+        """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
 
-        On a lane every slice moves the keys and values of its whole prefix, which compute may not hide.
+        In a CP group every slice moves the keys and values of its whole prefix, which compute may not hide.
         """
-        lanes = self._of_lanes()
-        uncut = replace(lanes, links=tuple((plugin, config.uncut()) for plugin, config in lanes.links))
-        plans = [self._under_caps(unfold_cp(lanes._chained(batch), self.limits, self._cp))]
+        folded = self._folded()
+        uncut = replace(folded, links=tuple((plugin, config.uncut()) for plugin, config in folded.links))
+        plans = [self._under_caps(unfold_cp(folded._chained(batch), self.limits, self._cp))]
         if plans[0].cut:
             with suppress(EvenloadError):  # a sequence that must be cut
                 plans.append(self._under_caps(unfold_cp(uncut._chained(batch), self.limits, self._cp)))
@@ -271,8 +271,8 @@ class PlanChain:
     def _cp(self) -> int:
         return self.context.layout.cp
 
-    def _of_lanes(self) -> PlanChain:
-        """The chain of a plane whose ranks are the lanes of static context parallelism."""
+    def _folded(self) -> PlanChain:
+        """The chain of a plane whose ranks are the groups of static context parallelism."""
         limits, context = fold_cp(self.limits, self.context)
         links = tuple((plugin, config.folded(self._cp)) for plugin, config in self.links)
         return replace(self, links=links, limits=limits, context=context)

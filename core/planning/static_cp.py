@@ -1,9 +1,9 @@
-"""Static context parallelism: every micro-batch on a lane of ``parallel.cp`` neighbouring ranks of the plane.
+"""Static context parallelism: every micro-batch on a CP group of ``parallel.cp`` neighbouring ranks.
 
-This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a lane is
+This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a group is
 planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
 share. What the sharing costs is said in `costs.exposed`; an all-to-all, which nothing hides and which grows with the
-tokens alone, counts as linear work of a lane. One degree for all; `mesh` chooses one for each.
+tokens alone, counts as linear work of a group. One degree for all; `mesh` chooses one for each.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..plan.step_plan import MicroBatch, Op, StepPlan
 
 
 def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
-    """Limits and situation of a plane whose ranks are the lanes."""
+    """Limits and context of a plane whose ranks are the CP groups."""
     layout = context.layout
     max_tokens, memory = limits.max_tokens * layout.cp, limits.memory.folded(layout)
-    lanes = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory)
+    folded = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
-    # Each rank of a lane hands over its own share, on the link of its own place.
+    # Each rank of a group hands over its own share, on the link of its own place.
     traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token / layout.cp)
     nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
-    return lanes, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
+    return folded, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
 
 
 def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
-    """The plan of lanes as one of ranks, under their own limits; the token cap is what the plan's becomes on a rank."""
+    """The plan of CP groups as one of ranks, under their own limits; the token cap is the plan's on a rank."""
     max_tokens, held_bytes = -(-plan.limits.max_tokens // cp), plan.limits.max_activation_bytes
     own = replace(limits, max_tokens=max_tokens, max_activation_bytes=held_bytes)
     places = {kind: _places(plan.passes(kind), cp) for kind in PASS_KINDS}
@@ -50,11 +50,11 @@ def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...], cp: int) -> tuple[MicroBatch, ...]:
-    return tuple(one for m in micro_batches for one in _on_lane(m, cp))
+    return tuple(one for m in micro_batches for one in _on_cp_group(m, cp))
 
 
-def _on_lane(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
-    """On the ranks of the lane: padded until each rank has a token; a dummy becomes one for each rank."""
+def _on_cp_group(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
+    """On the ranks of the group: padded until each rank has a token; a dummy becomes one for each rank."""
     ranks = tuple(rank * cp + i for rank in micro_batch.ranks for i in range(cp))
     if not micro_batch.slices:
         return tuple(micro_batch._replace(ranks=(rank,)) for rank in ranks)
@@ -78,7 +78,7 @@ def _shared(context: PlanningContext) -> Costs:
 
 
 def _all_to_all(context: PlanningContext) -> PassCost:
-    """What the ranks of a lane exchange in a pass of either direction, where they share heads."""
+    """What the ranks of a group exchange in a pass of either direction, where they share heads."""
     traffic, cluster, layout = context.traffic, context.cluster, context.layout
     if traffic.cp_comm != "all_to_all":
         return PassCost(token_s=0.0)

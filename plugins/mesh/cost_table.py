@@ -25,7 +25,7 @@ from ...core.plan.step_plan import CpComm, MicroBatch, Slice
 from .config import MeshConfig
 
 LEAST_TOKENS = 4
-"""Tokens that a rank has at least of a sequence that it shares: every engine's layout then gives each of them some."""
+"""Tokens that a rank has at least of a sequence that it shares: with every cp_comm each rank then has some."""
 _GRID = 4
 """Lengths to an octave."""
 _STEPS = 8
@@ -238,7 +238,7 @@ _KNOWN: list[CostTable] = []
 
 
 def cost_table_of(context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> CostTable:
-    """The table of a situation, made anew only when something that it depends on has changed."""
+    """The table of a context, made anew only when something that it depends on has changed."""
     for known in _KNOWN:
         own = known.limits.num_ranks, known.limits.heads, known.limits.node_ranks
         same = own == (limits.num_ranks, limits.heads, limits.node_ranks) and known.config == config
@@ -255,7 +255,7 @@ def shares_heads(heads: int, ranks: int) -> bool:
 
 
 def most_tokens(lengths: Ints, degree: int) -> Ints:
-    """The most tokens of a sequence that one of so many ranks has, in every engine's layout."""
+    """The most tokens of a sequence that one of so many ranks has, in the layout of every cp_comm."""
     return np.where(lengths % (2 * degree), lengths // degree + 2, lengths // degree) if degree > 1 else lengths
 
 

@@ -38,7 +38,7 @@ from .candidates.uncut import uncut
 from .config import MeshConfig
 from .cost_table import LEAST_TOKENS, CostTable, SequenceCosts, cost_table_of
 from .emit.blocks import compute_seconds, fitted, in_blocks
-from .emit.step import lengths_of, limits_for, step
+from .emit.step import limits_for, step
 from .settings import breaks
 
 _FEW = 4
@@ -49,7 +49,7 @@ _PLAYED = 1 << 18
 
 def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
     """The plan of the same batch with ranks shared out anew. Raises EvenloadError for what no ranks here can hold."""
-    lengths, limits = lengths_of(incoming), limits_for(incoming, context, config)
+    lengths, limits = incoming.lengths, limits_for(incoming, context, config)
     kept = _under(incoming, limits)
     if limits.whole_sequences:
         return kept or _on_single_ranks(incoming, limits, context, config)
@@ -108,7 +108,7 @@ def _sliced(
     context = cost_table.context
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     price = context.costs.forward.plus(context.costs.backward)
-    divisions = chained(lengths_of(incoming), cost_table, limits, notes)
+    divisions = chained(incoming.lengths, cost_table, limits, notes)
     ranked = sorted(divisions, key=lambda blocks: compute_seconds(blocks, price, limits.num_stages))
     passes = 0
     for blocks in ranked[: 2 + 2 * config.effort]:

@@ -22,7 +22,7 @@ from ..config import MeshConfig
 from ..cost_table import CostTable, SequenceCosts
 from ..emit.blocks import Block, in_blocks
 from ..emit.micro_batches import micro_batches, whole
-from ..emit.step import lengths_of, step
+from ..emit.step import step
 from .disjoint_groups import Table, groups_of, seconds_of
 from .hybrid_dp import gangs
 from .remap import remapped
@@ -52,7 +52,7 @@ def uncut(
     incoming: StepPlan, limits: Limits, cost_table: CostTable, anywhere: SequenceCosts, config: MeshConfig
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
-    lengths, shares = lengths_of(incoming), anywhere.under(limits.max_tokens)
+    lengths, shares = incoming.lengths, anywhere.under(limits.max_tokens)
     micro_batches = gangs(lengths, cost_table, shares, limits.max_tokens)
     if micro_batches is not None:
         yield step(incoming, limits, micro_batches, "mesh (gangs)")

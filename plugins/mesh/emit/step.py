@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ....core.aliases import Ints
 from ....core.costs.context import PlanningContext
 from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
@@ -14,11 +13,6 @@ from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.stock import UNCAPPED
 from ..config import MeshConfig
 from .micro_batches import idle
-
-
-def lengths_of(plan: StepPlan) -> Ints:
-    """int64 [K]."""
-    return plan.lengths
 
 
 def limits_for(plan: StepPlan, context: PlanningContext, config: MeshConfig) -> Limits:
