@@ -92,7 +92,7 @@ def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConf
     seconds = costs.sequence_s(lengths).tolist()
     most = 1 << (num_ranks.bit_length() - 1)
     load = np.zeros(num_ranks)
-    gangs: list[MicroBatch] = []
+    shared: list[MicroBatch] = []
     alone: list[list[int]] = [[] for _ in range(num_ranks)]
     for i in np.argsort(-lengths, kind="stable").tolist():
         n = int(lengths[i])
@@ -104,10 +104,10 @@ def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConf
         if degree == 1:
             alone[first].append(i)
         else:
-            gangs.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
+            shared.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
     packs = in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])
-    held = [-(-m.num_tokens // len(m.ranks)) + 2 for m in gangs] + [s.length for m in packs for s in m.slices]
-    return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*gangs, *packs], "memory_degree")
+    held = [-(-m.num_tokens // len(m.ranks)) + 2 for m in shared] + [s.length for m in packs for s in m.slices]
+    return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*shared, *packs], "memory_degree")
 
 
 BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]] = {

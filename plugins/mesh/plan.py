@@ -1,12 +1,12 @@
 """How many ranks, and which, share each sequence: a portfolio judged by the simulator.
 
-gangs    long sequences on as many ranks as they deserve, one micro-batch each, short ones packed on single ranks beside
-         (`gangs`; ByteScale, arXiv 2502.21231)
+hybrid   long sequences on as many ranks as they deserve, one micro-batch each, short ones packed on single ranks beside
+         (`hybrid_dp`; ByteScale, arXiv 2502.21231)
 rounds   all ranks run one micro-batch at a time, in which long sequences are on many ranks and short ones on one; their
-         loads add up on a rank (`rounds`, `zones`; Zeppelin, arXiv 2509.21841)
-groups   rounds in disjoint groups of ranks (`groups`; FlexSP, arXiv 2412.01523)
-chains   long sequences in slices, each slice on several ranks (`chains`): where even all ranks cannot hold one at once,
-         and in pipelines, whose stages wait less for smaller micro-batches
+         loads add up on a rank (`rounds`; Zeppelin, arXiv 2509.21841)
+groups   rounds in disjoint groups of ranks (`disjoint_groups`; FlexSP, arXiv 2412.01523)
+chains   long sequences in slices, each slice on several ranks (`slice_chains`): where even all ranks cannot hold one at
+         once, and in pipelines, whose stages wait less for smaller micro-batches
 incoming the plan that came in, of the packing plugin; where sequences are few, also the plans of others (`baselines`)
 
 Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The

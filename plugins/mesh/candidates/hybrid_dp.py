@@ -1,8 +1,8 @@
-"""Gangs: each long sequence alone on as many ranks as it deserves, short ones packed on single ranks beside.
+"""Hybrid DP: each long sequence alone on as many ranks as it deserves, short ones packed on single ranks beside.
 
 ByteScale's balanced hybrid data parallelism (arXiv 2502.21231, section 5): ranks run different numbers of micro-batches
 and meet once, at the sum of gradients. There a sequence gets as many ranks as its tokens fill; here as many as bring it
-under its share of the step, memory being a cap only. Gangs are launched widest first, on the ranks that are least
+under its share of the step, memory being a cap only. Shared ones are launched widest first, on the ranks that are least
 loaded; then short sequences go longest first to the least loaded rank, which packs its own in few micro-batches.
 """
 
@@ -21,7 +21,7 @@ _ANY = 1 << 50
 """Tokens of a rank in all of its micro-batches together."""
 
 
-def gangs(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int) -> list[MicroBatch] | None:
+def hybrid_dp(lengths: Ints, cost_table: CostTable, shares: SequenceCosts, cap: int) -> list[MicroBatch] | None:
     """The micro-batches in launch order; None where a sequence fits nowhere. lengths int64 [K], ``shares`` theirs."""
     priced = shares.launching(*cost_table.launch, cap)
     frame = Frame(cost_table.limits.num_ranks, cost_table.node, _ANY, queued=True)

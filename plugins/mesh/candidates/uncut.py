@@ -1,4 +1,4 @@
-"""The plans that `plan` chooses from where no sequence is cut: gangs, and the best division into rounds found.
+"""The plans that `plan` chooses from where no sequence is cut: hybrid DP, and the best division into rounds found.
 
 A division is judged by the sequences as they are placed, which agrees with the simulator to a per mille; simulating
 each would take longer than placing it. In the best one, rounds in which ranks are left waiting are tried as disjoint
@@ -24,7 +24,7 @@ from ..emit.blocks import Block, in_blocks
 from ..emit.micro_batches import micro_batches, whole
 from ..emit.step import step
 from .disjoint_groups import Table, groups_of, seconds_of
-from .hybrid_dp import gangs
+from .hybrid_dp import hybrid_dp
 from .remap import remapped
 from .rounds import divisions, step_seconds
 
@@ -53,9 +53,9 @@ def uncut(
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
     lengths, shares = incoming.lengths, anywhere.under(limits.max_tokens)
-    micro_batches = gangs(lengths, cost_table, shares, limits.max_tokens)
+    micro_batches = hybrid_dp(lengths, cost_table, shares, limits.max_tokens)
     if micro_batches is not None:
-        yield step(incoming, limits, micro_batches, "mesh (gangs)")
+        yield step(incoming, limits, micro_batches, "mesh (hybrid DP)")
     rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
