@@ -197,6 +197,7 @@ def test_names_that_documents_import_are_all_there() -> None:
     assert all(is_there(line) for line in EARLIER["imports"]), [n for n in EARLIER["imports"] if not is_there(n)]
 
 
+@pytest.mark.slow
 def test_what_can_be_asked_without_training_has_all_its_keys(tmp_path: Path) -> None:
     now = planned_keys(tmp_path)
     assert not [line for name in now for line in gone(name, EARLIER["json"][name], now[name])]

@@ -14,6 +14,7 @@ NEXT_TO_BOUND_WITH_COMMUNICATION = 969
 CHOSEN_FOR_ITS_MEMORY = 1654
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [NEXT_TO_BOUND_WITH_COMMUNICATION, CHOSEN_FOR_ITS_MEMORY])
 def test_no_plan_is_slower_than_a_lawful_row(number: int) -> None:
     words = [sys.executable, "-P", str(BENCHMARK), "--settings", "1", "--first", str(number), "--json"]

@@ -82,6 +82,7 @@ def test_a_stage_keeps_its_json_or_its_text(stages: ModuleType, tmp_path: Path) 
     assert "why" in row["stderr"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_ends_with_all_it_started(stages: ModuleType, tmp_path: Path) -> None:
     child = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
     began = time.monotonic()
@@ -159,6 +160,7 @@ def test_slices_are_measured_with_every_kernel_there_is(script: Callable[..., Do
     assert all(row["grad_rel_err"] < 1e-5 and row["tokens_per_s"] > 0 for row in run["rows"])
 
 
+@pytest.mark.slow
 def test_slices_start_nothing_when_time_is_up(script: Callable[..., Done]) -> None:
     done = script("slices.py", "--tiny", "--tokens", "320", "--limit", "0", "--json")
     assert done.returncode == 0, done.stderr[-3000:]

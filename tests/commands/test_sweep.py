@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_shown_and_never_best(recipe: Recipe, lengths: Path
     assert "none fits" in shown(result)
 
 
+@pytest.mark.slow
 def test_through_the_command_line(tmp_path: Path, lengths: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     start = [sys.executable, "-m", "evenload", "plan", "recipe.yaml", "--lengths", str(lengths), "--nproc", "8"]

@@ -158,7 +158,13 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("megatron, stages, recompute", "megatron, shared slices")
+"""Runs of `make check`; what DeepSpeed runs is compared there by tests/integrations/deepspeed."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_a_small_run_is_exact(
     name: str, tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -68,7 +68,9 @@ def _by_name(slice_plans, name):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))]
+)
 def test_every_plan_is_exact_in_float64(slice_plans, family, recompute):
     model, plain = _model(family), _model(family, plain=True)
     if recompute:
