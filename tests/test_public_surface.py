@@ -193,6 +193,7 @@ def test_python_names_are_all_there() -> None:
         assert all(is_there(n) for n in asked if ":" in n)
 
 
+@pytest.mark.slow
 def test_names_that_documents_import_are_all_there() -> None:
     assert all(is_there(line) for line in EARLIER["imports"]), [n for n in EARLIER["imports"] if not is_there(n)]
 

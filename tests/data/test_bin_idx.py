@@ -21,6 +21,7 @@ def write_pair(prefix, documents=DOCUMENTS, *, dtype="<u2", code=8, magic=b"MMID
     return str(prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numpy_type", ["uint16", "int32", "int64", "uint8"])
 def test_what_megatron_writes_is_read(tmp_path, numpy_type):
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
