@@ -68,6 +68,6 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
 
 
 def _attention(_: Any) -> Any:
-    from ..integrations.deepspeed import attention
+    from ..integrations.huggingface import attention
 
     return attention.attention

@@ -22,11 +22,11 @@ from ...runtime.attention.pack import TokensOf, count_targets
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.world import World
 from ..host import Host, Mark, StepResult
+from ..huggingface.models import refuse_unequal_replay
 from ..textbook import AdamState
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .traits import rules
-from .unmodified.supported import refuse_unequal_replay
 
 
 class EngineHost(Host):

@@ -31,11 +31,11 @@ from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
 from ..host import Mark
+from ..huggingface.models import refuse_unsupported
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
 from .model import build_model, recompute_layers
 from .stage import EngineStage
-from .unmodified.supported import refuse_unsupported
 
 log = logging.getLogger("evenload")
 

@@ -17,7 +17,7 @@ from ...core.input import reading
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.stage.lookup import sum_in_float32
-from . import attention
+from ..huggingface import attention
 from .partial import Parts, build_partly
 
 _FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}

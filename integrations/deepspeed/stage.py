@@ -18,7 +18,7 @@ from ...runtime.attention.prefix import PrefixStore
 from ...runtime.stage.executor import Graph, StageTrainer
 from ...runtime.stage.offload import layers_of
 from ...runtime.world.plane import Plane
-from . import attention
+from ..huggingface import attention
 from .engine import Reduction
 from .model import recompute_layers, recomputing
 

@@ -27,10 +27,10 @@ from ....core.errors import refuse_first
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import Pack
-from .. import attention
+from ...huggingface import attention
+from ...huggingface.models import refuse_unsupported
 from ..engine import prepare_deepspeed
 from ..model import build_model, model_config, recompute_layers, recomputing
-from ..unmodified.supported import refuse_unsupported
 
 _FINAL_NORM = {
     "gpt_neox": "final_layer_norm",

@@ -32,10 +32,10 @@ import torch
 from ....core.errors import EvenloadError
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
-from .. import attention
+from ...huggingface import attention
+from ...huggingface.models import refuse_unsupported
 from .loader import Planned, PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of
-from .supported import refuse_unsupported
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 from evenload.core.errors import EvenloadError
-from evenload.integrations.deepspeed.unmodified.supported import refuse_unequal_replay, refuse_unsupported
+from evenload.integrations.huggingface.models import refuse_unequal_replay, refuse_unsupported
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....core.errors import EvenloadError
+from ...core.errors import EvenloadError
 
 _WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types that see less than the whole sequence, and the config's name for how much."""

@@ -22,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from ...core.errors import EvenloadError
 from ...runtime.attention.attention import packed_attention
 from ...runtime.attention.pack import Pack
-from .unmodified.supported import rotary_reach
+from .models import rotary_reach
 
 NAME = "evenload"
 """What ``attn_implementation`` calls it."""
