@@ -25,6 +25,7 @@ from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
 from ....runtime.world.agreement import everyone
+from ...planned_runs import report_step
 
 log = logging.getLogger("evenload")
 
@@ -150,6 +151,7 @@ class PlannedLoader:
         if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
             # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
             plan = replace(self._chain, limits=replace(self._chain.limits, equal_counts=True)).plan(batch)
+        report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
         return into_exactly(plan, self._num_micro_batches)[dist.get_rank()]
 
     def _read(self, index: int) -> Sample:
