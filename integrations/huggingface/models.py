@@ -35,6 +35,12 @@ def refuse_unsupported(config: Any, longest: int | None = None) -> None:
         raise EvenloadError(f"packed causal attention cannot run the model '{name}'", detail, do)
 
 
+def is_rotary(config: Any) -> bool:
+    """Whether positions act by their differences alone, so that a sample may begin at any of them."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "rope_parameters", None))
+
+
 def rotary_reach(config: Any) -> int | None:
     """Up to how many tokens a sequence's rotary tables do not depend on what it is packed with; None if they never do.
 
@@ -83,6 +89,10 @@ def _fault(config: Any, longest: int | None) -> tuple[str, str]:
     if longest is not None and reach is not None and reach < longest:
         detail = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
         return detail, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
+    weight = getattr(config, "router_aux_loss_coef", "of its own")
+    if getattr(config, "output_router_logits", False) and weight:
+        detail = f"output_router_logits = True, router_aux_loss_coef = {weight}: a mean over each micro-batch"
+        return detail, "set output_router_logits: false in the model's config, or leave evenload off for this model"
     for kind, key in _WINDOW_OF.items():
         window = getattr(config, key, None)
         if longest is not None and window is not None and window < longest and (not types or kind in types):
