@@ -23,7 +23,7 @@ from ..core.errors import EvenloadError, RankError
 from ..core.plan.step_plan import StepPlan
 from ..core.planning.chain import PlanChain
 from ..core.planning.gains import gains
-from .run_folder import Idle, Refusal, RunFolder
+from .run_folder import Idle, RunFolder
 
 log = logging.getLogger("evenload")
 
@@ -57,7 +57,7 @@ def report_step(loop: str, chain: PlanChain, plan: StepPlan, *, micro_batch_size
 def report_refusal(error: EvenloadError) -> None:
     """Print the message of an error that ends this process, unless a process of this machine has printed the same."""
     folder = RunFolder.of_process()
-    if folder is None or folder.write_refusal(Refusal(error.what, error.found, error.do)):
+    if folder is None or folder.write_refusal(error):
         # torch.distributed's hook puts sys.stderr aside while ours runs, and would lose what a process that ends says.
         print(f"evenload: {error}", file=sys.__stderr__, flush=True)
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core.errors import EvenloadError
+
 VARIABLE = "EVENLOAD_STARTED"
 """Names the folder to the processes of the command."""
 
@@ -29,14 +31,6 @@ class Idle(NamedTuple):
 
     loop: str
     why: str
-    do: str
-
-
-class Refusal(NamedTuple):
-    """The three parts of an `EvenloadError`."""
-
-    what: str
-    found: str
     do: str
 
 
@@ -60,9 +54,9 @@ class RunFolder:
         """Whether this process is the first to say so."""
         return self._write_first("idle", idle)
 
-    def write_refusal(self, refusal: Refusal) -> bool:
+    def write_refusal(self, error: EvenloadError) -> bool:
         """Whether this process is the first to raise it."""
-        return self._write_first("refused", refusal)
+        return self._write_first("refused", (error.what, error.found, error.do))
 
     def write_check(self, record: dict[str, Any]) -> None:
         self._write("check", record)
@@ -94,8 +88,8 @@ class RunFolder:
         return [Idle(*parts) for parts in self._read("idle-*")]
 
     @property
-    def refusals(self) -> list[Refusal]:
-        return [Refusal(*parts) for parts in self._read("refused-*")]
+    def refusals(self) -> list[EvenloadError]:
+        return [EvenloadError(*parts) for parts in self._read("refused-*")]
 
     @property
     def check(self) -> dict[str, Any] | None:
