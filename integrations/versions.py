@@ -37,7 +37,7 @@ def version_of(distribution: str) -> str | None:
     return None
 
 
-def describe(distribution: str) -> str:
+def describe_version(distribution: str) -> str:
     """``megatron-core 0.16.1``; where pip lists another version or none, that too, and where the module lies."""
     version, listed, folder = version_of(distribution), listed_version(distribution), _folder(distribution)
     if version is None and folder is None:

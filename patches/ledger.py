@@ -1,7 +1,8 @@
 """The engine that applies patch rows and takes them out again, exactly.
 
 apply   all rows or none. Every row is held against the version before anything is touched, then against that of the
-        loaded module, the symbol, who made it and its signature. ``from module import name`` copies taken earlier are rebound as well.
+        loaded module, the symbol, who made it and its signature. ``from module import name`` copies taken earlier are
+        rebound as well.
 lazy    a row whose module is not loaded yet waits for it and is applied right after the module's body.
 undo    last on, first off; every entry gets back the very object that was found there, and what had not been there is
         deleted. Names imported while the patch was on are set back too. If anybody has changed an entry since, nothing
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
-from ..integrations.versions import describe
+from ..integrations.versions import describe_version
 from .import_hook import ImportHook
 from .row import Patch, check_owner, check_signature, check_version, missing_symbol
 from .slots import MISSING, Slot, describe, globals_holding, is_loading, locate, within
@@ -224,7 +225,7 @@ def _slot_of(row: Patch) -> Slot:
     except ImportError as error:
         raise EvenloadError(
             f"patch '{row.name}': {row.module} cannot be imported",
-            f"{type(error).__name__}: {error}, with {describe(Requirement(row.supports).name)}",
+            f"{type(error).__name__}: {error}, with {describe_version(Requirement(row.supports).name)}",
             f"repair the installation ({row.supports}), or leave the patch out",
         ) from error
 

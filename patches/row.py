@@ -11,7 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
-from ..integrations.versions import describe, is_installed, listed_version, version_of
+from ..integrations.versions import describe_version, is_installed, listed_version, version_of
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,12 +83,12 @@ def check_version(row: Patch) -> None:
     if version is None:
         if is_installed(needs.name):
             return
-        raise EvenloadError(what, describe(needs.name), f"{install}, or leave the patch out")
+        raise EvenloadError(what, describe_version(needs.name), f"{install}, or leave the patch out")
     if not needs.specifier.contains(version, prereleases=True):
         do = f"{install}, or use a version of evenload that supports {version}"
         if listed_version(needs.name) != version:
             do = f"take that folder off PYTHONPATH, and {do}"
-        raise EvenloadError(what, describe(needs.name), do)
+        raise EvenloadError(what, describe_version(needs.name), do)
 
 
 def check_signature(row: Patch, value: Any) -> None:
@@ -105,7 +105,7 @@ def check_signature(row: Patch, value: Any) -> None:
     if lost:
         raise EvenloadError(
             f"patch '{row.name}': {row.target} no longer takes {', '.join(lost)}",
-            f"{row.target.partition(':')[2]}{signature} in {describe(Requirement(row.supports).name)}",
+            f"{row.target.partition(':')[2]}{signature} in {describe_version(Requirement(row.supports).name)}",
             _report(row),
         )
 
@@ -123,7 +123,9 @@ def check_owner(row: Patch, value: Any) -> None:
 
 def missing_symbol(row: Patch, path: str) -> EvenloadError:
     """The error for a symbol that upstream has moved or removed."""
-    return EvenloadError(f"patch '{row.name}': {path} does not exist", describe(Requirement(row.supports).name), _report(row))
+    return EvenloadError(
+        f"patch '{row.name}': {path} does not exist", describe_version(Requirement(row.supports).name), _report(row)
+    )
 
 
 def _report(row: Patch) -> str:

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
-from ..versions import describe, is_installed, version_of
+from ..versions import describe_version, is_installed, version_of
 
 SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
 
@@ -21,7 +21,7 @@ def check_host() -> str:
         )
     version = version_of(SUPPORTED.name)
     if version is not None and not SUPPORTED.specifier.contains(version, prereleases=True):
-        raise EvenloadError("this version of Megatron-Core is not supported", describe(SUPPORTED.name), install)
+        raise EvenloadError("this version of Megatron-Core is not supported", describe_version(SUPPORTED.name), install)
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
@@ -30,7 +30,7 @@ def check_host() -> str:
             str(error),
             "start with `evenload train`, or call evenload.patches.bridge_cpu() before Megatron-Core is imported",
         ) from error
-    return version
+    return version or describe_version(SUPPORTED.name)
 
 
 def check_recipe(recipe: Recipe) -> None:
