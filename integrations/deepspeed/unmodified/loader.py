@@ -28,6 +28,7 @@ from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
+from ...planned_runs import report_step
 from .batches import Planned, build_batch
 from .counts import into_exactly
 
@@ -183,7 +184,9 @@ class PlannedLoader:
         if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
             # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
             plan = replace(self._chain, limits=replace(self._chain.limits, equal_counts=True)).plan(batch)
-        return into_exactly(plan, self._num_micro_batches, self._chain.context.costs)[dist.get_rank()]
+        rows = into_exactly(plan, self._num_micro_batches, self._chain.context.costs)
+        report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
+        return rows[dist.get_rank()]
 
     def _collate(self, rows: Iterable[int]) -> Mapping[str, Any]:
         """Rows of the dataset, through the script's own collate function."""

@@ -34,6 +34,7 @@ from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
+from ...planned_runs import end_of_check
 from .batches import Planned
 from .loader import PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of
@@ -130,6 +131,8 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
             f"micro-batch {state.running.place} of the step",
             "call engine.backward(loss), not loss.backward(), between engine(...) and engine.step()",
         )
+    if state is not None and engine.is_gradient_accumulation_boundary():
+        end_of_check()
     return wrapped(*args, **kwargs)
 
 
