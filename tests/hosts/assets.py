@@ -2,15 +2,16 @@
 
     python assets.py FOLDER
 
-makes FOLDER/models/{llama,llama_deep,mistral,qwen3_moe,gpt2} with one tokenizer, and FOLDER/data: `text.jsonl` and
+makes FOLDER/models/{llama,mistral,qwen3_moe,gpt2} with one tokenizer, and FOLDER/data: `text.jsonl` and
 `text.txt` (plain text), `chat` (messages), `completions` (prompt and completion) and `preferences` (prompt, chosen,
-rejected), each a folder with `train.jsonl` and `test.jsonl` that `datasets.load_dataset` reads. Lengths are lognormal:
-most samples have some 60 tokens, the longest `LONGEST`.
+rejected), each a folder with `train.jsonl` and `test.jsonl` that `datasets.load_dataset` reads. Lengths are lognormal
+with a median of 64 tokens, the longest is near `LONGEST`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 import sysconfig
@@ -53,7 +54,6 @@ COMMON = {
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
-    "llama_deep": LlamaConfig(**{**COMMON, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}),
     "mistral": MistralConfig(**COMMON, head_dim=8, sliding_window=64),
     "qwen3_moe": Qwen3MoeConfig(
         **COMMON,
@@ -69,12 +69,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 def make(folder: Path, names: Iterable[str] = ("llama", "mistral", "qwen3_moe", "gpt2")) -> None:
     """Make the models of these names and all data below `folder`."""
-    drawn = random.Random(0)
-    source = "\n".join(path.read_text(errors="ignore") for path in _library())
+    source = library()
     tokenizer = make_tokenizer(source[:400_000])
     for name in names:
         save_model(folder / "models" / name, CONFIGS[name], tokenizer)
-    texts = list(draw_texts(source, tokenizer, drawn, NUM_TRAIN + NUM_TEST))
+    texts = list(draw_texts(source, tokenizer))
     data = folder / "data"
     data.mkdir(parents=True)
     (data / "text.txt").write_text("".join(" ".join(text.split()) + "\n" for text in texts))
@@ -82,12 +81,13 @@ def make(folder: Path, names: Iterable[str] = ("llama", "mistral", "qwen3_moe", 
         write_rows(data / name, texts, row)
 
 
-def _library() -> list[Path]:
+def library() -> str:
     """The 80 first modules of the standard library by name: text that every machine with this Python has."""
-    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]
+    return "\n".join(path.read_text(errors="ignore") for path in paths)
 
 
-def make_tokenizer(text: str, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+def make_tokenizer(text: str, vocabulary: int = VOCABULARY, longest: int = LONGEST) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of this vocabulary that knows `CHAT_TEMPLATE`."""
     byte_pairs = Tokenizer(models.BPE())
     byte_pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +98,7 @@ def make_tokenizer(text: str, vocabulary: int = VOCABULARY) -> PreTrainedTokeniz
     )
     byte_pairs.train_from_iterator(text.splitlines(), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_pairs, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=LONGEST
+        tokenizer_object=byte_pairs, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=longest
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -111,13 +111,14 @@ def save_model(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedToke
     tokenizer.save_pretrained(folder)
 
 
-def draw_texts(
-    source: str, tokenizer: PreTrainedTokenizerFast, drawn: random.Random, count: int, longest: int = LONGEST
-) -> Iterable[str]:
-    """Pieces of `source` of lognormal length, median 60 tokens; with a template around it none exceeds `longest`."""
-    tokens = tokenizer(source[: 400 * longest * 3], add_special_tokens=False)["input_ids"]
-    for _ in range(count):
-        length = min(max(12, int(drawn.lognormvariate(4.1, 1.0))), longest - 32)
+def draw_texts(source: str, tokenizer: PreTrainedTokenizerFast) -> Iterable[str]:
+    """Pieces of `source` of lognormal length, a median of an eighth of the tokenizer's longest, the same each time;
+    with a template around it none is longer than that."""
+    drawn = random.Random(0)
+    longest = tokenizer.model_max_length
+    tokens = tokenizer(source[:600_000], add_special_tokens=False)["input_ids"]
+    for _ in range(NUM_TRAIN + NUM_TEST):
+        length = min(max(12, int(drawn.lognormvariate(math.log(longest / 8), 1.0))), longest - 32)
         start = drawn.randrange(len(tokens) - length)
         yield tokenizer.decode(tokens[start : start + length])
 

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import datasets
-import torch
-
 import evenload
+import torch
 
 torch.set_num_threads(1)
 # What is read from the environment at the import, which was the forge's.

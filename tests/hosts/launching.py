@@ -22,11 +22,12 @@ HERE = Path(__file__).parent
 SCRIPTS, STARTUP = HERE / "scripts", HERE / "startup"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
 RANKS = 2
-COMMON = (
-    "--use_cpu --seed 1 --per_device_train_batch_size 2 --per_device_eval_batch_size 4 --learning_rate 1e-3"
-    " --lr_scheduler_type constant --logging_steps 1 --logging_nan_inf_filter False --report_to none"
-    " --save_strategy no --disable_tqdm True"
-).split()
+COMMON = [
+    *("--use_cpu", "--seed", "1", "--disable_tqdm", "True", "--report_to", "none", "--save_strategy", "no"),
+    *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"),
+    *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant"),
+    *("--logging_steps", "1", "--logging_nan_inf_filter", "False"),
+]
 """Arguments of every script that takes `TrainingArguments`."""
 
 

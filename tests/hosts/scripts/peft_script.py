@@ -32,9 +32,7 @@ def main() -> None:
     script, training = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(script.model)
-    lora = LoraConfig(
-        task_type=TaskType.CAUSAL_LM, r=script.lora_r, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]
-    )
+    lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=script.lora_r, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(script.model), lora)
     model.print_trainable_parameters()
     data = load_dataset(script.data, split="train")

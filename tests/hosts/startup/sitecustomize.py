@@ -30,3 +30,7 @@ def _on_cpus(module):
             module.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     module.PartialState.__init__, module.AcceleratorState.__init__ = start_on_cpu, decide_with_fsdp
+
+
+if "HOSTS_MEASURED" in os.environ:
+    import measured  # noqa: F401
