@@ -24,13 +24,14 @@ import json
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from evenload.commands._shared.show import emit, grid, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "hosts"), str(Path(__file__).parent)]
+sys.path += [str(ROOT / "tests" / "hosts"), str(Path(__file__).parent)]
 import assets
 import launching
 
@@ -76,7 +77,7 @@ def measured(variant: str, arguments: list[str], data: Path, folder: Path, recip
         "variant": variant,
         "updates": len(steps),
         "epoch_s": (steps[-1] - steps[0]) * len(steps) / (len(steps) - 1),
-        "step_s": statistics.median(b - a for a, b in zip(steps, steps[1:], strict=False)),
+        "step_s": statistics.median(b - a for a, b in pairwise(steps)),
         "computed": sum(rank["tokens"] for rank in ranks),
         "tokens": samples,
         "loss": {row["step"]: row["loss"] for row in log if "loss" in row},

@@ -1,6 +1,7 @@
 """Upstream's own scripts, unmodified, on two CPU ranks: do they run with evenload, are they equal, what is gained.
 
-    python benchmarks/hosts/upstream.py CHECKOUT... [--only NAME] [--layouts ddp,zero2] [--repeats 1] [--json] [--out FILE]
+    python benchmarks/hosts/upstream.py CHECKOUT... [--only NAME] [--layouts ddp,zero2] [--repeats 1] [--keep FOLDER]
+        [--json] [--out FILE]
 
 A CHECKOUT is a folder called transformers, trl, accelerate, peft or DeepSpeedExamples that has upstream's files at
 upstream's paths (`cases.py`); rows of those that are missing say so. Each script runs stock and by ``evenload run``,
@@ -23,13 +24,14 @@ import shutil
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from evenload.commands._shared.show import emit, grid, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "hosts"), str(Path(__file__).parent)]
+sys.path += [str(ROOT / "tests" / "hosts"), str(Path(__file__).parent)]
 import launching
 from cases import CASES, Case
 
@@ -57,7 +59,7 @@ def measured(case: Case, layout: str, script: Path, assets: Path, folder: Path, 
     for name, pattern in PRINTED.items():
         values[name] = values[name] or {int(step): float(value) for step, value in pattern.findall(run.output)}
     steps = ranks[0]["steps"] if ranks else []
-    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(steps)]
     tokens = sum(rank["tokens"] for rank in ranks)
     return {"code": run.code, "values": values, "tokens": tokens, "step_s": gaps, "said": said(run.output)}
 

@@ -1,4 +1,4 @@
-"""Scripts started as users start them: torchrun, ``accelerate launch``, the deepspeed launcher; ``evenload run`` around.
+"""Scripts started as users start them: by torchrun or ``accelerate launch``, and with ``evenload run`` around it.
 
 The forge of `test_equal.py` leaves launchers and imports out; here they are.
 """
