@@ -75,6 +75,12 @@ def split(batch: Mapping[str, Any], *, rotary: bool) -> list[Sample]:
     return samples
 
 
+def reach(batch: Mapping[str, Any]) -> int:
+    """Positions that a stock run of the batch has, padding included: some rotary tables follow the largest one."""
+    positions_BT = batch.get("position_ids")
+    return int(batch["input_ids"].shape[1] if positions_BT is None else positions_BT.max() + 1)
+
+
 def _spans(mask_BT: Tensor) -> list[tuple[int, int]]:
     """(first, stop) of the tokens of each row. Raises EvenloadError for rows without tokens and masks with holes."""
     real_BT = mask_BT.bool()
