@@ -130,8 +130,8 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The data iterator of one micro-batch: gives its fields once.
 
     Raises EvenloadError where Megatron-LM's `get_batch_on_this_tp_rank` takes a batch whose mask is None: it moves
-    every mask to the device, and would fail there. Loops that hand the mask on to the model run well, so the batch does not
-    tell the two apart; the code that takes it does.
+    every mask to the device, and would fail there. Loops that hand the mask on to the model run well, so the batch does
+    not tell the two apart; the code that takes it does.
     """
     frame = inspect.currentframe()
     taker = frame.f_back.f_code.co_name if frame is not None and frame.f_back is not None else ""
