@@ -28,11 +28,17 @@ from ..integrations.run_folder import VARIABLE, RunFolder
 from ._shared.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
-_FIRST_IMPORTS = {"megatron": ("megatron.core",), "deepspeed": ("deepspeed", "transformers", "accelerate")}
+_FIRST_IMPORTS = {
+    "megatron": ("megatron.core",),
+    "deepspeed": ("deepspeed", "transformers", "accelerate"),
+    "transformers": ("transformers", "accelerate"),
+}
 """Of a trainer's packages, those that a script may import first."""
 _PLANNED_LOOPS = {
     "megatron": "call the function that get_forward_backward_func() returns, with forward_only=False",
-    "deepspeed": "give deepspeed.initialize the data set as training_data=",
+    "deepspeed": "give deepspeed.initialize the data set as training_data=, or, where it trains by Hugging Face's "
+    "Trainer, write trainer: transformers into the recipe",
+    "transformers": "train by transformers.Trainer, or by a trainer made from it",
 }
 """What a script must do for its steps to be planned."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
