@@ -30,8 +30,7 @@ from typing import Any
 
 from evenload.commands._shared.show import emit, grid, seconds
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / "hosts"), str(Path(__file__).parent)]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 import launching
 from cases import CASES, Case
 
