@@ -1,0 +1,109 @@
+"""The global batch of a Trainer's optimizer step: gathered from all ranks, planned, and sent to where it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
+from ...core.planning.chain import PlanChain
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import IGNORE
+from ...runtime.world.agreement import everyone, place
+from ...runtime.world.exchange import exchange
+from ..deepspeed.unmodified.section import for_engine
+from .models import is_rotary
+from .refusals import raise_together
+from .samples import split
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """The samples of one optimizer step, in the order of a stock run: micro-batch by micro-batch, rank by rank."""
+
+    lengths: Lengths
+    source: tuple[int, ...]
+    """The rank that has read the sample at each place."""
+    own: Mapping[int, Tensor]
+    """int64 [2, L], tokens and labels, of the samples that this rank has read, by their place."""
+    has_mask: bool
+    """The script's batches have an ``attention_mask``."""
+
+    def exchange(self, plan: StepPlan) -> dict[int, Any]:
+        """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
+        ranks: list[set[int]] = [set() for _ in self.lengths]
+        for micro_batch in (*plan.micro_batches, *plan.backward):
+            for piece in micro_batch.slices:
+                ranks[piece.sequence] |= set(micro_batch.ranks)
+        samples = exchange(self.own, self.source, [sorted(r) for r in ranks], self.lengths.tolist(), rows=2)
+        return {where: sample.numpy() for where, sample in samples.items()}
+
+
+def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
+    """The samples of all ranks. Collective.
+
+    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where their
+    targets are not those that the Trainer counts (``num_items``).
+    """
+    own, error = _split(batches, rotary=is_rotary(config))
+    rows = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one] for one in own]
+    of_ranks = everyone((error, rows))
+    raise_together(fault for fault, _ in of_ranks if fault is not None)
+    order = [
+        (rank, k, row)
+        for k in range(max(len(one) for _, one in of_ranks))
+        for rank, (_, one) in enumerate(of_ranks)
+        for row in range(len(one[k]) if k < len(one) else 0)
+    ]
+    facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
+    _refuse_other_targets(sum(targets for _, targets in facts), int(num_items))
+    me = place()[0]
+    return GlobalBatch(
+        as_lengths([length for length, _ in facts]),
+        tuple(rank for rank, _, _ in order),
+        {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
+        "attention_mask" in batches[0],
+    )
+
+
+def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:
+    """The planners of a recipe for the model, the precision and the ranks of a Trainer. Raises EvenloadError."""
+    from .supported import inner_model
+
+    args, model = trainer.args, inner_model(trainer)
+    half = args.bf16 or args.fp16 or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    of_model = for_engine(
+        recipe, model.config.get_text_config(), zero_stage=_zero_stage(trainer), dtype="bf16" if half else "fp32"
+    )
+    of_model = of_model.changed({"train.micro_batch_size": args.per_device_train_batch_size})
+    chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
+    whole = trainer.label_smoother is not None
+    return replace(chain, limits=replace(chain.limits, equal_counts=True, whole_sequences=whole))
+
+
+def _split(batches: Sequence[Any], *, rotary: bool) -> tuple[list[list[Tensor]], EvenloadError | None]:
+    """int64 [2, L] of each sample of each batch, tokens and labels; or why not, for all ranks to raise together."""
+    try:
+        return [[torch.stack([*sample]).cpu() for sample in split(batch, rotary=rotary)] for batch in batches], None
+    except EvenloadError as error:
+        return [], error
+
+
+def _zero_stage(trainer: Any) -> int:
+    if trainer.is_deepspeed_enabled:
+        return int(trainer.accelerator.state.deepspeed_plugin.zero_stage)
+    return 3 if trainer.is_fsdp_enabled else 0
+
+
+def _refuse_other_targets(targets: int, counted: int) -> None:
+    if targets != counted or not targets:
+        raise EvenloadError(
+            "the Trainer divides by another number than that of the target tokens",
+            f"{targets} labels behind the first token of a sample, num_items_in_batch = {counted}",
+            "use a causal language model, and batches whose labels are -100 at the first token of each sample",
+        )
