@@ -4,7 +4,9 @@ A folder of evenload's own (`startup`) goes on PYTHONPATH, in front. Python look
 starts, whoever starts it: torchrun, the deepspeed launcher, a shell script, ``python -m``. The command line need not be
 understood or rewritten for that, which would reach no further than the first process. The folder is part of the
 installed package and not a temporary one, so that other nodes have it too. Python started without PYTHONPATH
-(``-I``, ``-E``, ``-S``) is not reached; where no process was, a warning says so.
+(``-I``, ``-E``, ``-S``) is not reached.
+
+The last line on stderr says what was planned; where nothing was, why, and which line to change.
 """
 
 from __future__ import annotations
@@ -21,10 +23,24 @@ from types import FrameType
 
 from ..api import load_recipe
 from ..core.errors import EvenloadError
+from ..core.recipe.recipe import Recipe
+from ..integrations.run_folder import VARIABLE, RunFolder
 from ._shared.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
-_FIRST_IMPORTS = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
+_FIRST_IMPORTS = {
+    "megatron": ("megatron.core",),
+    "deepspeed": ("deepspeed", "transformers", "accelerate"),
+    "transformers": ("transformers", "accelerate"),
+}
+"""Of a trainer's packages, those that a script may import first."""
+_PLANNED_LOOPS = {
+    "megatron": "call the function that get_forward_backward_func() returns, with forward_only=False",
+    "deepspeed": "give deepspeed.initialize the data set as training_data=, or, where it trains by Hugging Face's "
+    "Trainer, write trainer: transformers into the recipe",
+    "transformers": "train by transformers.Trainer, or by a trainer made from it",
+}
+"""What a script must do for its steps to be planned."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,24 +49,56 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
 
     Raises EvenloadError if the recipe is wrong, its trainer is missing, or there is no such command.
     """
-    trainer = load_recipe(recipe).trainer
-    require(trainer)
+    chosen = load_recipe(recipe)
+    with tempfile.TemporaryDirectory(prefix="evenload-") as path:
+        folder = RunFolder(Path(path))
+        code = run_in(folder, recipe, chosen, command)
+        print(f"evenload: {outcome(folder, chosen)}", file=sys.stderr)
+    return code
+
+
+def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequence[str], **variables: str) -> int:
+    """`run` without its last line: the processes write into the folder and have further variables."""
+    require(recipe.trainer)
     if not command or shutil.which(command[0]) is None:
         do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"
         raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing behind --", do)
-    with tempfile.TemporaryDirectory(prefix="evenload-") as started:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "EVENLOAD_RECIPE": str(Path(recipe).absolute()),
-            "EVENLOAD_TRAINER": _FIRST_IMPORTS[trainer],
-            "EVENLOAD_STARTED": started,
-        }
-        code = _wait(subprocess.Popen(list(command), env=environment))
-        if not any(Path(started).iterdir()):
-            missed = f"no process of this command on this machine imported {_FIRST_IMPORTS[trainer]}"
-            print(f"evenload: {missed}; nothing was switched on", file=sys.stderr)
-    return code
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "EVENLOAD_RECIPE": str(Path(path).absolute()),
+        "EVENLOAD_TRAINER": ",".join(_FIRST_IMPORTS[recipe.trainer]),
+        VARIABLE: str(folder.path),
+        **variables,
+    }
+    return _wait(subprocess.Popen(list(command), env=environment))
+
+
+def outcome(folder: RunFolder, recipe: Recipe) -> str:
+    """What was planned, or why nothing was and which line to change."""
+    if folder.steps:
+        steps = ", ".join(f"{count} steps of {loop}" for loop, count in folder.steps.items())
+        return f"planned {steps} with {', '.join(folder.plugins)}"
+    return f"warning: nothing was planned: {_why_nothing(folder, recipe)}"
+
+
+def _why_nothing(folder: RunFolder, recipe: Recipe) -> str:
+    names = " or ".join(_FIRST_IMPORTS[recipe.trainer])
+    if not folder.started:
+        return (
+            f"no process of this command on this machine imported {names}; nothing was switched on; give the command "
+            f"that trains with {recipe.trainer}, or the recipe's trainer: the library that your script imports"
+        )
+    if folder.refusals:
+        return f"{folder.refusals[0].what}; {folder.refusals[0].do}"
+    if folder.idle:
+        return "; ".join(f"in {loop}, {why}; {do}" for loop, why, do in folder.idle)
+    if not recipe.enabled():
+        return "the recipe enables no plugin; add plugins: {packing: {enabled: true}}"
+    return (
+        f"a process imported {names}, but no loop that evenload knows reached a step; let the script "
+        f"{_PLANNED_LOOPS[recipe.trainer]}"
+    )
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

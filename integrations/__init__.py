@@ -7,7 +7,9 @@ if __name__ != "evenload.integrations":
 
 from ..core.recipe.traits import register_trainer
 from .deepspeed.traits import DEEPSPEED
+from .huggingface.traits import TRANSFORMERS
 from .megatron.traits import MEGATRON
 
 register_trainer("deepspeed", DEEPSPEED)
 register_trainer("megatron", MEGATRON)
+register_trainer("transformers", TRANSFORMERS)

@@ -1,7 +1,8 @@
 """The engine that applies patch rows and takes them out again, exactly.
 
-apply   all rows or none. Every row is held against the installed version before anything is touched, then against the
-        symbol, who made it and its signature. ``from module import name`` copies taken earlier are rebound as well.
+apply   all rows or none. Every row is held against the version before anything is touched, then against that of the
+        loaded module, the symbol, who made it and its signature. ``from module import name`` copies taken earlier are
+        rebound as well.
 lazy    a row whose module is not loaded yet waits for it and is applied right after the module's body.
 undo    last on, first off; every entry gets back the very object that was found there, and what had not been there is
         deleted. Names imported while the patch was on are set back too. If anybody has changed an entry since, nothing
@@ -20,9 +21,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from packaging.requirements import Requirement
+
 from ..core.errors import EvenloadError
+from ..integrations.versions import describe_version
 from .import_hook import ImportHook
-from .row import Patch, check_owner, check_signature, check_version, installed_version, missing_symbol
+from .row import Patch, check_owner, check_signature, check_version, missing_symbol
 from .slots import MISSING, Slot, describe, globals_holding, is_loading, locate, within
 from .wrapping import PatchedFunction
 
@@ -160,6 +164,7 @@ class Ledger:
 
     def _put_on(self, row: Patch) -> None:
         slot = _slot_of(row)
+        check_version(row)  # its module is loaded now, and may be another than the installed one
         original = slot.resolve()
         if row.fills_gap and original is not MISSING:
             self._skip(row, f"{row.target} is there already")
@@ -220,7 +225,7 @@ def _slot_of(row: Patch) -> Slot:
     except ImportError as error:
         raise EvenloadError(
             f"patch '{row.name}': {row.module} cannot be imported",
-            f"{type(error).__name__}: {error}, with {installed_version(row)}",
+            f"{type(error).__name__}: {error}, with {describe_version(Requirement(row.supports).name)}",
             f"repair the installation ({row.supports}), or leave the patch out",
         ) from error
 

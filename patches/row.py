@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
+from ..integrations.versions import describe_version, is_installed, listed_version, version_of
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -35,7 +36,7 @@ class Patch:
     target: str
     """``module:name``, ``module:Class.name`` or ``module:mapping[key]``."""
     supports: str
-    """A requirement, ``megatron-core >=0.16.1,<0.17``, held against the installed distribution."""
+    """A requirement, ``megatron-core >=0.16.1,<0.17``, held against the module that is imported."""
     why: str
     """Which callers it reaches, why this layer and not another, what is left alone."""
     wrapper: Wrapper | None = None
@@ -71,17 +72,23 @@ class Patch:
 
 
 def check_version(row: Patch) -> None:
-    """Raise `EvenloadError` unless a supported version of the row's distribution is installed; imports nothing."""
+    """Raise `EvenloadError` where the version that is imported is known and not supported; imports nothing.
+
+    A package that lies elsewhere than its distribution, or has none, is known by its own word alone: its rows pass
+    here until it is loaded, and are asked again when they are put on.
+    """
     needs = Requirement(row.supports)
     what, install = f"patch '{row.name}' is made for {row.supports}", f"pip install '{needs.name}{needs.specifier}'"
-    try:
-        installed = metadata.version(needs.name)
-    except metadata.PackageNotFoundError:
-        do = f"{install}, or leave the patch out"
-        raise EvenloadError(what, f"{needs.name} is not installed", do) from None
-    if not needs.specifier.contains(installed, prereleases=True):
-        do = f"{install}, or use a version of evenload that supports {installed}"
-        raise EvenloadError(what, f"{needs.name} {installed}", do)
+    version = version_of(needs.name)
+    if version is None:
+        if is_installed(needs.name):
+            return
+        raise EvenloadError(what, describe_version(needs.name), f"{install}, or leave the patch out")
+    if not needs.specifier.contains(version, prereleases=True):
+        do = f"{install}, or use a version of evenload that supports {version}"
+        if listed_version(needs.name) != version:
+            do = f"take that folder off PYTHONPATH, and {do}"
+        raise EvenloadError(what, describe_version(needs.name), do)
 
 
 def check_signature(row: Patch, value: Any) -> None:
@@ -98,7 +105,7 @@ def check_signature(row: Patch, value: Any) -> None:
     if lost:
         raise EvenloadError(
             f"patch '{row.name}': {row.target} no longer takes {', '.join(lost)}",
-            f"{row.target.partition(':')[2]}{signature} in {installed_version(row)}",
+            f"{row.target.partition(':')[2]}{signature} in {describe_version(Requirement(row.supports).name)}",
             _report(row),
         )
 
@@ -116,16 +123,9 @@ def check_owner(row: Patch, value: Any) -> None:
 
 def missing_symbol(row: Patch, path: str) -> EvenloadError:
     """The error for a symbol that upstream has moved or removed."""
-    return EvenloadError(f"patch '{row.name}': {path} does not exist", installed_version(row), _report(row))
-
-
-def installed_version(row: Patch) -> str:
-    """``megatron-core 0.16.1``, or that it is not installed."""
-    name = Requirement(row.supports).name
-    try:
-        return f"{name} {metadata.version(name)}"
-    except metadata.PackageNotFoundError:
-        return f"{name} (not installed)"
+    return EvenloadError(
+        f"patch '{row.name}': {path} does not exist", describe_version(Requirement(row.supports).name), _report(row)
+    )
 
 
 def _report(row: Patch) -> str:

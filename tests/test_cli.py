@@ -15,13 +15,13 @@ WITHOUT_TRAINERS = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "megatron", "deepspeed", "transformers"):
+        if name.split(".")[0] in ("torch", "megatron", "deepspeed", "transformers", "accelerate"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, Refuse())
 import importlib.metadata as metadata
 found = metadata.version
 def version(name):
-    if name in ("torch", "megatron-core", "deepspeed", "transformers"):
+    if name in ("torch", "megatron-core", "deepspeed", "transformers", "accelerate"):
         raise metadata.PackageNotFoundError(name)
     return found(name)
 metadata.version = version
@@ -63,7 +63,7 @@ def test_plan_and_doctor_work_without_torch(place: Path) -> None:
     done = evenload("doctor", "--json", cwd=place, bare=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["trainers"] == {"megatron": False, "deepspeed": False}
+    assert report["trainers"] == {"megatron": False, "deepspeed": False, "transformers": False}
     assert {row["status"] for row in report["hosts"]} == {"missing"}
     assert [row["name"] for row in report["solver"]] == ["PuLP", "HiGHS"]
 
@@ -71,7 +71,23 @@ def test_plan_and_doctor_work_without_torch(place: Path) -> None:
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
     done = evenload("train", "recipe.yaml", cwd=place, bare=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install 'evenload[megatron]'" in done.stderr
+    assert "do: pip install 'torch>=2.6' 'megatron-core<0.17,>=0.16.1'\n" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "bench", "profile"])
+def test_evenloads_own_loop_refuses_a_trainer_that_runs_its_own(place: Path, verb: str) -> None:
+    words = ("data.source=lengths.txt",) if verb == "train" else ()
+    done = evenload(verb, "recipe.yaml", "trainer=transformers", *words, cwd=place)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("evenload: evenload's own loop does not drive trainer transformers\n")
+    assert "evenload run RECIPE -- COMMAND" in done.stderr
+
+
+def test_a_trainer_that_runs_its_own_loop_is_planned(place: Path) -> None:
+    done = evenload("plan", "recipe.yaml", "trainer=transformers", "--lengths", "lengths.txt", "--json", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads(done.stdout)["steps"]
+    assert step["micro_batches"] % 8 == 0, "every rank runs as many"
 
 
 def test_plan_reports_what_the_readme_promises(place: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from ...core.errors import EvenloadError
+from ...integrations.versions import describe_version, is_installed, version_of
 
 
 @dataclass(frozen=True)
@@ -19,39 +19,57 @@ class Requirement:
     distribution: str
     supports: SpecifierSet
 
+    @property
+    def wanted(self) -> str:
+        """As pip takes it."""
+        return f"{self.distribution}{self.supports}"
+
     def installed(self) -> str | None:
-        """The installed version; None if there is none."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
+        """The version that an import would find; where only the import can tell, that it is of unknown version; None if
+        there is none."""
+        if not is_installed(self.distribution):
             return None
+        return version_of(self.distribution) or describe_version(self.distribution)
 
     def satisfied(self) -> bool:
-        version = self.installed()
-        return version is not None and self.supports.contains(version, prereleases=True)
+        """Whether it is installed, and not known to be of another version: an import may have to tell."""
+        version = version_of(self.distribution)
+        if version is None:
+            return is_installed(self.distribution)
+        return self.supports.contains(version, prereleases=True)
 
 
 _TORCH = Requirement("torch", SpecifierSet(">=2.6"))
+_TRANSFORMERS = Requirement("transformers", SpecifierSet(">=5,<6"))
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
     "megatron": (_TORCH, Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17"))),
-    "deepspeed": (
-        _TORCH,
-        Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")),
-        Requirement("transformers", SpecifierSet(">=5,<6")),
-    ),
+    "deepspeed": (_TORCH, Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")), _TRANSFORMERS),
+    "transformers": (_TORCH, _TRANSFORMERS, Requirement("accelerate", SpecifierSet(">=1.15,<2"))),
 }
+OWN_LOOP = ("megatron", "deepspeed")
+"""The trainers that evenload's own training loop drives."""
 
 
 def require(trainer: str) -> None:
     """Raise EvenloadError unless everything the trainer needs is installed in a supported version."""
     for need in TRAINERS[trainer]:
-        name, version, wanted = need.distribution, need.installed(), f"{need.distribution}{need.supports}"
-        if version is None:
-            do = f"pip install 'evenload[{trainer}]' (supported: {wanted})"
-            raise EvenloadError(f"trainer '{trainer}' needs {name}", "it is not installed", do)
-        if not need.satisfied():
-            detail = f"{name} {version}; supported: {need.supports}"
-            raise EvenloadError(f"this version of {name} is not supported", detail, f"pip install '{wanted}'")
+        if need.satisfied():
+            continue
+        if need.installed() is None:
+            packages = " ".join(f"'{one.wanted}'" for one in TRAINERS[trainer] if one.installed() is None)
+            what = f"trainer '{trainer}' needs {need.distribution}"
+            raise EvenloadError(what, "it is not installed", f"pip install {packages}")
+        detail = f"{describe_version(need.distribution)}; supported: {need.supports}"
+        do = f"pip install '{need.wanted}'"
+        raise EvenloadError(f"this version of {need.distribution} is not supported", detail, do)
+
+
+def require_own_loop(trainer: str) -> None:
+    """Raise EvenloadError for a trainer that runs its own loop alone, and where `require` does."""
+    if trainer not in OWN_LOOP:
+        do = "use `evenload run RECIPE -- COMMAND` with a script of yours, or trainer: " + " or ".join(OWN_LOOP)
+        raise EvenloadError(f"evenload's own loop does not drive trainer {trainer}", f"trainer: {trainer}", do)
+    require(trainer)
 
 
 def integration(trainer: str) -> Any:

@@ -16,7 +16,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
 from ...data.sources import Source, open_source
 from ..pictures import refuse
-from .hosts import require
+from .hosts import require_own_loop
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -33,7 +33,7 @@ class Preflight(NamedTuple):
 
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
-    require(recipe.trainer)
+    require_own_loop(recipe.trainer)
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse(trace=recipe.log.trace)
     layout = recipe.layout(world_size)

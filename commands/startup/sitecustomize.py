@@ -1,5 +1,7 @@
 """Found by every Python process that `evenload run` has started: switches evenload on when a trainer is imported.
 
+EVENLOAD_TRAINER holds the names of packages, with commas between; the first of them that is imported is the trainer's.
+
 This folder is on PYTHONPATH for that command's processes alone. Nothing but the standard library runs here, so a
 process that never imports the trainer (torchrun's agent, a shell's helper) is left as it is. The user's own
 sitecustomize, which this one hides, is run first.
@@ -30,13 +32,13 @@ def _run_hidden() -> None:
 class _Starter(MetaPathFinder):
     """Enables the recipe right before the trainer's first line; a mere look for its spec does nothing."""
 
-    def __init__(self, trainer: str, recipe: str) -> None:
-        self._trainer, self._recipe = trainer, recipe
+    def __init__(self, names: Sequence[str], recipe: str) -> None:
+        self._names, self._recipe = names, recipe
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._trainer or self not in sys.meta_path:
+        if fullname not in self._names or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
@@ -53,24 +55,25 @@ class _Starter(MetaPathFinder):
             del loader.exec_module
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                self._start()
+                self._start(module.__name__)
             run(module)
 
         loader.exec_module = exec_module
 
-    def _start(self) -> None:
+    def _start(self, trainer: str) -> None:
+        folder = os.environ.get("EVENLOAD_STARTED")
+        if folder and os.path.isdir(folder):
+            open(os.path.join(folder, str(os.getpid())), "w").close()
         try:
             evenload = import_module("evenload")
         except ImportError as error:
             raise ImportError(
-                f"evenload run: evenload is not installed for {sys.executable}, which imports {self._trainer}"
+                f"evenload run: evenload is not installed for {sys.executable}, which imports {trainer}"
             ) from error
+        import_module("evenload.integrations.planned_runs").watch_process()
         evenload.enable(self._recipe)
-        folder = os.environ.get("EVENLOAD_STARTED")
-        if folder and os.path.isdir(folder):
-            open(os.path.join(folder, str(os.getpid())), "w").close()
 
 
 _run_hidden()
 if "EVENLOAD_RECIPE" in os.environ and "EVENLOAD_TRAINER" in os.environ:
-    sys.meta_path.insert(0, _Starter(os.environ["EVENLOAD_TRAINER"], os.environ["EVENLOAD_RECIPE"]))
+    sys.meta_path.insert(0, _Starter(os.environ["EVENLOAD_TRAINER"].split(","), os.environ["EVENLOAD_RECIPE"]))

@@ -30,7 +30,8 @@ from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Paralle
 class Recipe(Section):
     """The whole recipe; see the module for its form."""
 
-    trainer: Literal["megatron", "deepspeed"] = "megatron"
+    trainer: Literal["megatron", "deepspeed", "transformers"] = "megatron"
+    """transformers: Hugging Face's Trainer under DDP, FSDP or DeepSpeed, in scripts of your own (`evenload run`)."""
     model: Model = Model()
     data: Data = Data()
     parallel: Parallel = Parallel()

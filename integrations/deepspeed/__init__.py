@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..host import Host
     from .plain import PlainModel, reference
 
+_NEEDED = ("torch", "deepspeed", "transformers")
+
 __all__ = ["PlainModel", "open_host", "reference"]
 
 
@@ -51,10 +53,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_packages() -> None:
-    missing = [name for name in ("torch", "deepspeed", "transformers") if find_spec(name) is None]
+    missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise EvenloadError(
             "trainer deepspeed needs packages that are not installed",
             ", ".join(missing),
-            "pip install 'evenload[deepspeed]', or use trainer: megatron",
+            f"pip install {' '.join(missing)}, or use trainer: megatron",
         )

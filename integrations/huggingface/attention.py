@@ -102,7 +102,7 @@ def _refuse(
         detail, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
     elif sliding_window is not None and sliding_window < (longest := _longest(pack)):
         detail = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
-        do = "lower data.max_length to the window, or take a model without one"
+        do = f"use samples of at most {sliding_window} tokens, or take a model without a window"
     elif (reach := rotary_reach(getattr(module, "config", None))) is not None and reach < (longest := _longest(pack)):
         detail = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
         do = "use shorter sequences, or take a model without dynamic or longrope tables"

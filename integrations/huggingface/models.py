@@ -6,7 +6,7 @@ does not tell.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.errors import EvenloadError
 
@@ -21,18 +21,48 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attent
 _NOT_CAUSAL = ("is_encoder_decoder", "use_bidirectional_attention", "bidirectional", "add_cross_attention")
 
 
+class LengthWords(NamedTuple):
+    """How a message names the longest sequence that a model gets, and the setting that makes it shorter."""
+
+    longest: str
+    setting: str
+
+
 def refuse_unsupported(config: Any, longest: int | None = None) -> None:
     """Raise EvenloadError if the model does something else than causal attention over each whole sequence.
 
     Args:
         config: a Hugging Face config; of a model with several parts, that of its text is read.
-        longest: tokens of the longest sequence that will come; None if that is not known, and windows pass.
+        longest: what the recipe says of the longest sequence that will come; None: `refuse_lengths` is asked later.
     """
-    name = getattr(config, "model_type", type(config).__name__)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    detail, do = _fault(text, longest)
-    if detail:
-        raise EvenloadError(f"packed causal attention cannot run the model '{name}'", detail, do)
+    _raise(config, _fault(_text(config)))
+    if longest is not None:
+        refuse_lengths(config, longest, longest, LengthWords("data.max_length", "data.max_length"))
+
+
+def refuse_lengths(config: Any, longest: int, reach: int, words: LengthWords) -> None:
+    """Raise EvenloadError if the model sees less than a whole sequence, or has other rotary tables in a stock run.
+
+    Args:
+        longest: tokens of the longest sequence.
+        reach: positions that stock runs have, padding included.
+    """
+    _raise(config, _fault_of_lengths(_text(config), longest, reach, words))
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _raise(config: Any, fault: tuple[str, str]) -> None:
+    if fault[0]:
+        name = getattr(config, "model_type", type(config).__name__)
+        raise EvenloadError(f"packed causal attention cannot run the model '{name}'", *fault)
+
+
+def is_rotary(config: Any) -> bool:
+    """Whether positions act by their differences alone, so that a sample may begin at any of them."""
+    return bool(getattr(_text(config), "rope_parameters", None))
 
 
 def rotary_reach(config: Any) -> int | None:
@@ -61,7 +91,7 @@ def refuse_unequal_replay(model: Any) -> None:
             )
 
 
-def _fault(config: Any, longest: int | None) -> tuple[str, str]:
+def _fault(config: Any) -> tuple[str, str]:
     """What was found and what to do about it; empty if nothing is wrong."""
     if getattr(config, "num_attention_heads", None) is None:
         return "no num_attention_heads: it has no attention layers", "use a transformer with causal attention"
@@ -79,13 +109,24 @@ def _fault(config: Any, longest: int | None) -> tuple[str, str]:
     unknown = sorted(types - set(_PLAIN) - set(_WINDOW_OF))
     if unknown:
         return f"layers of type {', '.join(unknown)}", "use a model whose layers all attend to the whole sequence"
-    reach = rotary_reach(config)
-    if longest is not None and reach is not None and reach < longest:
-        detail = f"rotary tables that beyond {reach} tokens depend on the pack, data.max_length = {longest}"
-        return detail, f"lower data.max_length to {reach}, or take a model without dynamic or longrope tables"
+    weight = getattr(config, "router_aux_loss_coef", "of its own")
+    if getattr(config, "output_router_logits", False) and weight:
+        detail = f"output_router_logits = True, router_aux_loss_coef = {weight}: a mean over each micro-batch"
+        return detail, "set output_router_logits: false in the model's config, or leave evenload off for this model"
+    return "", ""
+
+
+def _fault_of_lengths(config: Any, longest: int, reach: int, words: LengthWords) -> tuple[str, str]:
+    """The same of these lengths."""
+    own_reach = rotary_reach(config)
+    if own_reach is not None and own_reach < reach:
+        padded = "" if reach == longest else f", padded to {reach}"
+        detail = f"rotary tables that beyond {own_reach} tokens depend on the pack, {words.longest} = {longest}{padded}"
+        return detail, f"lower {words.setting} to {own_reach}, or take a model without dynamic or longrope tables"
+    types = set(getattr(config, "layer_types", None) or ())
     for kind, key in _WINDOW_OF.items():
         window = getattr(config, key, None)
-        if longest is not None and window is not None and window < longest and (not types or kind in types):
-            do = f"lower data.max_length to {window}, or take a model without a window"
-            return f"{key} = {window} tokens, data.max_length = {longest}", do
+        if window is not None and window < longest and (not types or kind in types):
+            do = f"lower {words.setting} to {window}, or take a model without a window"
+            return f"{key} = {window} tokens, {words.longest} = {longest}", do
     return "", ""

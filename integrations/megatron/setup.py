@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import torch
 from packaging.requirements import Requirement
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
+from ..versions import describe_version, is_installed, version_of
 
 SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
 
 
 def check_host() -> str:
-    """The installed version of Megatron-Core. Raises EvenloadError where it is missing or not supported."""
-    try:
-        version = metadata.version(SUPPORTED.name)
-    except metadata.PackageNotFoundError:
+    """The version of Megatron-Core. Raises EvenloadError where it is missing or not supported."""
+    install = f"pip install '{SUPPORTED}'"
+    if not is_installed(SUPPORTED.name):
         raise EvenloadError(
-            "Megatron-Core is not installed",
-            "no megatron-core",
-            f"pip install '{SUPPORTED}', or use trainer: deepspeed",
-        ) from None
-    if not SUPPORTED.specifier.contains(version, prereleases=True):
-        raise EvenloadError("this version of Megatron-Core is not supported", version, f"pip install '{SUPPORTED}'")
+            "Megatron-Core is not installed", f"no {SUPPORTED.name}", f"{install}, or use trainer: deepspeed"
+        )
+    version = version_of(SUPPORTED.name)
+    if version is not None and not SUPPORTED.specifier.contains(version, prereleases=True):
+        raise EvenloadError("this version of Megatron-Core is not supported", describe_version(SUPPORTED.name), install)
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
@@ -33,7 +30,7 @@ def check_host() -> str:
             str(error),
             "start with `evenload train`, or call evenload.patches.bridge_cpu() before Megatron-Core is imported",
         ) from error
-    return version
+    return version or describe_version(SUPPORTED.name)
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -34,7 +34,9 @@ from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
-from .loader import Planned, PlannedLoader
+from ...planned_runs import end_of_check
+from .batches import Planned
+from .loader import PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of
 
 
@@ -48,6 +50,10 @@ class Attached:
     running: Planned | None = None
     """The micro-batch between its forward and its backward."""
     active: bool = True
+    loss_sum: torch.Tensor | float = 0.0
+    """Losses of the micro-batches that this rank ran in its step, times their weights."""
+    weight: float = 0.0
+    """The sum of these weights."""
 
 
 _attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
@@ -71,7 +77,9 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     if state is None:
         state = _attached[engine] = Attached(config._attn_implementation)
         engine.module.set_attn_implementation(attention.NAME)
-    return PlannedLoader(stock, chain, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.active)
+    return PlannedLoader(
+        stock, chain, config, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.active
+    )
 
 
 def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +102,7 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     pack = replace(planned.pack, cu_seqlens=planned.pack.cu_seqlens.to(device))
     call |= {"position_ids": pack.positions_T[None].to(device), "use_cache": False, attention.PACK: pack}
     call.pop("attention_mask", None)
-    return wrapped(**call)
+    return _show_loss(state, planned, wrapped(**call))
 
 
 def backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -123,6 +131,8 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
             f"micro-batch {state.running.place} of the step",
             "call engine.backward(loss), not loss.backward(), between engine(...) and engine.step()",
         )
+    if state is not None and engine.is_gradient_accumulation_boundary():
+        end_of_check()
     return wrapped(*args, **kwargs)
 
 
@@ -136,6 +146,26 @@ def release() -> None:
 
 def _backward_arguments(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
     """The arguments of `DeepSpeedEngine.backward` in 0.19."""
+
+
+def _show_loss(state: Attached, planned: Planned, output: Any) -> Any:
+    """The output of a forward. The loss of a dummy gets the value that dashboards expect, since scripts print it: the
+    mean over the targets that this rank ran in its step, or in the last one in which it had any."""
+    is_tuple = isinstance(output, tuple)
+    loss = output[0] if is_tuple else getattr(output, "loss", None)
+    if loss is None:
+        return output
+    if planned.weight:
+        if planned.place == 0:
+            state.loss_sum, state.weight = 0.0, 0.0
+        state.loss_sum = state.loss_sum + loss.detach() * planned.weight
+        state.weight += planned.weight
+    elif state.weight:
+        loss = loss * 0 + state.loss_sum / state.weight
+        if is_tuple:
+            return (loss, *output[1:])
+        output.loss = loss
+    return output
 
 
 def _recognise(state: Attached, input_ids: Any) -> Planned:

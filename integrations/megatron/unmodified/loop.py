@@ -42,6 +42,7 @@ from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
+from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
@@ -137,14 +138,13 @@ class PlannedSteps:
         if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
-            return _run_stock(stock, step, packs, config, model=model, **rest)
-        if loop.only_stock is not None:
-            raise EvenloadError(*loop.only_stock)
-        refuse_replays(plan, config)
-        if loop.links is None and plan.limits.num_stages > 1:
-            loop.links = stage_links()
-        whole = bool(rest.get("force_all_reduce"))
-        return run_order(plan, chunk=chunk, gpt=gpt, links=loop.links, step=step, lay=lay, whole=whole)
+            reports = _run_stock(stock, step, packs, config, model=model, **rest)
+        else:
+            whole = bool(rest.get("force_all_reduce"))
+            reports = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=lay, whole=whole)
+        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=len(batches[0]["tokens"]))
+        end_of_check()
+        return reports
 
     def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut]:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
@@ -253,6 +253,16 @@ def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack],
 
     with with_attributes(config, variable_seq_lengths=True), step.listening():
         return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
+
+
+def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[Any]:
+    """The order of a plan, in place of Megatron's schedule; `run_order` has the arguments. Raises EvenloadError."""
+    if loop.only_stock is not None:
+        raise EvenloadError(*loop.only_stock)
+    refuse_replays(plan, get_model_config(chunk))
+    if loop.links is None and plan.limits.num_stages > 1:
+        loop.links = stage_links()
+    return run_order(plan, chunk=chunk, links=loop.links, **call)
 
 
 def _only(thing: Any) -> Any:

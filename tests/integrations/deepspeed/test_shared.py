@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from evenload.core.costs.costs import from_totals
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.action import Action
 from evenload.core.plan.in_step import in_step
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import Op
-from evenload.integrations.deepspeed.unmodified.loader import into_exactly
+from evenload.integrations.deepspeed.unmodified.counts import into_exactly
 
 ROUNDING = 2e-6
 MIXED = ("mixed ring", "mixed all_gather", "mixed all_to_all", "mixed hybrid")
@@ -72,7 +73,7 @@ def test_a_shared_forward_runs_whole_for_its_replay(shared_plans):
 
 def test_loops_of_ones_own_refuse_shared_micro_batches(shared_plans):
     with pytest.raises(EvenloadError, match="every micro-batch on one rank"):
-        into_exactly(shared_plans.mixed(), 8)
+        into_exactly(shared_plans.mixed(), 8, from_totals("test", token_s=1.0, square_s=0.0))
 
 
 def test_random_plans_are_of_every_kind(shared_plans):

@@ -30,6 +30,12 @@ LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         (transformers.MambaConfig(), "no attention layers"),
         (transformers.Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
         (transformers.GemmaConfig(**SMALL, use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+        (transformers.Qwen3MoeConfig(**SMALL, output_router_logits=True), "router_aux_loss_coef = 0.001"),
+        (transformers.MixtralConfig(**SMALL, output_router_logits=True), "output_router_logits = True"),
+        (
+            transformers.DbrxConfig(d_model=32, n_heads=4, output_router_logits=True),
+            "= of its own",
+        ),
         *(
             (transformers.LlamaConfig(**SMALL, max_position_embeddings=128, rope_parameters=rope), "beyond 128 tokens")
             for rope in (DYNAMIC, LONG)
@@ -49,6 +55,8 @@ def test_what_the_config_tells_is_refused(config, told):
     [
         transformers.LlamaConfig(**SMALL),
         transformers.Qwen3Config(**SMALL, sliding_window=64),
+        transformers.Qwen3MoeConfig(**SMALL),
+        transformers.Qwen3MoeConfig(**SMALL, output_router_logits=True, router_aux_loss_coef=0.0),
         transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4),
         transformers.MistralConfig(**SMALL, sliding_window=200),
         transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=2),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
@@ -11,12 +9,9 @@ from evenload.integrations.megatron import setup
 
 
 def _installed(monkeypatch, version):
-    def answer(name):
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(setup.metadata, "version", answer)
+    monkeypatch.setattr(setup, "is_installed", lambda name: version is not None)
+    monkeypatch.setattr(setup, "version_of", lambda name: version)
+    monkeypatch.setattr(setup, "describe_version", lambda name: f"{name} {version}")
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "0.19.2"])
@@ -24,7 +19,7 @@ def test_another_version_is_refused(monkeypatch, version):
     _installed(monkeypatch, version)
     with pytest.raises(EvenloadError) as caught:
         setup.check_host()
-    assert caught.value.found == version
+    assert caught.value.found == f"megatron-core {version}"
     assert "pip install" in caught.value.do
 
 

@@ -12,7 +12,7 @@ def test_misuse_is_refused_and_nothing_is_left(on_ranks):
     wanted = {
         "unknown key": "did you mean 'packing'",
         "unmanaged": "managed_gradient_accumulation",
-        "other keys": "collate_fn gives x",
+        "other keys": "a batch without input_ids, labels",
         "too long": "longer than",
         "other tokens": "did not hand out",
         "two forwards": "before the backward",

@@ -1,0 +1,65 @@
+"""What a plan of one batch is predicted to gain over the trainer's own, plugin by plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..errors import EvenloadError
+from ..plan.step_plan import StepPlan
+from .chain import LEFT_OUT, PlanChain
+from .judge import judge
+
+
+def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None) -> dict[str, Any]:
+    """A plan beside the stock plan of its batch, as JSON; all seconds are predicted by the simulator.
+
+    A plugin's ``gain`` is the step that the plugins before it plan, over the step with it too; null where it or the
+    chain up to it plans nothing, and ``refused`` then says why.
+
+    Args:
+        chain: what made the plan.
+        micro_batch_size: samples of a stock micro-batch, padded to its longest; None: the chain's.
+    """
+    size = micro_batch_size or chain.micro_batch_size
+    stock = replace(chain, micro_batch_size=size).stock(plan.lengths)
+    stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
+    return {
+        "predicted": True,
+        "made_by": plan.made_by,
+        "ranks": plan.limits.num_ranks,
+        "samples": len(plan.lengths),
+        "lengths": plan.lengths.tolist(),
+        "tokens": plan.num_tokens,
+        "padded_tokens": plan.num_padded_tokens - plan.num_tokens,
+        "stock_padded_tokens": stock.num_padded_tokens - stock.num_tokens,
+        "step_s": plan_s,
+        "stock_step_s": stock_s,
+        "gain": stock_s / plan_s,
+        "plugins": _of_plugins(chain, plan, stock_s),
+        "notes": list(plan.notes),
+    }
+
+
+def _of_plugins(chain: PlanChain, plan: StepPlan, stock_s: float) -> list[dict[str, Any]]:
+    rows = []
+    before_s = stock_s
+    for place, (plugin, _) in enumerate(chain.links):
+        refused = _refused(plan, plugin.name)
+        step_s = None
+        if not refused:
+            try:
+                last = place == len(chain.links) - 1
+                upto = plan if last else replace(chain, links=chain.links[: place + 1]).plan(plan.lengths)
+                step_s = judge(upto, chain.context).step_s
+            except EvenloadError as error:
+                refused = f"{error.what} ({error.found})"
+        rows.append({"name": plugin.name, "refused": refused or None, "gain": step_s and before_s / step_s})
+        before_s = step_s or before_s
+    return rows
+
+
+def _refused(plan: StepPlan, plugin: str) -> str:
+    """Why a plugin could not plan the batch, which another one could; empty where it did."""
+    head = f"{LEFT_OUT}{plugin}: "
+    return next((note.removeprefix(head) for note in plan.notes if note.startswith(head)), "")

@@ -1,0 +1,35 @@
+"""What planners must know of Hugging Face's Trainer, and what it cannot run. Imports neither it nor torch.
+
+Weights, gradients and optimizer states are divided as DeepSpeed's of the same ``deepspeed.zero_stage`` are (0: DDP, 3:
+also FSDP's full shard). Every rank runs equally many micro-batches under any of them: the Trainer takes as many on one
+rank as on the other, and weights that are divided are gathered by all ranks together in every pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.errors import Rule
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.traits import Trainer, TrainerTraits
+from ..deepspeed import traits as deepspeed
+
+
+def traits(recipe: Recipe) -> TrainerTraits:
+    return replace(deepspeed.traits(recipe), equal_counts=True)
+
+
+def rules(recipe: Recipe) -> list[Rule]:
+    """What the Trainer cannot run planned."""
+    p = recipe.parallel
+    return [
+        (
+            p.tp > 1 or p.pp > 1,
+            "trainer transformers is planned over data-parallel ranks alone",
+            f"parallel.tp {p.tp}, parallel.pp {p.pp}",
+            "set both to 1, or use trainer: megatron",
+        ),
+    ]
+
+
+TRANSFORMERS = Trainer(traits, rules)

@@ -1,0 +1,166 @@
+"""What planned loops leave behind: steps, loops left alone, refusals, and the record and the end of a check."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError, RankError
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import LEFT_OUT, PlanChain
+from evenload.core.planning.gains import gains
+from evenload.core.recipe.recipe import parse
+from evenload.integrations import planned_runs
+from evenload.integrations.run_folder import VARIABLE, Idle, RunFolder
+
+load_plugins()
+LENGTHS = [900, 100, 100, 100, 100, 100, 100, 500]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> RunFolder:
+    """A folder of a run that this process belongs to, in which it has said nothing yet."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(planned_runs, "_steps", Counter())
+    monkeypatch.setattr(planned_runs, "_idle", set())
+    return RunFolder(tmp_path)
+
+
+def chain(**plugins: dict) -> PlanChain:
+    recipe = parse({"plugins": {name: {"enabled": True, **keys} for name, keys in plugins.items()}})
+    return PlanChain.of_recipe(recipe, recipe.layout(2))
+
+
+def packing(max_tokens: int = 1000) -> PlanChain:
+    return chain(packing={"max_tokens": max_tokens})
+
+
+def report(loop: str = "Megatron-Core") -> None:
+    planned = packing()
+    planned_runs.report_step(loop, planned, planned.plan(as_lengths(LENGTHS)), micro_batch_size=2)
+
+
+def test_steps_of_a_process_are_counted_by_loop(folder):
+    assert (folder.steps, folder.plugins, folder.started) == ({}, [], 0)
+    report()
+    report()
+    report("DeepSpeed")
+    assert folder.steps == {"Megatron-Core": 2, "DeepSpeed": 1}
+    assert folder.plugins == ["packing"]
+    assert folder.check is None, "no record outside check mode"
+
+
+def test_ranks_of_a_job_count_once_and_jobs_of_a_command_add_up(folder, monkeypatch):
+    for pid, rank, steps in ((1, 0, 5), (2, 1, 5), (3, 0, 7), (4, 1, 6)):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        folder.write_steps(rank, {"DeepSpeed": steps}, ["packing"])
+    assert folder.steps == {"DeepSpeed": 12}
+
+
+def test_outside_a_run_a_report_writes_nothing(folder, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    report()
+    planned_runs.report_idle("DeepSpeed", "why", "do")
+    monkeypatch.setenv(VARIABLE, str(folder.path / "on another machine"))
+    report()
+    assert not list(folder.path.iterdir())
+
+
+def test_a_loop_left_alone_is_told_of_once(folder, caplog):
+    with caplog.at_level(logging.WARNING, "evenload"):
+        planned_runs.report_idle("DeepSpeed", "no training_data", "give it")
+        planned_runs.report_idle("DeepSpeed", "no training_data", "give it")
+    assert folder.idle == [Idle("DeepSpeed", "no training_data", "give it")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "nothing is planned in DeepSpeed: no training_data; give it"
+    ]
+
+
+def test_a_refusal_is_printed_once_for_the_machine(folder, capfd):
+    error, other = EvenloadError("a batch is odd", "9", "even it"), EvenloadError("a batch is odd", "7", "even it")
+    for one in (error, error, other):
+        planned_runs.report_refusal(one)
+    assert capfd.readouterr().err == f"evenload: {error}\nevenload: {other}\n"
+    assert [str(one) for one in folder.refusals] == [str(error), str(other)]
+
+
+def test_the_record_of_a_check_holds_the_first_step(folder, monkeypatch):
+    monkeypatch.setenv(planned_runs.CHECK, "1")
+    report()
+    record = folder.check
+    report("DeepSpeed")
+    assert folder.check == record
+    assert (record["loop"], record["samples"], record["lengths"], record["ranks"]) == ("Megatron-Core", 8, LENGTHS, 2)
+    assert record["tokens"] == sum(LENGTHS)
+    # Micro-batches of two samples in order, each padded to its longer one: 800 + 0 + 0 + 400.
+    assert (record["stock_padded_tokens"], record["padded_tokens"]) == (1200, 0)
+    assert record["gain"] == record["stock_step_s"] / record["step_s"] > 1
+    assert record["plugins"] == [{"name": "packing", "refused": None, "gain": record["gain"]}]
+
+
+def test_gains_of_plugins_multiply_to_that_of_the_plan():
+    both = chain(packing={"max_tokens": 500}, mesh={"max_tokens": 500})
+    told = gains(both, both.plan(as_lengths([100] * 9 + [400, 300])))
+    product = 1.0
+    for row in told["plugins"]:
+        product *= row["gain"]
+    assert [row["name"] for row in told["plugins"]] == ["packing", "mesh"]
+    assert product == pytest.approx(told["gain"], rel=1e-12)
+
+
+def test_a_plugin_that_leaves_the_batch_to_another_is_refused():
+    both = chain(packing={"max_tokens": 500, "slices": "off"}, mesh={"max_tokens": 500})
+    plan = both.plan(as_lengths(LENGTHS))
+    assert any(note.startswith(f"{LEFT_OUT}packing") for note in plan.notes), "the batch is no example"
+    rows = {row["name"]: row for row in gains(both, plan)["plugins"]}
+    assert "900" in rows["packing"]["refused"]
+    assert rows["packing"]["gain"] is None
+    assert rows["mesh"]["refused"] is None
+    assert rows["mesh"]["gain"] > 0
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python that does all that scripts do at their end, unless it is ended before."""
+    import os
+
+    head = "import atexit, evenload.integrations.planned_runs as p; from evenload.core.errors import *\n"
+    words = [sys.executable, "-c", head + "atexit.register(print, 'at exit')\n" + code]
+    return subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+
+
+def test_a_check_ends_before_the_update_and_nothing_else_does():
+    code = "try: p.end_of_check(); print('updated')\nfinally: print('saved')\n"
+    assert run(code).stdout.split("\n")[:2] == ["updated", "saved"]
+    ended = run("print('before')\n" + code, EVENLOAD_CHECK="1")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "before\n", "")
+
+
+@pytest.mark.slow
+def test_a_check_ends_before_any_optimizer_of_torch_updates(tmp_path):
+    code = (
+        "p.watch_process()\nimport torch\n"
+        "w = torch.nn.Parameter(torch.ones(1)); w.sum().backward(); torch.optim.AdamW([w]).step(); print('updated')\n"
+    )
+    environment = {VARIABLE: str(tmp_path), "EVENLOAD_CHECK": "1"}
+    ended = run(code, **environment)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert "no loop that evenload knows" in RunFolder(tmp_path).idle[0].why
+    assert "updated" in run(code).stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("EvenloadError('odd', '9', 'even it')", 2), ("RankError('odd', '9', 'even it')", 1)]
+)
+def test_an_error_of_evenload_ends_a_process_with_its_message_alone(tmp_path, error, code):
+    ended = run(f"p.watch_process()\nraise {error}", **{VARIABLE: str(tmp_path)})
+    assert (ended.returncode, ended.stdout) == (code, "at exit\n")
+    assert ended.stderr == f"evenload: {RankError('odd', '9', 'even it')}\n"
+    again = run(f"p.watch_process()\nraise {error}", **{VARIABLE: str(tmp_path)})
+    assert (again.returncode, again.stderr) == (code, "")
+    other = run("p.watch_process()\n1 / 0", **{VARIABLE: str(tmp_path)})
+    assert other.returncode == 1
+    assert "ZeroDivisionError" in other.stderr
