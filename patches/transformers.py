@@ -1,4 +1,4 @@
-"""evenload in scripts that use Transformers' Trainer, as rows; what they do is in `integrations.huggingface.trainer`."""
+"""evenload in scripts of Transformers' Trainer, as rows; what they do is in `integrations.huggingface.trainer`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..core.recipe.recipe import Recipe
 from .row import Patch, from_module
 
 TRANSFORMERS = "transformers >=5,<6"
+ACCELERATE = "accelerate >=1,<2"
 _TRAINER = "transformers.trainer:Trainer"
 _LOOP = "..integrations.huggingface.trainer"
 
@@ -37,10 +38,19 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             name="transformers.step",
             target=f"{_TRAINER}.training_step",
             supports=TRANSFORMERS,
-            why="Forward, loss and backward of one batch, the script's own overrides included: on packs it is a pass of "
-            "the plan. Batches that were not planned run as they are.",
+            why="Forward, loss and backward of one batch, the script's own overrides included: on packs it is a pass "
+            "of the plan. Batches that were not planned run as they are.",
             wrapper=from_module(f"{_LOOP}:training_step"),
             expects=("model", "inputs", "num_items_in_batch"),
+        ),
+        Patch(
+            name="transformers.accelerate",
+            target="accelerate.accelerator:Accelerator.backward",
+            supports=ACCELERATE,
+            why="A loop of Accelerate without a Trainer cannot be planned; it says so at its first backward, and runs as "
+            "it is.",
+            wrapper=from_module(f"{_LOOP}:backward", recipe),
+            expects=("loss",),
         ),
     )
 

@@ -1,7 +1,8 @@
-"""The global batch of a Trainer's optimizer step: gathered from all ranks, planned, and sent to where it is computed."""
+"""The global batch of a Trainer's optimizer step: gathered from all ranks, and sent to where it is computed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,13 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, place
 from ...runtime.world.exchange import exchange
-from ..deepspeed.unmodified.section import for_engine
+from ..deepspeed.unmodified.section import KEY, for_engine, parse_section, recipe_of
 from .models import is_rotary
 from .refusals import raise_together
 from .samples import split
+from .supported import inner_model
+
+log = logging.getLogger("evenload")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +77,47 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
 
 def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:
     """The planners of a recipe for the model, the precision and the ranks of a Trainer. Raises EvenloadError."""
-    from .supported import inner_model
-
     args, model = trainer.args, inner_model(trainer)
     half = args.bf16 or args.fp16 or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     of_model = for_engine(
-        recipe, model.config.get_text_config(), zero_stage=_zero_stage(trainer), dtype="bf16" if half else "fp32"
-    )
-    of_model = of_model.changed({"train.micro_batch_size": args.per_device_train_batch_size})
+        recipe,
+        model.config.get_text_config(),
+        zero_stage=_zero_stage(trainer),
+        dtype="bf16" if half else "fp32",
+        trainer="transformers",
+    ).changed({"train.micro_batch_size": args.per_device_train_batch_size, **_without_effect(recipe)})
     chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
+    # A label smoother shifts labels itself, inside one row.
     whole = trainer.label_smoother is not None
-    return replace(chain, limits=replace(chain.limits, equal_counts=True, whole_sequences=whole))
+    return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
+
+
+def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a Trainer: where it runs DeepSpeed, the ``evenload`` section of its ds_config counts first."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    data = plugin.deepspeed_config.get(KEY) if plugin is not None else None
+    return recipe_of(None if data is None else parse_section(data), recipe) or recipe
+
+
+def _without_effect(recipe: Recipe) -> dict[str, Any]:
+    """Changes that take away what a Trainer's step cannot do, each said once: a batch cannot wait for a later step, and
+    there is one pipeline stage."""
+    changes: dict[str, Any] = {}
+    enabled = {plugin.name for plugin in recipe.enabled()}
+    if "packing" in enabled:
+        packing: Any = recipe.config_of("packing")
+        # A replayed forward would be counted twice in the metrics of trainers that count in compute_loss.
+        changes["plugins.packing.asymmetric"] = False
+        for key, off in (("max_delay_steps", 0), ("activation_gib", None)):
+            if getattr(packing, key) != off:
+                log.warning(
+                    "plugins.packing.%s=%s has no effect under Transformers' Trainer", key, getattr(packing, key)
+                )
+                changes[f"plugins.packing.{key}"] = off
+    if "pipeline" in enabled:
+        log.warning("plugins.pipeline has no effect under Transformers' Trainer: there is one pipeline stage")
+        changes["plugins.pipeline.enabled"] = False
+    return changes
 
 
 def _split(batches: Sequence[Any], *, rotary: bool) -> tuple[list[list[Tensor]], EvenloadError | None]:

@@ -1,5 +1,7 @@
-"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, divided by their number
-in the whole step. Everything else is refused by name, before the first forward."""
+"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number.
+
+Everything else is refused by name, before the first forward.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,7 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
         (
             num_items is None,
             "the Trainer takes the mean of micro-batches, which changes when they are regrouped",
-            f"{type(accelerator.unwrap_model(trainer.model)).__name__} takes no num_items_in_batch, or its batches have "
-            "no labels",
+            f"no num_items_in_batch for {type(trainer.model).__name__}: it takes none, or its batches have no labels",
             f"use a causal language model of transformers 5 and batches with labels, or {_OFF}",
         ),
         (

@@ -38,12 +38,16 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import agree, place
 from ...runtime.world.plane import Plane
 from ..host import no_mark
+from ..planned_runs import end_of_check, report_idle, report_step
 from . import attention
-from .planning import GlobalBatch, chain_of, gather
+from .planning import GlobalBatch, chain_of, gather, recipe_for
 from .stage import Sample, TrainerStage
 from .supported import inner_model, refuse_trainer, warn_of_dropout
 
 log = logging.getLogger("evenload")
+
+NAME = "Transformers' Trainer"
+"""What users call the loop."""
 
 
 @dataclass(eq=False)
@@ -68,13 +72,16 @@ _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Trainer.get_batch_samples`, whose batches are planned as one global batch; returns what the stock one does."""
     batches, num_items = wrapped(*args, **kwargs)
-    if not recipe.enabled() or not batches:
-        return batches, num_items
     state = _planned.get(trainer)
     if state is None:
+        recipe = recipe_for(trainer, recipe)
+        if not recipe.enabled() or not batches:
+            return batches, num_items
         refuse_trainer(trainer, num_items)
         warn_of_dropout(trainer.model)
         state = _planned[trainer] = PlannedTrainer(chain_of(recipe, trainer))
+    if not batches:
+        return batches, num_items
     _refuse_unfinished(state, trainer)
     state.batch = gather(batches, num_items, inner_model(trainer).config)
     state.plan = state.chain.plan(state.batch.lengths)
@@ -83,12 +90,43 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
     if place()[0] == 0:
         warn_once(state.plan, state.warned)
     agree(state.plan.digest, "plans", state.step)
+    report_step(NAME, state.chain, state.plan)
     _log_step(state, batches)
     return batches, num_items
 
 
 def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     """`Trainer.training_step`: the last one of a planned step runs its plan, those before it nothing."""
+    with _inside():
+        return _training_step(wrapped, trainer, args, kwargs)
+
+
+def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
+    """`Accelerator.backward`, which says of a loop without a Trainer that nothing is planned in it."""
+    if not _depth and recipe.enabled():
+        report_idle(
+            "a loop of Accelerate",
+            "it has no step boundary at which the samples of all ranks are known, and takes the mean of each "
+            "micro-batch",
+            "train by transformers.Trainer, or give the dataset to deepspeed.initialize(training_data=...)",
+        )
+    return wrapped(*args, **kwargs)
+
+
+_depth: list[None] = []
+"""One entry for each ``Trainer.training_step`` that runs."""
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    _depth.append(None)
+    try:
+        yield
+    finally:
+        _depth.pop()
+
+
+def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     state = _planned.get(trainer)
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     if state is None or not any(call["inputs"] is batch for batch in state.batches):
@@ -100,6 +138,7 @@ def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     model, num_items = call["model"], call.get("num_items_in_batch")
     loss = _run(state, trainer, model, lambda batch: wrapped(model, batch, num_items))
     state.batches, state.batch, state.plan = [], None, None
+    end_of_check()
     return loss
 
 
@@ -160,20 +199,18 @@ def _attention(model: Any) -> Iterator[None]:
 
 
 def _log_step(state: PlannedTrainer, batches: list[Any]) -> None:
-    plan = state.plan
+    plan, rank = state.plan, place()[0]
     assert plan is not None
+    own = [plan.micro_batches[index] for index in plan.of_rank(rank)]
     log.info(
         "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
         "instead of %d",
         state.step,
         len(plan.lengths),
         len(plan.micro_batches),
-        sum(len(m.ranks) > 1 for m in plan.micro_batches),
+        sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
         len(plan.cut),
-        sum(
-            -(-plan.micro_batches[i].num_padded_tokens // len(plan.micro_batches[i].ranks))
-            for i in plan.of_rank(place()[0])
-        ),
+        sum(-(-micro_batch.num_padded_tokens // len(micro_batch.ranks)) for micro_batch in own),
         sum(batch["input_ids"].numel() for batch in batches),
     )
 
@@ -183,5 +220,6 @@ def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:
         raise EvenloadError(
             "the batches of a planned step did not come to Trainer.training_step",
             f"{type(trainer).__name__} ran step {state.step} without it, unplanned",
-            "call super().training_step(model, inputs, num_items_in_batch) with the batch as it is, or leave evenload off",
+            "call super().training_step(model, inputs, num_items_in_batch) with the batch as it is, or leave evenload "
+            "off",
         )

@@ -38,9 +38,11 @@ def exchange(
     device = wire_device(group)
     parts = [own[place].flatten() for places in leaving for place in places]
     sent = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
-    sizes = [[rows * sum(lengths[place] for place in places) for places in one] for one in (coming, leaving)]
-    received = sent.new_empty(sum(sizes[0]))
-    dist.all_to_all_single(received, sent, *sizes, group=group)
+    to_come, to_leave = (
+        [rows * sum(lengths[place] for place in places) for places in one] for one in (coming, leaving)
+    )
+    received = sent.new_empty(sum(to_come))
+    dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
     places = [place for row in coming for place in row]
     pieces = torch.split(received.cpu(), [rows * lengths[place] for place in places]) if places else ()
     return {place: piece.view(rows, -1) for place, piece in zip(places, pieces, strict=True)}
