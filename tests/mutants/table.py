@@ -60,6 +60,9 @@ KILLERS: dict[str, Words] = {
     + ("model.num_attention_heads=8",)
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
+    "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
+    "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
+    "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
@@ -76,6 +79,7 @@ _REDUCTION, _SCALED = (
     "            self._ddp.scale_gradients(1.0 / self.totals[1])\n",
 )
 _STAGE = "integrations/deepspeed/pipeline/stage.py"
+_LOADER = "integrations/deepspeed/unmodified/loader.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -322,6 +326,69 @@ MUTANTS: tuple[Mutant, ...] = (
         "        for group in self.engine.basic_optimizer.param_groups:\n",
         "        for group in self.engine.basic_optimizer.param_groups[:1]:\n",
         "quick deepspeed",
+    ),
+    Mutant(
+        "labels on padding are dropped with their padding",
+        "integrations/huggingface/refusals.py",
+        "    if bool(counts.any()):",
+        "    if False:",
+        "samples",
+    ),
+    Mutant(
+        "a flattened row is one sample",
+        "integrations/huggingface/samples.py",
+        "borders = [*(starts_T.nonzero().flatten() + first).tolist(), stop]",
+        "borders = [first, stop]",
+        "samples",
+    ),
+    Mutant(
+        "samples are collated one by one, so that padding is not seen",
+        _LOADER,
+        "        for rows in stock_batches:",
+        "        for rows in [[row] for rows in stock_batches for row in rows]:",
+        "user's loop",
+    ),
+    Mutant(
+        "the shortest sample is measured against a window",
+        _LOADER,
+        "refuse_lengths(self._config, longest,",
+        "refuse_lengths(self._config, min(entry.length for entry in entries),",
+        "user's loop",
+    ),
+    Mutant(
+        "a sample that reads otherwise on another rank is taken",
+        _LOADER,
+        "    if entry.place >= len(samples) or Entry.of(entry.rows, entry.place, samples[entry.place]) != entry:",
+        "    if entry.place >= len(samples) or len(samples[entry.place].tokens) != entry.length:",
+        "user's loop",
+    ),
+    Mutant(
+        "a dummy weighs a target",
+        "integrations/deepspeed/unmodified/batches.py",
+        "lambda _: np.zeros(2, dtype=np.int64)), 0",
+        "lambda _: np.zeros(2, dtype=np.int64)), 1",
+        "user's loop",
+    ),
+    Mutant(
+        "dummies show a loss of their own",
+        "integrations/deepspeed/unmodified/loop.py",
+        "    elif state.weight:",
+        "    elif False:",
+        "user's loop",
+    ),
+    Mutant(
+        "a user's step is filled up with dummies",
+        "integrations/deepspeed/unmodified/counts.py",
+        "    while len(result) < count and",
+        "    while len(result) < 1 and",
+        "counts",
+    ),
+    Mutant(
+        "ranks in step run real micro-batches though they are slower",
+        "integrations/deepspeed/unmodified/counts.py",
+        "    return real if _step_s(real, seconds, together) <= _step_s(dummies, seconds, together) else dummies",
+        "    return real",
+        "counts",
     ),
     Mutant(
         "a replay's loss weighs half",

@@ -9,7 +9,8 @@
 Four methods of DeepSpeedEngine are wrapped (the rows are in `patches.deepspeed`):
 
     deepspeed_io  gives the planned loader for training data, and sets the model's attention to ``evenload``
-    forward       recognises a batch that the loader handed out and adds its pack and positions
+    forward       recognises a batch that the loader handed out and adds its pack and positions; a dummy's loss gets the
+                  value of its rank's mean
     backward      turns the script's loss, the mean over its micro-batch, into its share of the mean over the global
                   batch: loss * weight * gradient_accumulation_steps * ranks, since DeepSpeed divides by both
     step          refuses a step whose backwards went past `engine.backward`

@@ -120,15 +120,17 @@ def batches(kind: str) -> list[list[tuple[list[int], list[int]]]]:
     return result
 
 
-def losses_of_dummies() -> dict[str, Any]:
+def losses_of_dummies(experts: bool) -> dict[str, Any]:
     """A step in which a rank has one sample for two micro-batches: losses, and the weights' error to a plain step."""
     prepare_deepspeed()
     init_world()
     data = rows_of(60, 4, 5, 3)
+    routed = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**SMALL, **routed) if experts else LlamaConfig(**SMALL)
     with Ledger() as ledger:
         ledger.apply(patch.rows())
-        engine, loader = start(data, collate, size=1, gas=2)
-        plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation="sdpa")
+        engine, loader = start(data, collate, config, size=1, gas=2)
+        plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         plain.load_state_dict(engine.module.state_dict())
         losses, real = [], []
         for batch in loader:

@@ -36,8 +36,9 @@ def test_every_sample_with_a_target_is_handed_out_once(on_ranks, kind):
     assert samples == sorted((row, [-100, *row[1:]]) for row in ROWS if len(row) > 1)
 
 
-def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks):
-    of_ranks = on_ranks(2, "rank_scripts.losses_of_dummies")
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, experts):
+    of_ranks = on_ranks(2, "rank_scripts.losses_of_dummies", experts=experts)
     assert sorted(result["real"] for result in of_ranks) == [[True, False], [True, True]]
     for result in of_ranks:
         assert result["error"] < 3e-7
