@@ -47,8 +47,8 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             name="transformers.accelerate",
             target="accelerate.accelerator:Accelerator.backward",
             supports=ACCELERATE,
-            why="A loop of Accelerate without a Trainer cannot be planned; it says so at its first backward, and runs as "
-            "it is.",
+            why="A loop of Accelerate without a Trainer cannot be planned; it says so at its first backward, and runs "
+            "as it is.",
             wrapper=from_module(f"{_LOOP}:backward", recipe),
             expects=("loss",),
         ),

@@ -18,12 +18,14 @@ from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, place
 from ...runtime.world.exchange import exchange
 from ..deepspeed.unmodified.section import KEY, for_engine, parse_section, recipe_of
-from .models import is_rotary
+from .models import LengthWords, is_rotary, refuse_lengths
 from .refusals import raise_together
-from .samples import split
+from .samples import reach, split
 from .supported import inner_model
 
 log = logging.getLogger("evenload")
+
+_LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,26 +51,34 @@ class GlobalBatch:
 
 
 def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
-    """The samples of all ranks. Collective.
+    """The samples of all ranks. Collective. Samples without a target are left out: they give no gradient.
 
-    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where their
-    targets are not those that the Trainer counts (``num_items``).
+    Args:
+        batches: of this rank in the step, as the script made them.
+        num_items: target tokens of all ranks, as the Trainer counts them.
+        config: of the model.
+
+    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, where the model
+    does not see the whole of one, and where the targets are not those that the Trainer counts.
     """
     own, error = _split(batches, rotary=is_rotary(config))
     rows = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one] for one in own]
-    of_ranks = everyone((error, rows))
-    raise_together(fault for fault, _ in of_ranks if fault is not None)
+    of_ranks = everyone((error, rows, max(map(reach, batches)) if error is None else 0))
+    raise_together(fault for fault, _, _ in of_ranks if fault is not None)
     order = [
         (rank, k, row)
-        for k in range(max(len(one) for _, one in of_ranks))
-        for rank, (_, one) in enumerate(of_ranks)
+        for k in range(max(len(one) for _, one, _ in of_ranks))
+        for rank, (_, one, _) in enumerate(of_ranks)
         for row in range(len(one[k]) if k < len(one) else 0)
+        if one[k][row][1]
     ]
     facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
     _refuse_other_targets(sum(targets for _, targets in facts), int(num_items))
+    lengths = as_lengths([length for length, _ in facts])
+    refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions in of_ranks), _LENGTHS)
     me = place()[0]
     return GlobalBatch(
-        as_lengths([length for length, _ in facts]),
+        lengths,
         tuple(rank for rank, _, _ in order),
         {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
         "attention_mask" in batches[0],

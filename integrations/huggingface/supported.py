@@ -114,5 +114,9 @@ def warn_of_dropout(model: Any) -> None:
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)
 
 
+def _share(layer: Any) -> float:
+    return float(getattr(layer, "p", 0.0))
+
+
 def _owner(trainer: Any, method: str) -> str:
     return next(c.__module__ for c in type(trainer).__mro__ if method in vars(c))
