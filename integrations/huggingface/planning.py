@@ -70,7 +70,7 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
         for k in range(max(len(one) for _, one, _ in of_ranks))
         for rank, (_, one, _) in enumerate(of_ranks)
         for row in range(len(one[k]) if k < len(one) else 0)
-        if one[k][row][1]
+        if _is_computed(one[k][row])
     ]
     facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
     _refuse_other_targets(sum(targets for _, targets in facts), int(num_items))
@@ -83,6 +83,11 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
         {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
         "attention_mask" in batches[0],
     )
+
+
+def _is_computed(row: tuple[int, int]) -> bool:
+    """Whether a sample of so many tokens and targets gives a gradient."""
+    return row[1] > 0
 
 
 def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:

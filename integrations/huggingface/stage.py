@@ -75,7 +75,7 @@ class TrainerStage(StageTrainer):
 
         with with_attributes(self._trainer.accelerator, backward=hold), self._reducing(self._left == 1):
             booked = self._call(self._batch(loaded.pack))
-        if action.kind == "forward":
+        if action.kind != "forward_kv":
             self.loss = self.loss + booked
         (loss,) = losses
         return loss

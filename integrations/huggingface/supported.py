@@ -107,9 +107,8 @@ def inner_model(trainer: Any) -> Any:
 
 def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
-    dropped = [
-        name for name, m in model.named_modules() if type(m).__name__.startswith("Dropout") and getattr(m, "p", 0)
-    ]
+    layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
+    dropped = [name for name, layer in layers if _share(layer)]
     if dropped:
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)
 
