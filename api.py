@@ -26,13 +26,14 @@ def load_plugins() -> None:
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe from a YAML file, with ``a.b=value`` overrides. Raises EvenloadError."""
+    """Read a recipe from a YAML file, or the shipped one of that name, with ``a.b=value`` overrides. Raises
+    EvenloadError."""
     load_plugins()
     return recipes.load(path, overrides)
 
 
 def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = None) -> StepPlan:
-    """The checked plan of one global batch for a recipe, or for the path of one.
+    """The checked plan of one global batch for a recipe, or for the path or name of one.
 
     Args:
         lengths: tokens of each sample of the batch, integers [S] of 1 or more, in a list, an array or an iterator.

@@ -27,7 +27,7 @@ app = typer.Typer(
 _LONGEST_WORD = 8192
 """Characters; no path is longer, and no list of values to sweep."""
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see recipes/.")]
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or a name of `evenload recipes`.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 # Integers come as text, so that `bounds` reads them all and says what is wrong with one.
@@ -142,9 +142,7 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's layers and links and fit the cost model."""
-    from .core.planning.setting import RECIPES
-
-    wanted = load_recipe(recipe or RECIPES / "quickstart.yaml", overrides or ())
+    wanted = load_recipe(recipe or "quickstart", overrides or ())
     num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     # Tensor parallelism stays: not all that a layer does is divided by it.
     plane = {"pp": 1, "cp": 1, "ep": 1, "dp": max(1, num_ranks // wanted.parallel.tp)}
@@ -159,6 +157,23 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
 
     load_recipe(recipe)
     raise SystemExit(work(recipe, command))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def check(
+    recipe: RecipePath,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")],
+    as_json: AsJson = False,
+) -> None:
+    """One step of an unmodified training script with the plugins on, without an update: what is on, refused, gained."""
+    from .commands._shared.show import stdout_aside
+    from .commands.check import EXIT_CODES
+    from .commands.check import check as work
+
+    with stdout_aside():
+        result = work(recipe, command)
+    _show("check", result, as_json)
+    raise SystemExit(EXIT_CODES[result["verdict"]])
 
 
 @app.command()
@@ -178,6 +193,19 @@ def plugins(as_json: AsJson = False) -> None:
     keys = ("name", "summary", "papers", "origin")
     rows = [{**{key: getattr(p, key) for key in keys}, "baselines": list(p.baselines)} for p in registered()]
     _show("plugins", {"plugins": rows}, as_json)
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """The recipes that come with evenload; every command takes their names."""
+    from .core.recipe.shipped import shipped
+
+    rows = []
+    for name, path in shipped().items():
+        one = load_recipe(path)
+        ranks, enabled = one.min_world_size, [plugin.name for plugin in one.enabled()]
+        rows.append({"name": name, "trainer": one.trainer, "ranks": ranks, "plugins": enabled, "path": str(path)})
+    _show("recipes", {"recipes": rows}, as_json)
 
 
 @app.command()

@@ -65,7 +65,7 @@ class _Program:
         try:
             import pulp
         except ImportError as error:
-            do = "pip install 'evenload[solver]'"
+            do = "pip install PuLP highspy"
             raise EvenloadError("the bound of a micro-batch needs PuLP with HiGHS", str(error), do) from error
         problem = pulp.LpProblem("ranks", pulp.LpMinimize)
         groups = [pulp.LpVariable(f"n{j}", 0, int(enough // d), cat="Integer") for j, d in enumerate(self._degrees)]

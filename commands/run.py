@@ -24,6 +24,7 @@ from types import FrameType
 from ..api import load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.shipped import file_of
 from ..integrations.run_folder import VARIABLE, RunFolder
 from ._shared.hosts import require
 
@@ -53,7 +54,9 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="evenload-") as path:
         folder = RunFolder(Path(path))
         code = run_in(folder, recipe, chosen, command)
-        print(f"evenload: {outcome(folder, chosen)}", file=sys.stderr)
+        planned = f"planned {planned_steps(folder)}"
+        nothing = f"warning: nothing was planned: {why_nothing(folder, chosen)}"
+        print(f"evenload: {planned if folder.steps else nothing}", file=sys.stderr)
     return code
 
 
@@ -66,7 +69,7 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "EVENLOAD_RECIPE": str(Path(path).absolute()),
+        "EVENLOAD_RECIPE": str(Path(file_of(path)).absolute()),
         "EVENLOAD_TRAINER": ",".join(_FIRST_IMPORTS[recipe.trainer]),
         VARIABLE: str(folder.path),
         **variables,
@@ -74,15 +77,14 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
     return _wait(subprocess.Popen(list(command), env=environment))
 
 
-def outcome(folder: RunFolder, recipe: Recipe) -> str:
-    """What was planned, or why nothing was and which line to change."""
-    if folder.steps:
-        steps = ", ".join(f"{count} steps of {loop}" for loop, count in folder.steps.items())
-        return f"planned {steps} with {', '.join(folder.plugins)}"
-    return f"warning: nothing was planned: {_why_nothing(folder, recipe)}"
+def planned_steps(folder: RunFolder) -> str:
+    """``12 steps of Megatron-Core with packing``."""
+    steps = ", ".join(f"{n} step{'s' * (n != 1)} of {loop}" for loop, n in folder.steps.items())
+    return f"{steps} with {', '.join(folder.plugins)}"
 
 
-def _why_nothing(folder: RunFolder, recipe: Recipe) -> str:
+def why_nothing(folder: RunFolder, recipe: Recipe) -> str:
+    """Why no step was planned, and which line to change."""
     names = " or ".join(_FIRST_IMPORTS[recipe.trainer])
     if not folder.started:
         return (

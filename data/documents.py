@@ -67,12 +67,12 @@ def vocab_size_of(arrays: Iterable[NDArray[Any]]) -> dict[str, NDArray[np.int64]
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a module that only some formats need; raise `EvenloadError` naming the pip extra where it is missing."""
+    """Import a module that only some formats need; raise `EvenloadError` naming the package where it is missing."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise EvenloadError(f"{purpose} needs {package}", str(error), "pip install 'evenload[data]'") from error
+        raise EvenloadError(f"{purpose} needs {package}", str(error), f"pip install {package}") from error
 
 
 def changed(name: str) -> EvenloadError:

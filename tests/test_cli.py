@@ -201,6 +201,22 @@ def test_wrong_requests_exit_with_2_and_write_nothing(name: str, place: Path) ->
     assert sorted(p.name for p in place.iterdir()) == before
 
 
+def test_shipped_recipes_are_listed_and_planned_by_name(place: Path) -> None:
+    done = evenload("recipes", "--json", cwd=place, bare=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["recipes"]}
+    assert {key: rows["gpu-node"][key] for key in ("trainer", "ranks", "plugins")} == {
+        "trainer": "megatron",
+        "ranks": 8,
+        "plugins": ["packing"],
+    }
+    table = evenload("recipes", cwd=place, bare=True)
+    assert all(name in table.stdout for name in rows)
+    done = evenload("plan", "gpu-node", "--lengths", "lengths.txt", "--json", cwd=place, bare=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layout"]["dp"] == 8
+
+
 def test_an_unsupported_version_is_named(place: Path) -> None:
     code = (
         "import sys, importlib.metadata as m; found = m.version\n"

@@ -34,6 +34,7 @@ RUN_BY = {
     ("verify", "deepspeed"): "commands/test_verify.py::test_every_layout_is_exact",
     ("bench", "megatron"): "test_public_surface.py::test_results_of_training_have_all_their_keys",
     ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
+    ("check", "megatron"): "commands/test_check.py::test_a_step_of_megatron_is_checked_and_nothing_is_trained",
     ("run", "megatron"): "commands/test_run.py::test_a_process_that_does_not_import_the_trainer_is_left_alone",
 }
 
@@ -104,11 +105,15 @@ def test_a_command_that_trains_is_a_right_request(
 ) -> None:
     """All is checked that is checked before ranks start; then ranks would start."""
     import evenload.commands._shared.launch as launcher
+    import evenload.commands.check as checker
     import evenload.commands.run as runner
+
+    planned = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}
 
     words, started = shlex.split(command), []
     monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
     monkeypatch.setattr(runner, "run", lambda *words: started.append(words) or 0)
+    monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or planned)
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:

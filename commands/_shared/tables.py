@@ -366,6 +366,43 @@ def plugins(result: Result) -> Table:
     return grid("plugins", ("name", "what it does", "papers", "from"), rows)
 
 
+def recipes(result: Result) -> Table:
+    rows = [(r["name"], r["trainer"], str(r["ranks"]), ", ".join(r["plugins"])) for r in result["recipes"]]
+    return grid("recipes", ("name", "trainer", "ranks at least", "plugins"), rows, "every command takes these names")
+
+
+def check(result: Result) -> Group:
+    """A row a plugin, what the step holds, and the verdict."""
+    refused = [f"{one['what']} ({one['found']})" for one in result["refusals"]]
+    rows = [(row["name"], *_standing(row, refused)) for row in result["plugins"]]
+    caption = "gain: predicted, over the step without the plugin, from the lengths of the first step"
+    table = grid("check", ("plugin", "", "gain"), rows, caption)
+    step = result["step"]
+    tables = [table, _checked_step(step)] if step else [table]
+    return Group(*tables, plain(f"{result['verdict']}: {result['says']}", "bold"))
+
+
+def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
+    if row["on"]:
+        return "on", f"{row['gain']:.2f}x"
+    why = [row["refused"]] if row["refused"] else refusals
+    return (f"refused: {'; '.join(why)}" if why else "nothing planned"), ""
+
+
+def _checked_step(step: Result) -> Table:
+    rows = [
+        ("samples, tokens", f"{step['samples']:,}, {step['tokens']:,}"),
+        ("shortest, longest sample", f"{min(step['lengths']):,}, {max(step['lengths']):,} tokens"),
+        ("padded tokens, before and after", f"{step['stock_padded_tokens']:,}, {step['padded_tokens']:,}"),
+        ("step, before and after, predicted", f"{seconds(step['stock_step_s'])}, {seconds(step['step_s'])}"),
+        ("gain, predicted", f"{step['gain']:.2f}x"),
+    ]
+    caption = "\n".join(
+        ["before: micro-batches of the loop's own, each padded to its longest sample", *step["notes"][:3]]
+    )
+    return grid(f"the first step of {step['loop']} on {step['ranks']} data-parallel ranks", ("", ""), rows, caption)
+
+
 def _machine(result: Result) -> str:
     host = result["host"]
     return ", ".join(str(host[key]) for key in ("trainer", "layout", "dtype", "attention", "device") if key in host)

@@ -66,7 +66,7 @@ def refuse_without_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise EvenloadError("--plot needs matplotlib", str(error), "pip install 'evenload[plot]'") from error
+        raise EvenloadError("--plot needs matplotlib", str(error), "pip install matplotlib") from error
 
 
 def write(outlook: Outlook, path: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..costs import costs as cost_models
 from ..costs.context import PlanningContext, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
+from ..recipe.shipped import RECIPES
 from ..recipe.sizes import VALUE_BYTES, heads_of, shape_of
 from ..recipe.traits import TrainerTraits, trainer_called
 from .stock import UNCAPPED
-
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
 
 
 def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:

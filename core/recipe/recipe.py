@@ -25,6 +25,7 @@ from ..input.validation import Fault, first_fault
 from ..machine.layout import Layout
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
+from .shipped import file_of, shipped
 
 
 class Recipe(Section):
@@ -89,9 +90,11 @@ def json_schema() -> dict[str, Any]:
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe and apply ``a.b=value`` overrides. Raises EvenloadError."""
+    """Read a recipe, given by its file or the name of a shipped one, and apply ``a.b=value`` overrides. Raises
+    EvenloadError."""
     what = f"the recipe {shorten(str(path))}"
-    data = reading.read_yaml(path, what, "give the path of a YAML file")
+    do = f"give the path of a YAML file, or the name of a shipped recipe; {nearest(str(path), shipped())}"
+    data = reading.read_yaml(file_of(path), what, do)
     data = reading.mapping(data, what, "see recipes/quickstart.yaml")
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')

@@ -7,6 +7,7 @@ neither loss nor gradient and is left out. Labels and loss masks stay the sample
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from ....runtime.world.agreement import wire_device
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 MASK = "attention_mask"
+
+_MOVES_MASKS = "get_batch_on_this_tp_rank"
 
 Sample = dict[str, Tensor]
 """`FIELDS` of one sample, each [L]."""
@@ -124,7 +127,20 @@ def lay_out(
 
 
 def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The data iterator of one micro-batch: gives its fields once."""
+    """The data iterator of one micro-batch: gives its fields once.
+
+    Raises EvenloadError where Megatron-LM's `get_batch_on_this_tp_rank` takes a batch whose mask is None: it moves
+    every mask to the device, and would fail there. Loops that hand the mask on to the model run well, so the batch does
+    not tell the two apart; the code that takes it does.
+    """
+    frame = inspect.currentframe()
+    taker = frame.f_back.f_code.co_name if frame is not None and frame.f_back is not None else ""
+    if taker == _MOVES_MASKS and MASK in fields:
+        raise EvenloadError(
+            "packs have no attention mask, and Megatron-LM's get_batch_on_this_tp_rank asks for that of its loader",
+            "create_attention_mask_in_dataloader=True, which is Megatron-LM's default",
+            "add --no-create-attention-mask-in-dataloader: the model makes its causal mask itself",
+        )
     yield fields
     raise EvenloadError(
         "forward_step takes more than one batch from its data iterator",

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe import recipe as recipes
+from evenload.core.recipe.shipped import RECIPES, shipped
 
 ROOT = Path(evenload.__file__).parent
 load_plugins()
@@ -123,6 +123,22 @@ def test_what_is_shown_of_a_value_is_short(recipe_file: Path) -> None:
 def test_paths_that_are_none_are_refused(path: object) -> None:
     with pytest.raises(EvenloadError, match="cannot be read"):
         evenload.load_recipe(path)  # type: ignore[arg-type]
+
+
+def test_a_shipped_recipe_is_read_by_its_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert set(shipped()) == {path.stem for path in RECIPES.glob("*.yaml")}
+    for name, path in shipped().items():
+        (tmp_path / name).mkdir()  # a folder is no recipe
+        wanted = evenload.load_recipe(path).model_dump()
+        assert evenload.load_recipe(name).model_dump() == evenload.load_recipe(Path(name)).model_dump() == wanted
+    (tmp_path / "quickstart").rmdir()
+    (tmp_path / "quickstart").write_text("train: {steps: 77}\n")
+    assert evenload.load_recipe("quickstart").train.steps == 77, "a file of that name goes first"
+    with pytest.raises(EvenloadError) as refused:
+        evenload.load_recipe("gpu-nod")
+    assert "did you mean 'gpu-node'?" in refused.value.do
+    assert all(name in refused.value.do for name in shipped())
 
 
 @pytest.mark.parametrize("overrides", [None, 5, "train.steps=7", [5], [None], [b"train.steps=7"], [""], ["="]])

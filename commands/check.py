@@ -1,0 +1,49 @@
+"""``evenload check RECIPE -- COMMAND``: one step of the command with the plugins on, and nothing updated or saved.
+
+The command runs as under `evenload run`. Its first step is planned and its passes run, on all ranks; right before the
+optimizer's update every process ends. What the plan gains is predicted by the simulator from the lengths of that step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..api import load_recipe
+from ..core.recipe.recipe import Recipe
+from ..integrations.planned_runs import CHECK
+from ..integrations.run_folder import RunFolder
+from .run import planned_steps, run_in, why_nothing
+
+EXIT_CODES = {"planned": 0, "nothing planned": 1, "failed": 1, "refused": 2}
+"""By the verdict; ``failed``: the command ended with an error of its own."""
+
+
+def check(recipe: str | Path, command: Sequence[str]) -> dict[str, Any]:
+    """The documented result of ``check --json``. Raises EvenloadError as `run.run`; what the command prints goes on."""
+    chosen = load_recipe(recipe)
+    with tempfile.TemporaryDirectory(prefix="evenload-") as path:
+        folder = RunFolder(Path(path))
+        code = run_in(folder, recipe, chosen, command, **{CHECK: "1"})
+        return _result(folder, chosen, code)
+
+
+def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
+    refusals = [{"what": one.what, "found": one.found, "do": one.do} for one in folder.refusals]
+    done = "planned" if folder.check else "nothing planned"
+    verdict = "refused" if refusals else "failed" if code else done
+    says = planned_steps(folder) if folder.steps else why_nothing(folder, recipe)
+    names = [plugin.name for plugin in recipe.enabled()]
+    rows = {name: {"name": name, "refused": None, "gain": None} for name in names}
+    step = folder.check or {}
+    rows |= {row["name"]: row for row in step.get("plugins", ())}
+    return {
+        "verdict": verdict,
+        "says": f"the command ended with exit code {code}" if verdict == "failed" else says,
+        "plugins": [{**row, "on": verdict == "planned" and row["refused"] is None} for row in rows.values()],
+        "step": {key: value for key, value in step.items() if key != "plugins"} or None,
+        "refusals": refusals,
+        "idle": [one._asdict() for one in folder.idle],
+    }

@@ -1,0 +1,20 @@
+"""The recipes that come with evenload, by name: ``gpu-node`` is recipes/gpu-node.yaml wherever one stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+
+
+def shipped() -> dict[str, Path]:
+    """The files of the recipes that come with evenload, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def file_of(recipe: str | Path) -> str | Path:
+    """The file of a recipe that is given by its path or by the name of one that comes with evenload; a file of that
+    name goes first."""
+    names = shipped()
+    return names[str(recipe)] if str(recipe) in names and not os.path.isfile(recipe) else recipe
