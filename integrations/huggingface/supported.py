@@ -28,16 +28,26 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
     Args:
         num_items: what the Trainer divides its token losses by, None where it takes means of micro-batches.
     """
-    args, accelerator = trainer.args, trainer.accelerator
-    owner = _owner(trainer, "compute_loss")
-    objective = type(trainer).compute_loss.__qualname__
-    sizes = {name: getattr(trainer, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
-    rules: list[Rule] = [
+    refuse_first(*_of_loss(trainer, num_items), *_of_run(trainer))
+    model = inner_model(trainer)
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        raise EvenloadError(
+            "packs need a model whose attention Transformers can exchange",
+            f"a model of type {type(model).__name__}",
+            "give a Hugging Face causal language model",
+        )
+    refuse_unsupported(model.config)
+
+
+def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
+    """Losses that change when samples are regrouped."""
+    owner, name = _owner(trainer, "compute_loss"), type(trainer).__name__
+    return [
         (
             owner not in _TOKEN_LOSSES,
-            f"{type(trainer).__name__} computes a loss of its own, which may not be a sum over tokens",
-            f"{objective} of {owner}",
-            f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer (pairs and rewards stay with their own batches)",
+            f"{name} computes a loss of its own, which may not be a sum over tokens",
+            f"{type(trainer).compute_loss.__qualname__} of {owner}",
+            f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer; pairs and rewards stay in their own batches",
         ),
         (
             trainer.compute_loss_func is not None,
@@ -52,11 +62,25 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
             f"use a causal language model of transformers 5 and batches with labels, or {_OFF}",
         ),
         (
-            accelerator.num_processes > 1 and not args.average_tokens_across_devices,
+            trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices,
             "every rank divides by its own number of tokens, which changes when samples change ranks",
             "average_tokens_across_devices = False",
             "set average_tokens_across_devices=True, the default",
         ),
+        (
+            bool(trainer.args.neftune_noise_alpha),
+            "NEFTune's noise depends on the length of a batch's rows, which packs change",
+            f"neftune_noise_alpha = {trainer.args.neftune_noise_alpha}",
+            "leave neftune_noise_alpha out",
+        ),
+    ]
+
+
+def _of_run(trainer: Any) -> list[Rule]:
+    """Runs whose passes or ranks a plan cannot set."""
+    args = trainer.args
+    sizes = {name: getattr(trainer, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
+    return [
         (
             max(sizes.values()) > 1,
             "samples are planned over data-parallel ranks alone",
@@ -76,27 +100,12 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
             "set torch_compile=False",
         ),
         (
-            bool(args.neftune_noise_alpha),
-            "NEFTune's noise depends on the length of a batch's rows, which packs change",
-            f"neftune_noise_alpha = {args.neftune_noise_alpha}",
-            "leave neftune_noise_alpha out",
-        ),
-        (
             any(word in str(args.optim).lower() for word in _UPDATES_IN_BACKWARD),
             "the optimizer updates weights inside a backward, and a planned step has several",
             f"optim = {args.optim}",
             "use another optimizer, such as adamw_torch",
         ),
     ]
-    refuse_first(*rules)
-    model = inner_model(trainer)
-    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
-        raise EvenloadError(
-            "packs need a model whose attention Transformers can exchange",
-            f"a model of type {type(model).__name__}",
-            "give a Hugging Face causal language model",
-        )
-    refuse_unsupported(model.config)
 
 
 def inner_model(trainer: Any) -> Any:

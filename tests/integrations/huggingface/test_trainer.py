@@ -1,4 +1,4 @@
-"""The Trainer's own step on plans by hand and at random: loss and gradients of the Trainer without evenload, float64."""
+"""The Trainer's own step on plans by hand and at random: loss and gradients of a stock Trainer, in float64."""
 
 from __future__ import annotations
 
