@@ -36,7 +36,7 @@ def double_loss(logits: Any, labels: Any, num_items_in_batch: Any = None, shift_
 
 def build_model() -> Any:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
     config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, **shape)
     model = LlamaForCausalLM(config).double()
     model.loss_function = double_loss
@@ -119,23 +119,42 @@ def _for(plan: Any, lengths: Any) -> Any:
 
 def exactness(load: Any, names: list[str], file: str, masked: bool = False, **more: Any) -> dict[str, Any]:
     """Errors of every plan against the same Trainer without evenload."""
-    world = init_world()
-    # Accelerate reads them, and takes the process group that is there.
-    rank = str(world.rank)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    size = _join()
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
     for name in names:
         plan = plan_named(load(file), name)
         rows, key = samples_of(plan.lengths, masked), tuple(plan.lengths)
         if key not in references:
-            references[key] = train(rows, world.size, **more)
+            references[key] = train(rows, size, **more)
         loss, wanted = references[key]
         with planned(plan):
-            own_loss, gradients = train(rows, world.size, **more)
+            own_loss, gradients = train(rows, size, **more)
         found[name] = {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted)}
     return found
+
+
+def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False, **more: Any) -> dict[str, Any]:
+    """The same for the plans of a recipe's plugins, and what they were."""
+    size, rows, plans = _join(), samples_of(lengths, masked), []
+    loss, wanted = train(rows, size, **more)
+    recipe = recipes.parse({**RECIPE, "plugins": plugins})
+    report = {"report_step": lambda _, chain, plan: plans.append(plan)}
+    with with_attributes(planned_trainer, **report), enabled(recipe):
+        own_loss, gradients = train(rows, size, **more)
+    (plan,) = plans
+    shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
+    made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
+    return {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted), **made}
+
+
+def _join() -> int:
+    """Join the test world as Accelerate expects it, which takes the process group that is there; its size."""
+    world = init_world()
+    rank = str(world.rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    return world.size
 
 
 def plan_named(module: Any, name: str) -> Any:
