@@ -39,8 +39,8 @@ def _quick(run: str) -> Words:
 
 
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
-_STAGE = "integrations/huggingface/stage.py"
-_STEP = "integrations/huggingface/trainer.py"
+_TRAINER_STAGE = "integrations/huggingface/stage.py"
+_TRAINER_STEP = "integrations/huggingface/trainer.py"
 
 KILLERS: dict[str, Words] = {
     "quick overlap": _quick("megatron, overlapped reduction"),
@@ -348,35 +348,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a Trainer's loss is divided by the targets of one rank",
-        _STEP,
+        _TRAINER_STEP,
         'model, num_items = call["model"], call.get("num_items_in_batch")',
         'model, num_items = call["model"], sum(int((s[1, 1:] != -100).sum()) for s in state.batch.own.values())',
         "trainer",
     ),
     Mutant(
         "a Trainer's last pack runs twice",
-        _STEP,
+        _TRAINER_STEP,
         '    program = lower(plan, 0, rank, "in step")\n    if all(',
         '    program = lower(plan, 0, rank, "in step")\n    program = (*program, *program[-2:])\n    if all(',
         "trainer",
     ),
     Mutant(
         "a Trainer's packs have no borders",
-        _STEP,
+        _TRAINER_STEP,
         "    model.set_attn_implementation(attention.NAME)",
         "    model.set_attn_implementation(stock)",
         "trainer",
     ),
     Mutant(
         "a Trainer's slice loses the label behind it",
-        _STAGE,
+        _TRAINER_STAGE,
         '            "shift_labels": pack.labels_T[None],\n',
         "",
         "trainer",
     ),
     Mutant(
         "a Trainer's gradients are summed over ranks one pass early",
-        _STAGE,
+        _TRAINER_STAGE,
         "self._reducing(self._left == 1)",
         "self._reducing(self._left == 2)",
         "trainer",
