@@ -66,6 +66,7 @@ KILLERS: dict[str, Words] = {
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
+    "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
@@ -380,6 +381,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "self._reducing(self._left == 1)",
         "self._reducing(self._left == 2)",
         "trainer",
+    ),
+    Mutant(
+        "a Trainer's engine under ZeRO 3 is not told of backwards in a row",
+        _TRAINER_STAGE,
+        "            self._reduction.before_backward()",
+        "            pass",
+        "trainer zero 3",
     ),
     Mutant(
         "a Trainer's sample goes to the ranks with another's tokens",

@@ -9,10 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe import recipe as recipes
+from evenload.integrations.deepspeed.engine import prepare_deepspeed
 from evenload.integrations.huggingface import planning
 from evenload.integrations.huggingface import trainer as planned_trainer
 from evenload.patches.session import enabled
@@ -23,6 +26,8 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 VOCAB = 97
+RATE = 100.0
+"""Large, so that a float32 weight of 1 moves by more than its rounding."""
 RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 64}}}
 
 
@@ -63,6 +68,13 @@ class Keep(TrainerCallback):
             self.gradients[name.removeprefix("module.")] = whole.detach().clone()
 
 
+def _ds_config(zero: int) -> dict[str, Any]:
+    prepare_deepspeed()
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    own = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
+    return {**dict.fromkeys(auto, "auto"), **own}
+
+
 def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
     most = max(len(row["input_ids"]) for row in rows)
 
@@ -84,17 +96,28 @@ def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]
     return rows
 
 
-def train(rows: list[Any], size: int, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """One optimizer step over all rows, one row in a micro-batch: its loss and gradients."""
+def train(rows: list[Any], size: int, zero: int | None = None, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """One optimizer step over all rows, one row in a micro-batch: its loss and gradients.
+
+    ``zero``: under DeepSpeed of this stage, in float32, where the gradient is what SGD takes off the weights.
+    """
+    if zero is not None:
+        more |= {"deepspeed": _ds_config(zero), "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
     keep, count = Keep(), -(-len(rows) // size)
     rows = rows + [{"input_ids": [1], "labels": [-100]}] * (count * size - len(rows))
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
     arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": count, "logging_steps": 1}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", **more}
-    trainer = InOrder(
-        build_model(), TrainingArguments(**arguments), train_dataset=rows, data_collator=collate, callbacks=[keep]
-    )
+    made = TrainingArguments(**arguments)
+    model = build_model() if zero is None else build_model().float()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = InOrder(model, made, train_dataset=rows, data_collator=collate, callbacks=[keep] * (zero is None))
     trainer.train()
+    if zero is not None:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=zero == 3):
+            keep.gradients = {name: (before[name] - p.detach()) / RATE for name, p in model.named_parameters()}
     return trainer.state.log_history[0]["loss"], keep.gradients
 
 

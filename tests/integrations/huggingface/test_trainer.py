@@ -64,3 +64,12 @@ def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks):
     for found in on_ranks(2, "rank_trainer.exactness", names=names, file="slice_plans", masked=True, **more):
         assert max(one["grad"] for one in found.values()) < ROUNDING, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_slices_and_shared_micro_batches_are_exact_under_zero(on_ranks, zero):
+    names = ["even", "mixed ring", "chains some", *(f"random {seed}" for seed in range(3))]
+    for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", zero=zero):
+        assert max(one["grad"] for one in found.values()) < 5e-6, found
+        assert max(one["loss"] for one in found.values()) < 1e-6, found
