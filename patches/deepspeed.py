@@ -8,13 +8,10 @@ Methods of the class are wrapped and not `deepspeed.initialize`: scripts copy th
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..core.recipe.recipe import Recipe
 from .row import Patch, from_module
 
 DEEPSPEED = "deepspeed >=0.19,<0.20"
-TRANSFORMERS = "transformers >=5,<6"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LOOP = "..integrations.deepspeed.unmodified.loop"
 
@@ -22,15 +19,6 @@ _LOOP = "..integrations.deepspeed.unmodified.loop"
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
     """The rows; `recipe` is used by scripts whose ds_config has no ``evenload`` section."""
     return (
-        Patch(
-            name="deepspeed.attention",
-            target="transformers.modeling_utils:AttentionInterface._global_mapping[evenload]",
-            supports=TRANSFORMERS,
-            why="A model can only be set to an attention that Transformers knows. Adds a name; no model uses it unless "
-            "it is set to it.",
-            replace=_attention,
-            fills_gap=True,
-        ),
         Patch(
             name="deepspeed.loader",
             target=f"{_ENGINE}.deepspeed_io",
@@ -65,9 +53,3 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("lr_kwargs",),
         ),
     )
-
-
-def _attention(_: Any) -> Any:
-    from ..integrations.huggingface import attention
-
-    return attention.attention

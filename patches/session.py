@@ -21,12 +21,22 @@ from types import ModuleType
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from . import deepspeed, megatron, megatron_fixes
+from . import deepspeed, megatron, megatron_fixes, transformers
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
 
-_TRAINERS: dict[str, ModuleType] = {"megatron": megatron, "deepspeed": deepspeed}
-"""Modules that offer ``rows(recipe)``."""
+_TRAINERS: dict[str, tuple[ModuleType, ...]] = {
+    "megatron": (megatron,),
+    "deepspeed": (deepspeed, transformers),
+    "transformers": (transformers,),
+}
+"""Modules that offer ``rows(recipe)``; scripts of Transformers' Trainer run on DeepSpeed's engine too."""
+_LOOPS = (
+    "megatron.unmodified.loop",
+    "deepspeed.unmodified.loop",
+    "huggingface.trainer",
+)
+"""Modules below `integrations` whose ``release()`` gives what live loops hold back to the trainer."""
 
 _lock = threading.Lock()
 _session: Session | None = None
@@ -58,7 +68,7 @@ class Session:
         with _lock:
             if _session is self:
                 self._ledger.undo()
-                _release(self.recipe.trainer)
+                _release()
                 _session = None
 
     def __enter__(self) -> Session:
@@ -112,11 +122,12 @@ def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
         yield session
 
 
-def _release(trainer: str) -> None:
+def _release() -> None:
     """Give what live loops hold back to the trainer, for after the rows are off. Imports nothing that is not loaded."""
-    unmodified = sys.modules.get(f"evenload.integrations.{trainer}.unmodified.loop")
-    if unmodified is not None:
-        unmodified.release()
+    for name in _LOOPS:
+        loop = sys.modules.get(f"evenload.integrations.{name}")
+        if loop is not None:
+            loop.release()
 
 
 def _apply(recipe: Recipe, ledger: Ledger) -> None:
@@ -124,4 +135,4 @@ def _apply(recipe: Recipe, ledger: Ledger) -> None:
         bridge_cpu(ledger, lazy=True)
         ledger.apply(megatron_fixes.rows(), lazy=True)
     if recipe.trainer == "deepspeed" or recipe.enabled():  # a ds_config may enable plugins by itself
-        ledger.apply(_TRAINERS[recipe.trainer].rows(recipe), lazy=True)
+        ledger.apply([row for module in _TRAINERS[recipe.trainer] for row in module.rows(recipe)], lazy=True)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from . import cpu_bridge, deepspeed, megatron, megatron_fixes
+from . import cpu_bridge, deepspeed, megatron, megatron_fixes, transformers
 from .row import Patch
 
 _SECTIONS = (
@@ -14,6 +14,7 @@ _SECTIONS = (
     ("Megatron-Core's faults", megatron_fixes),
     ("Megatron-Core loops", megatron),
     ("DeepSpeed scripts", deepspeed),
+    ("Scripts of Transformers' Trainer", transformers),
 )
 """Modules that offer ``rows()``; their docstrings open the sections."""
 

@@ -43,6 +43,17 @@ MODULES = {
         "transformers.models.llama.modeling_llama",
         "torch._inductor.compile_fx",  # which DeepSpeed makes torch import in the first step
     ),
+    "huggingface": (
+        "accelerate",
+        "datasets",
+        "deepspeed",
+        "peft",
+        "transformers.trainer",
+        "trl.trainer.dpo_trainer",
+        "trl.trainer.sft_trainer",
+        "transformers.models.llama.modeling_llama",
+        "torch._inductor.compile_fx",
+    ),
     "torch": ("torch._dynamo",),
 }
 
@@ -56,6 +67,8 @@ def warm(trainer: str) -> None:
 
         load_plugins()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+    if trainer == "huggingface":
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
     if trainer == "megatron":
         from evenload.patches import bridge_cpu
 

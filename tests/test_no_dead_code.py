@@ -14,7 +14,6 @@ CALLED_FROM_OUTSIDE = {
     "repr_bytes": "reprlib calls it",
     "read_plans": "reads plan.json for users (docs/input.md)",
     "slice_losses": "for users that weigh samples (docs/packing.md)",
-    "sequence_ids_T": "for users that tell sequences apart (docs/packing.md)",
     "_partition_layers": "DeepSpeed calls it",
     "record_event": "Megatron calls it",
 }

@@ -187,6 +187,7 @@ def build_pack(
     prefix: PrefixStore | None = None,
     *,
     plane: Plane | None = None,
+    labels_of: TokensOf | None = None,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> Pack:
@@ -199,6 +200,8 @@ def build_pack(
         device: where the tensors end up.
         prefix: the store of the step, one for all its packs on this rank and pipeline stage.
         plane: where this rank has its part of micro-batches that ranks share.
+        labels_of: gives what a token counts as where it is a target, `IGNORE` where it carries no loss [L]; None: every
+            token is the target of the token before it.
         segment_multiple, pack_multiple: see `padded_borders`.
 
     Raises:
@@ -209,7 +212,7 @@ def build_pack(
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
-    tokens_T, labels_T, positions_T = _fill(slices, segments, tokens_of)
+    tokens_T, labels_T, positions_T = _fill(slices, segments, tokens_of, labels_of or tokens_of)
     shared = None
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
@@ -239,7 +242,9 @@ def _pieces_of(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
     return token_layout(micro_batch, plane)
 
 
-def _fill(slices: Sequence[Slice], segments: Sequence[int], tokens_of: TokensOf) -> tuple[Tokens, Tokens, Tokens]:
+def _fill(
+    slices: Sequence[Slice], segments: Sequence[int], tokens_of: TokensOf, labels_of: TokensOf
+) -> tuple[Tokens, Tokens, Tokens]:
     """int64 [T] each: tokens, labels and positions of slices that begin at these slots."""
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
@@ -254,7 +259,7 @@ def _fill(slices: Sequence[Slice], segments: Sequence[int], tokens_of: TokensOf)
             )
         last = first + piece.length
         assert last <= end, f"{piece} does not fit into {end - first} padded slots"
-        targets = sample[piece.start + 1 : piece.stop + 1]
+        targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]
         tokens_T[first:last] = sample[piece.start : piece.stop]
         labels_T[first : first + len(targets)] = targets
         positions_T[first:last] = np.arange(piece.start, piece.stop)

@@ -53,7 +53,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def stub(host, monkeypatch):
-    monkeypatch.setitem(session._TRAINERS, "deepspeed", Stub)
+    monkeypatch.setitem(session._TRAINERS, "deepspeed", (Stub,))
     monkeypatch.setitem(sys.modules, "evenload.integrations.deepspeed.unmodified.loop", Stub)
     monkeypatch.setattr(Stub, "released", 0)
     yield importlib.import_module("stubhost.core")
@@ -194,7 +194,7 @@ def _run(host: str, recipe: str, order: str) -> None:
 
 
 def _targets() -> dict[str, str]:
-    if isinstance(session._TRAINERS["deepspeed"], type):
+    if isinstance(session._TRAINERS["deepspeed"][0], type):
         return STUB
     return {row.name: row.target for row in session.megatron.rows()}
 
@@ -256,7 +256,7 @@ if __name__ == "__main__":
     sys.path.insert(0, folder)
     load_plugins()
     if name == "stub":
-        session._TRAINERS["deepspeed"] = Stub
+        session._TRAINERS["deepspeed"] = (Stub,)
     else:
         import torch  # noqa: F401  # once, before the forks
     failed = [order for order in all_orders if not _survives(name, recipe_path, order)]

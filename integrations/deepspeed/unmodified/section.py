@@ -66,7 +66,7 @@ def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
     return recipe.changed(changes)
 
 
-def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str) -> Recipe:
+def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str, trainer: str = "deepspeed") -> Recipe:
     """The recipe, with the trainer, precision and model shape of a live engine: what costs are counted from."""
     heads = getattr(model_config, "num_attention_heads", 1)
     groups = getattr(model_config, "num_key_value_heads", None) or heads
@@ -75,7 +75,7 @@ def for_engine(recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str
         heads = groups = 1
     return recipe.changed(
         {
-            "trainer": "deepspeed",
+            "trainer": trainer,
             "train.dtype": dtype,
             "deepspeed.zero_stage": zero_stage,
             "parallel": {},

@@ -1,0 +1,159 @@
+"""Instruction pairs with a long tail under TRL's SFTTrainer on two CPU ranks: padding, TRL's own packing, evenload.
+
+    python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--quick] [--json] [--out FILE]
+
+One epoch of 192 prompts with completions, of which the completions' losses count; lengths are lognormal with a median
+of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden size 256 and 2,048 words, in float32.
+
+    padded    SFTTrainer's default: micro-batches of 4 samples, padded to the longest
+    bfd       packing=True, packing_strategy="bfd": rows of up to 1,024 tokens, micro-batches of one row. It packs once,
+              before training: other samples share a step, a step's loss is over other tokens, and there are fewer
+              steps or more; a sample longer than a row is cut. No step is that of the padded run
+    evenload  the padded run's arguments by ``evenload run``: each step has the samples, the loss and the norm of the
+              padded run's
+
+Variants alternate. Seconds are of the epoch's steps but the first, on rank 0; a token is one of a sample, so tokens a
+second compare runs whose steps differ. On a CPU TRL's packs run through PyTorch's attention under a block mask, which
+computes what it masks; with flash-attn they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from evenload.commands._shared.show import emit, grid, seconds
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+import assets
+import launching
+
+LONGEST, VOCABULARY, LAYERS, HIDDEN = 1024, 2048, 4, 256
+RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 2048}\n"
+VARIANTS = {
+    "padded": "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+    "bfd": "--packing True --packing_strategy bfd --per_device_train_batch_size 1 --gradient_accumulation_steps 2",
+    "evenload": "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+}
+
+Row = dict[str, Any]
+
+
+def make(folder: Path, quick: bool) -> int:
+    """The model and the pairs; the tokens of an epoch."""
+    source = assets.library()
+    longest = 256 if quick else LONGEST
+    tokenizer = assets.make_tokenizer(source[:400_000], VOCABULARY, longest)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS}
+    if quick:
+        sizes = {"num_hidden_layers": 1}
+    config = {**assets.COMMON, **sizes, "vocab_size": VOCABULARY, "max_position_embeddings": longest}
+    assets.save_model(folder / "model", assets.LlamaConfig(**config), tokenizer)
+    texts = list(assets.draw_texts(source, tokenizer))
+    assets.write_rows(folder / "pairs", texts, assets.ROWS["completions"])
+    return longest
+
+
+def measured(variant: str, arguments: list[str], data: Path, folder: Path, recipe: Path | None) -> Row:
+    """Seconds, steps, tokens and losses of a run."""
+    script = launching.SCRIPTS / "trl_sft_script.py"
+    words = [*launching.COMMON, *arguments, *VARIANTS[variant].split(), "--output_dir", folder / "out"]
+    names = ["--model_name_or_path", data / "model", "--dataset_name", data / "pairs", "--bf16", "False"]
+    folder.mkdir()
+    run = launching.launch(script, [*names, *words], folder, recipe, variables={"HOSTS_MEASURED": str(folder)})
+    if run.code:
+        return {"variant": variant, "failed": run.output.strip().splitlines()[-1:]}
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(launching.RANKS)]
+    steps, log = ranks[0]["steps"], ranks[0]["log"]
+    samples = max(int(row["num_tokens"]) for row in log if "num_tokens" in row)
+    return {
+        "variant": variant,
+        "updates": len(steps),
+        "epoch_s": (steps[-1] - steps[0]) * len(steps) / (len(steps) - 1),
+        "step_s": statistics.median(b - a for a, b in pairwise(steps)),
+        "computed": sum(rank["tokens"] for rank in ranks),
+        "tokens": samples,
+        "loss": {row["step"]: row["loss"] for row in log if "loss" in row},
+        "grad_norm": {row["step"]: row["grad_norm"] for row in log if "grad_norm" in row},
+    }
+
+
+def summary(rows: list[Row], padded: Row) -> Row:
+    """The runs of a variant as one row."""
+    if any("failed" in row for row in rows):
+        return {"variant": rows[0]["variant"], "failed": next(row["failed"] for row in rows if "failed" in row)}
+    speeds = sorted(row["tokens"] / row["epoch_s"] for row in rows)
+    shared = rows[0]["loss"].keys() & padded["loss"].keys()
+    apart = {
+        name: max(abs(rows[0][name][step] / padded[name][step] - 1) for step in shared)
+        for name in ("loss", "grad_norm")
+    }
+    return {
+        **{key: rows[0][key] for key in ("variant", "updates", "computed", "tokens")},
+        "tokens_per_s": statistics.median(speeds),
+        "lowest": speeds[0],
+        "highest": speeds[-1],
+        "step_s": statistics.median(row["step_s"] for row in rows),
+        "epoch_s": statistics.median(row["epoch_s"] for row in rows),
+        "apart": apart,
+        "same_steps": rows[0]["loss"].keys() == padded["loss"].keys(),
+    }
+
+
+def table(result: dict[str, Any]) -> Any:
+    head = ("variant", "tokens/s", "lowest .. highest", "over padded", "s an epoch", "s a step", "steps", "computed")
+    stock = result["rows"][0]["tokens_per_s"]
+    body = []
+    for row in result["rows"]:
+        if "failed" in row:
+            body.append([row["variant"], *("-" for _ in range(8)), " ".join(row["failed"])])
+            continue
+        spread = f"{row['lowest']:,.0f} .. {row['highest']:,.0f}"
+        speed = [row["tokens_per_s"], spread, f"{row['tokens_per_s'] / stock:.2f}x"]
+        times = [row["epoch_s"], seconds(row["step_s"]), row["updates"], f"{row['computed']:,} of {row['tokens']:,}"]
+        body.append([row["variant"], *speed, *times, *(f"{value:.0e}" for value in row["apart"].values())])
+    below = (
+        "loss, norm: largest relative difference from the padded run, step by step. bfd's steps hold other samples, so "
+        "these are other losses; evenload's are the padded run's."
+    )
+    return grid(f"Pairs, {result['layout']}", (*head, "loss", "norm"), body, below)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layout", default="ddp", choices=launching.LAYOUTS)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--quick", action="store_true", help="a tiny model and short pairs: whether it runs")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    variants = asked.variants.split(",")
+    with tempfile.TemporaryDirectory(prefix="pairs-") as path:
+        folder = Path(path)
+        longest = make(folder, asked.quick)
+        (folder / "recipe.yaml").write_text(RECIPE)
+        shared = ["--num_train_epochs", "1", "--max_length", str(longest)]
+        shared += launching.trainer_arguments(asked.layout, folder)
+        runs: dict[str, list[Row]] = {variant: [] for variant in variants}
+        for repeat in range(asked.repeats):
+            for variant in variants:
+                recipe = folder / "recipe.yaml" if variant == "evenload" else None
+                row = measured(variant, shared, folder, folder / f"{variant}{repeat}", recipe)
+                runs[variant].append(row)
+                print(variant, repeat, row.get("failed") or f"{row['epoch_s']:.1f} s", file=sys.stderr)
+    padded = runs["padded"][0]
+    result = {"layout": asked.layout, "rows": [summary(rows, padded) for rows in runs.values()]}
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1))
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Upstream's own scripts, unmodified, on two CPU ranks: do they run with evenload, are they equal, what is gained.
+
+    python benchmarks/hosts/upstream.py CHECKOUT... [--only NAME] [--layouts ddp,zero2] [--repeats 1] [--keep FOLDER]
+        [--json] [--out FILE]
+
+A CHECKOUT is a folder called transformers, trl, accelerate, peft or DeepSpeedExamples that has upstream's files at
+upstream's paths (`cases.py`); rows of those that are missing say so. Each script runs stock and by ``evenload run``,
+alternating, on tiny models and ragged text that are made on the spot (tests/hosts/assets.py); nothing is downloaded.
+
+    equal     the largest relative difference of losses, of gradient norms and of evaluations over all steps, of what
+              Trainer logs (unrounded), else of what the script prints
+    tokens    places of input that forward passes in training computed, padding among them, on all ranks
+    s a step  the median of the seconds between optimizer steps on rank 0
+    said      evenload's last line, or the message with which it refused
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from evenload.commands._shared.show import emit, grid, seconds
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+import launching
+from cases import CASES, Case
+
+RECIPE = "trainer: {}\nplugins:\n  packing: {{enabled: true, max_tokens: {}}}\n"
+NAMES = ("loss", "grad_norm", "eval_loss")
+PRINTED = {
+    "loss": re.compile(r"Step (\d+), Loss: ([\d.]+)"),
+    "eval_loss": re.compile(r"epoch (\d+): perplexity: ([\d.]+)"),
+}
+"""What scripts without a Trainer print, by step or epoch."""
+
+Row = dict[str, Any]
+
+
+def measured(case: Case, layout: str, script: Path, assets: Path, folder: Path, recipe: Path | None) -> Row:
+    """What one run of a script computed, logged and said."""
+    prepare(folder, assets)
+    variables = {"HOSTS_MEASURED": str(folder), "WANDB_MODE": "disabled"}
+    if case.by_environment:
+        variables |= launching.accelerate_environment(layout, folder)
+    run = launching.launch(script, case.arguments(folder, layout), folder, recipe, variables=variables, limit_s=400)
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
+    log = [row for rank in ranks[:1] for row in rank["log"]]
+    values = {name: {row["step"]: row[name] for row in log if name in row} for name in NAMES}
+    for name, pattern in PRINTED.items():
+        values[name] = values[name] or {int(step): float(value) for step, value in pattern.findall(run.output)}
+    steps = ranks[0]["steps"] if ranks else []
+    gaps = [after - before for before, after in pairwise(steps)]
+    tokens = sum(rank["tokens"] for rank in ranks)
+    return {"code": run.code, "values": values, "tokens": tokens, "step_s": gaps, "said": said(run.output)}
+
+
+def prepare(folder: Path, assets: Path) -> None:
+    """A folder of its own for a run, with the names that scripts look for in it."""
+    folder.mkdir(parents=True)
+    for name in ("models", "data"):
+        (folder / name).symlink_to(assets / name)
+    (folder / "tatsu-lab").mkdir()
+    (folder / "tatsu-lab" / "alpaca").symlink_to(assets / "data" / "alpaca")
+    (folder / "accuracy").mkdir()
+    shutil.copy(Path(__file__).with_name("accuracy.py"), folder / "accuracy")
+
+
+def said(output: str) -> str:
+    """The message of a refusal, else evenload's last line, else the last error, in one line."""
+    refusals = re.findall(r"EvenloadError: ((?:.+\n(?:\s*(?:found|do): .+\n)*))", output)
+    lines = re.findall(r"^evenload: (.+)$", output, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .+)$", output, re.MULTILINE)
+    return " ".join(((refusals[:1] or lines[-1:] or errors[:1]) or [""])[0].split())
+
+
+def compared(case: Case, layout: str, script: Path, assets: Path, folder: Path, repeats: int) -> Row:
+    """The row of a script in a layout."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(case.trainer, 1024))
+    runs: dict[str, list[Row]] = {"stock": [], "evenload": []}
+    for repeat in range(repeats):
+        for name, on in (("stock", None), ("evenload", recipe)):
+            own = folder / f"{case.name.replace(' ', '_')}-{layout}-{name}-{repeat}"
+            while own.exists():
+                own = own.with_name(own.name + "-")
+            runs[name].append(measured(case, layout, script, assets, own, on))
+    stock, own_run = runs["stock"][0], runs["evenload"][0]
+    gaps = {name: [gap for row in rows for gap in row["step_s"]] for name, rows in runs.items()}
+    return {
+        "script": case.name,
+        "arguments": case.note,
+        "layout": layout,
+        "codes": [stock["code"], own_run["code"]],
+        "steps": len(stock["values"]["loss"]),
+        "difference": {name: difference(stock["values"][name], own_run["values"][name]) for name in NAMES},
+        "tokens": [stock["tokens"], own_run["tokens"]],
+        "step_s": [statistics.median(gaps[name]) if gaps[name] else None for name in runs],
+        "said": [stock["said"], own_run["said"]],
+    }
+
+
+def difference(stock: dict[int, float], own: dict[int, float]) -> float | None:
+    """The largest relative difference; None where the steps of the runs are not the same, or there are none."""
+    return launching.largest_difference(stock, own) if stock and stock.keys() == own.keys() else None
+
+
+def rows(asked: argparse.Namespace, folder: Path) -> list[Row]:
+    """A row for every script and layout that was asked for."""
+    checkouts = {path.resolve().name: path.resolve() for path in asked.checkouts}
+    assets = folder / "assets"
+    import assets as making
+
+    making.make(assets, ("llama",))
+    results: list[Row] = []
+    for case in CASES:
+        if asked.only not in f"{case.name} {case.note}":
+            continue
+        script = checkouts.get(case.checkout, Path("-")) / case.path
+        if not script.is_file():
+            results.append({"script": case.name, "arguments": case.note, "missing": f"no {case.checkout}/{case.path}"})
+            continue
+        for layout in case.layouts:
+            if layout in asked.layouts.split(","):
+                results.append(compared(case, layout, script, assets, folder, asked.repeats))
+                print(f"{case.name} {case.note} {layout}: {results[-1]['said'][1]}", file=sys.stderr)
+    return results
+
+
+def table(result: dict[str, Any]) -> Any:
+    """The result for a person; what evenload said stands below, once."""
+    head = ("script", "layout", "runs", "steps", "loss", "norm", "evaluation", "tokens", "s a step", "said")
+    notes: list[str] = []
+    body = [cells(row, notes) for row in result["rows"]]
+    below = "\n".join(f"{place}: {note}" for place, note in enumerate(notes, 1))
+    return grid("Upstream's scripts, stock and with evenload", head, body, below)
+
+
+def cells(row: Row, notes: list[str]) -> list[Any]:
+    """The row as a table shows it; what is new of what was said goes into `notes`."""
+    name = f"{row['script']} {row['arguments']}".strip()
+    if "missing" in row:
+        return [name, *("-" for _ in range(8)), row["missing"]]
+    runs = ["yes" if code == 0 else f"no ({code})" for code in row["codes"]]
+    equal = ["-" if value is None else f"{value:.0e}" for value in row["difference"].values()]
+    tokens = " -> ".join(f"{count:,}" for count in row["tokens"])
+    step = " -> ".join("-" if value is None else seconds(value) for value in row["step_s"])
+    note = row["said"][1] or row["said"][0]
+    if note not in notes:
+        notes.append(note)
+    return [name, row["layout"], ", ".join(runs), row["steps"], *equal, tokens, step, notes.index(note) + 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--only", default="", help="rows whose script or arguments contain this")
+    parser.add_argument("--layouts", default=",".join(launching.LAYOUTS))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="leave the folders of all runs here")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
+        folder = (asked.keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {"rows": rows(asked, folder)}
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1))
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The global batch of a Trainer's optimizer step: gathered from all ranks, and sent to where it is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
+from ...core.planning.chain import PlanChain
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import IGNORE
+from ...runtime.world.agreement import everyone, place
+from ...runtime.world.exchange import exchange
+from ..deepspeed.unmodified.section import KEY, for_engine, parse_section, recipe_of
+from .models import LengthWords, is_rotary, refuse_lengths
+from .refusals import raise_together
+from .samples import reach, split
+from .supported import inner_model
+
+log = logging.getLogger("evenload")
+
+_LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """The samples of one optimizer step, in the order of a stock run: micro-batch by micro-batch, rank by rank."""
+
+    lengths: Lengths
+    source: tuple[int, ...]
+    """The rank that has read the sample at each place."""
+    own: Mapping[int, Tensor]
+    """int64 [2, L], tokens and labels, of the samples that this rank has read, by their place."""
+    has_mask: bool
+    """The script's batches have an ``attention_mask``."""
+
+    def exchange(self, plan: StepPlan) -> dict[int, Any]:
+        """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
+        ranks: list[set[int]] = [set() for _ in self.lengths]
+        for micro_batch in (*plan.micro_batches, *plan.backward):
+            for piece in micro_batch.slices:
+                ranks[piece.sequence] |= set(micro_batch.ranks)
+        samples = exchange(self.own, self.source, [sorted(r) for r in ranks], self.lengths.tolist(), rows=2)
+        return {where: sample.numpy() for where, sample in samples.items()}
+
+
+def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
+    """The samples of all ranks. Collective. Samples without a target are left out: they give no gradient.
+
+    Args:
+        batches: of this rank in the step, as the script made them.
+        num_items: target tokens of all ranks, as the Trainer counts them.
+        config: of the model.
+
+    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, where the model
+    does not see the whole of one, and where the targets are not those that the Trainer counts.
+    """
+    own, error = _split(batches, rotary=is_rotary(config))
+    rows = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one] for one in own]
+    of_ranks = everyone((error, rows, max(map(reach, batches)) if error is None else 0))
+    raise_together(fault for fault, _, _ in of_ranks if fault is not None)
+    order = [
+        (rank, k, row)
+        for k in range(max(len(one) for _, one, _ in of_ranks))
+        for rank, (_, one, _) in enumerate(of_ranks)
+        for row in range(len(one[k]) if k < len(one) else 0)
+        if _is_computed(one[k][row])
+    ]
+    facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
+    _refuse_other_targets(sum(targets for _, targets in facts), int(num_items))
+    lengths = as_lengths([length for length, _ in facts])
+    refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions in of_ranks), _LENGTHS)
+    me = place()[0]
+    return GlobalBatch(
+        lengths,
+        tuple(rank for rank, _, _ in order),
+        {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
+        "attention_mask" in batches[0],
+    )
+
+
+def _is_computed(row: tuple[int, int]) -> bool:
+    """Whether a sample of so many tokens and targets gives a gradient."""
+    return row[1] > 0
+
+
+def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:
+    """The planners of a recipe for the model, the precision and the ranks of a Trainer. Raises EvenloadError."""
+    args, model = trainer.args, inner_model(trainer)
+    half = args.bf16 or args.fp16 or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    of_model = for_engine(
+        recipe,
+        model.config.get_text_config(),
+        zero_stage=_zero_stage(trainer),
+        dtype="bf16" if half else "fp32",
+        trainer="transformers",
+    ).changed({"train.micro_batch_size": args.per_device_train_batch_size, **_without_effect(recipe)})
+    chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
+    # A label smoother shifts labels itself, inside one row.
+    whole = trainer.label_smoother is not None
+    return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
+
+
+def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a Trainer: where it runs DeepSpeed, the ``evenload`` section of its ds_config counts first."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    data = plugin.deepspeed_config.get(KEY) if plugin is not None else None
+    return recipe_of(None if data is None else parse_section(data), recipe) or recipe
+
+
+def _without_effect(recipe: Recipe) -> dict[str, Any]:
+    """Changes that take away what a Trainer's step cannot do, each said once: a batch cannot wait for a later step, and
+    there is one pipeline stage."""
+    changes: dict[str, Any] = {}
+    enabled = {plugin.name for plugin in recipe.enabled()}
+    if "packing" in enabled:
+        packing: Any = recipe.config_of("packing")
+        # A replayed forward would be counted twice in the metrics of trainers that count in compute_loss.
+        changes["plugins.packing.asymmetric"] = False
+        for key, off in (("max_delay_steps", 0), ("activation_gib", None)):
+            if getattr(packing, key) != off:
+                log.warning(
+                    "plugins.packing.%s=%s has no effect under Transformers' Trainer", key, getattr(packing, key)
+                )
+                changes[f"plugins.packing.{key}"] = off
+    if "pipeline" in enabled:
+        log.warning("plugins.pipeline has no effect under Transformers' Trainer: there is one pipeline stage")
+        changes["plugins.pipeline.enabled"] = False
+    return changes
+
+
+def _split(batches: Sequence[Any], *, rotary: bool) -> tuple[list[list[Tensor]], EvenloadError | None]:
+    """int64 [2, L] of each sample of each batch, tokens and labels; or why not, for all ranks to raise together."""
+    try:
+        return [[torch.stack([*sample]).cpu() for sample in split(batch, rotary=rotary)] for batch in batches], None
+    except EvenloadError as error:
+        return [], error
+
+
+def _zero_stage(trainer: Any) -> int:
+    if trainer.is_deepspeed_enabled:
+        return int(trainer.accelerator.state.deepspeed_plugin.zero_stage)
+    return 3 if trainer.is_fsdp_enabled else 0
+
+
+def _refuse_other_targets(targets: int, counted: int) -> None:
+    if targets != counted or not targets:
+        raise EvenloadError(
+            "the Trainer divides by another number than that of the target tokens",
+            f"{targets} labels behind the first token of a sample, num_items_in_batch = {counted}",
+            "use a causal language model, and batches whose labels are -100 at the first token of each sample",
+        )

@@ -1,0 +1,115 @@
+"""The Trainer's own ``training_step`` for the executor: a forward is one call of it whose backward waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ...core.plan.action import Action
+from ...core.plan.step_plan import MicroBatch
+from ...runtime.attention.pack import Pack, TokensOf, build_pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.attributes import with_attributes
+from ...runtime.stage.executor import Graph, StageTrainer
+from ...runtime.world.plane import Plane
+from .attention import PACK
+
+
+class Batch(NamedTuple):
+    """One micro-batch, loaded."""
+
+    pack: Pack
+
+
+class Sample(NamedTuple):
+    """Where a rank finds what it computes, by the sample's place in the global batch."""
+
+    tokens_of: TokensOf
+    labels_of: TokensOf
+
+
+class TrainerStage(StageTrainer):
+    """The passes of one step of a Trainer.
+
+    Args:
+        trainer: the `transformers.Trainer`.
+        call: its ``training_step`` with a batch as the one argument: forward, loss, then ``accelerator.backward``.
+        samples: tokens and labels of the step.
+        num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
+        with_mask: the script's batches have an ``attention_mask``.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        call: Callable[[dict[str, Any]], Tensor],
+        *,
+        samples: Sample,
+        plane: Plane | None,
+        num_backwards: int,
+        with_mask: bool,
+    ) -> None:
+        super().__init__([], trainer.args.device)
+        self._trainer, self._model, self._call, self._samples, self._plane = trainer, model, call, samples, plane
+        self._left, self._with_mask = num_backwards, with_mask
+        self._backward_arguments: dict[str, Any] = {}
+        self.loss = torch.zeros((), device=self.device)
+        """What the Trainer books as this rank's loss of the step."""
+
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+        tokens_of, labels_of = self._samples
+        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        losses: list[Tensor] = []
+
+        def hold(loss: Tensor, **arguments: Any) -> None:
+            losses.append(loss)
+            self._backward_arguments = arguments
+
+        with with_attributes(self._trainer.accelerator, backward=hold), self._reducing(self._left == 1):
+            booked = self._call(self._batch(loaded.pack))
+        if action.kind != "forward_kv":
+            self.loss = self.loss + booked
+        (loss,) = losses
+        return loss
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        self._left -= 1
+        with self._reducing(self._left == 0):
+            self._trainer.accelerator.backward(graph.output, **self._backward_arguments)
+
+    def _batch(self, pack: Pack) -> dict[str, Any]:
+        """The arguments of the model's call. ``labels`` stand where their token does, as in a row of the script's own;
+        ``shift_labels`` are what the model would make of them, and reach over the end of a slice."""
+        batch = {
+            "input_ids": pack.tokens_T[None],
+            "labels": torch.cat([pack.labels_T[-1:], pack.labels_T[:-1]])[None],
+            "shift_labels": pack.labels_T[None],
+            "position_ids": pack.positions_T[None],
+            "use_cache": False,
+            PACK: pack,
+        }
+        if self._with_mask:  # only counted: attention goes by the pack
+            batch["attention_mask"] = (pack.sequence_ids_T >= 0).long()[None]
+        return batch
+
+    @contextmanager
+    def _reducing(self, reduces: bool) -> Iterator[None]:
+        """Gradients are summed over ranks in this pass, or only added up on this one."""
+        accelerator = self._trainer.accelerator
+        state, updates = accelerator.gradient_state, accelerator.gradient_state.sync_gradients
+        state._set_sync_gradients(reduces and updates)
+        # DeepSpeed goes by the state alone.
+        waits = not reduces and accelerator.distributed_type != DistributedType.DEEPSPEED
+        try:
+            with accelerator.no_sync(self._model) if waits else nullcontext():
+                yield
+        finally:
+            state._set_sync_gradients(updates)

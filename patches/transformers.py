@@ -1,0 +1,61 @@
+"""evenload in scripts of Transformers' Trainer, as rows; what they do is in `integrations.huggingface.trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.recipe.recipe import Recipe
+from .row import Patch, from_module
+
+TRANSFORMERS = "transformers >=5,<6"
+ACCELERATE = "accelerate >=1,<2"
+_TRAINER = "transformers.trainer:Trainer"
+_LOOP = "..integrations.huggingface.trainer"
+
+
+def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
+    """The rows; ``recipe`` says what to plan, and without one they only describe themselves."""
+    return (
+        Patch(
+            name="transformers.attention",
+            target="transformers.modeling_utils:AttentionInterface._global_mapping[evenload]",
+            supports=TRANSFORMERS,
+            why="A model can only be set to an attention that Transformers knows. Adds a name; no model uses it unless "
+            "it is set to it.",
+            replace=_attention,
+            fills_gap=True,
+        ),
+        Patch(
+            name="transformers.batches",
+            target=f"{_TRAINER}.get_batch_samples",
+            supports=TRANSFORMERS,
+            why="The Trainer takes the batches of one optimizer step there, and counts the targets of all ranks: the "
+            "one place where a global batch is known before any of it runs. Evaluation does not come here.",
+            wrapper=from_module(f"{_LOOP}:get_batch_samples", recipe),
+            expects=("epoch_iterator", "num_batches", "device"),
+        ),
+        Patch(
+            name="transformers.step",
+            target=f"{_TRAINER}.training_step",
+            supports=TRANSFORMERS,
+            why="Forward, loss and backward of one batch, the script's own overrides included: on packs it is a pass "
+            "of the plan. Batches that were not planned run as they are.",
+            wrapper=from_module(f"{_LOOP}:training_step"),
+            expects=("model", "inputs", "num_items_in_batch"),
+        ),
+        Patch(
+            name="transformers.accelerate",
+            target="accelerate.accelerator:Accelerator.backward",
+            supports=ACCELERATE,
+            why="A loop of Accelerate without a Trainer cannot be planned; it says so at its first backward, and runs "
+            "as it is.",
+            wrapper=from_module(f"{_LOOP}:backward", recipe),
+            expects=("loss",),
+        ),
+    )
+
+
+def _attention(_: Any) -> Any:
+    from ..integrations.huggingface import attention
+
+    return attention.attention

@@ -1,0 +1,23 @@
+"""Runs a script as one rank that a forge has started: python forged_rank.py RECIPE-OR-NOTHING SCRIPT ARGUMENT...
+
+As ``evenload run RECIPE -- torchrun SCRIPT`` does, but for the launcher and the imports.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import datasets
+import evenload
+import torch
+
+torch.set_num_threads(1)
+# What is read from the environment at the import, which was the forge's.
+datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"
+runpy.run_path(str(Path(__file__).parent / "startup" / "sitecustomize.py"))
+recipe, script = sys.argv[1:3]
+sys.argv = sys.argv[2:]
+if recipe:
+    evenload.enable(recipe)
+runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,36 @@
+"""Found by every Python process whose PYTHONPATH names this folder: what scripts of others need on CPUs alone.
+
+DeepSpeed compiles an operator for inference on a CPU, half a minute at the first start of a process group. Accelerate
+1.15 starts ranks without a GPU as so many jobs of one process, unless told that it is on a CPU; told so it runs plain
+data parallelism where DeepSpeed or FSDP is asked for, without a word. No argument or environment variable helps.
+"""
+
+import os
+
+import wrapt
+
+
+@wrapt.when_imported("deepspeed.comm.torch")
+def _without_operator(module):
+    module.build_shm_op = lambda: None
+
+
+@wrapt.when_imported("accelerate.state")
+def _on_cpus(module):
+    start, decide = module.PartialState.__init__, module.AcceleratorState.__init__
+
+    def start_on_cpu(self, cpu=True, **options):
+        start(self, True, **options)
+
+    def decide_with_fsdp(self, *words, fsdp_plugin=None, **options):
+        decide(self, *words, fsdp_plugin=fsdp_plugin, **options)
+        asked = fsdp_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if asked and self.distributed_type == module.DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = module.DistributedType.FSDP, fsdp_plugin
+            module.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    module.PartialState.__init__, module.AcceleratorState.__init__ = start_on_cpu, decide_with_fsdp
+
+
+if "HOSTS_MEASURED" in os.environ:
+    import measured  # noqa: F401

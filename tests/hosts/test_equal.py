@@ -1,0 +1,138 @@
+"""Scripts of users in every layout, stock and with evenload: the losses and gradient norms of every step are equal.
+
+Ranks are started by a forge (see tests/README.md); `test_launchers.py` starts them as users do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+launching = sys.modules["launching"]
+pytestmark = pytest.mark.slow
+
+EVENLOAD = False
+"""Whether main has rows on Transformers' Trainer; without them the stock runs alone are tested."""
+RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
+STEPS = 20
+FLOAT32, FLOAT64 = 1e-5, 1e-9
+"""Largest relative difference of a loss or a norm in float32, of a norm in float64."""
+
+
+class Case(NamedTuple):
+    """A script in a layout; `arguments` are what its user adds."""
+
+    script: str
+    layout: str
+    arguments: str = ""
+    model: str = "llama"
+    data: str = "text"
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.script.removesuffix("_script.py"), self.layout, self.model, self.arguments)))
+
+
+EVERY_5 = "--eval_strategy steps --eval_steps 5"
+TWICE = "--gradient_accumulation_steps 2"
+CHECKPOINTING = "--gradient_checkpointing True"
+LORA = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"
+FULL = "--bf16 False"
+CASES = (
+    Case("trainer_script.py", "ddp", EVERY_5),
+    Case("trainer_script.py", "ddp", f"{TWICE} {CHECKPOINTING}"),
+    Case("trainer_script.py", "ddp", TWICE, model="gpt2"),
+    Case("trainer_script.py", "zero0", TWICE),
+    Case("trainer_script.py", "zero1", TWICE),
+    Case("trainer_script.py", "zero2", f"{TWICE} {EVERY_5}"),
+    Case("trainer_script.py", "zero3", TWICE),
+    Case("trainer_script.py", "zero3", f"{CHECKPOINTING} {EVERY_5}"),
+    Case("trainer_script.py", "fsdp", f"{TWICE} {EVERY_5}"),
+    Case("trainer_script.py", "fsdp", CHECKPOINTING),
+    Case("peft_script.py", "ddp", TWICE),
+    Case("peft_script.py", "zero3"),
+    Case("trl_sft_script.py", "ddp", f"{FULL} {TWICE}", data="completions"),
+    Case("trl_sft_script.py", "zero2", f"{FULL} {EVERY_5}", data="completions"),
+    Case("trl_sft_script.py", "fsdp", FULL, data="completions"),
+    Case("trl_sft_script.py", "ddp", f"{FULL} {LORA}", data="chat"),
+)
+WRAPPED = {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
+"""What a layout makes of a Llama; ZeRO makes a DeepSpeedEngine."""
+
+Trained = Callable[..., Any]
+
+
+@pytest.fixture
+def trained(forged_run: Trained, assets: Path, tmp_path: Path) -> Trained:
+    """``trained(case, *words, recipe="", steps=STEPS)``: the run of a case, which must have ended well."""
+
+    def train(case: Case, *words: object, recipe: str = "", steps: int = STEPS) -> Any:
+        names = ("--model_name_or_path", "--dataset_name") if "trl" in case.script else ("--model", "--data")
+        given = [names[0], assets / "models" / case.model, names[1], assets / "data" / case.data]
+        layout = launching.trainer_arguments(case.layout, tmp_path)
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        ended = forged_run(
+            case.script,
+            [*launching.COMMON, *given, "--output_dir", tmp_path / "out", "--max_steps", steps]
+            + [*layout, *case.arguments.split(), *words],
+            recipe=tmp_path / "recipe.yaml" if recipe else None,
+        )
+        assert ended.code == 0, ended.output[-4000:]
+        return ended
+
+    return train
+
+
+def compare(stock: Any, other: Any, bar: float = FLOAT32) -> None:
+    """Losses, gradient norms and evaluations of two runs are equal, step by step."""
+    for name in ("loss", "grad_norm", "eval_loss"):
+        difference = launching.largest_difference(stock.logged(name), other.logged(name))
+        assert difference <= bar, f"{name} differs by {difference:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_step_is_equal(case: Case, trained: Trained) -> None:
+    stock = trained(case)
+    if case.script == "trainer_script.py":
+        assert f"trained a {WRAPPED.get(case.layout, 'DeepSpeedEngine')} on 2 ranks" in stock.output
+    losses = stock.logged("loss")
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1]
+    assert len(stock.logged("eval_loss")) == (STEPS // 5 if EVERY_5 in case.arguments else 0)
+    if EVENLOAD:
+        compare(stock, trained(case, recipe=RECIPE))
+
+
+def test_norms_are_equal_in_double_precision(trained: Trained) -> None:
+    case = Case("trainer_script.py", "ddp", f"--dtype float64 {TWICE}")
+    stock = trained(case)
+    single = trained(Case("trainer_script.py", "ddp", TWICE), steps=1)
+    assert stock.logged("grad_norm")[1] != single.logged("grad_norm")[1]
+    if EVENLOAD:
+        norms = trained(case, recipe=RECIPE).logged("grad_norm")
+        assert launching.largest_difference(stock.logged("grad_norm"), norms) <= FLOAT64
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
+    layout: str, trained: Trained, tmp_path: Path
+) -> None:
+    case = Case("trainer_script.py", layout, f"{TWICE} --save_strategy steps --save_steps 7")
+    whole = trained(case, steps=10)
+    for recipe in ("", RECIPE) if EVENLOAD else ("",):
+        if recipe:
+            compare(whole, trained(case, steps=10, recipe=recipe))
+        resumed = trained(case, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-7", steps=10, recipe=recipe)
+        last = [whole.logged("loss")[step] for step in (8, 9, 10)]
+        assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
+        compare(whole, resumed)
+
+
+def test_runs_of_other_samples_are_not_equal(trained: Trained) -> None:
+    one = trained(Case("trainer_script.py", "ddp"), steps=2)
+    other = trained(Case("trainer_script.py", "ddp", "--data_seed 2"), steps=2)
+    with pytest.raises(AssertionError, match="differs by"):
+        compare(one, other)

@@ -1,0 +1,153 @@
+"""What the ranks of a test world run: every function here is a case of test_trainer.py."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations.huggingface import planning
+from evenload.integrations.huggingface import trainer as planned_trainer
+from evenload.patches.session import enabled
+from evenload.runtime.attributes import with_attributes
+from evenload.runtime.world.world import init_world
+from torch.nn.functional import cross_entropy
+from torch.utils.data import SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+VOCAB = 97
+RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 64}}}
+
+
+def double_loss(logits: Any, labels: Any, num_items_in_batch: Any = None, shift_labels: Any = None, **_: Any) -> Any:
+    """`ForCausalLMLoss` without its cast to float32, which bounds what a float64 run can show."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    total = cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
+
+
+def build_model() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, **shape)
+    model = LlamaForCausalLM(config).double()
+    model.loss_function = double_loss
+    return model
+
+
+class InOrder(Trainer):
+    """Samples come in the order of the dataset, so that a plan can be written for them."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+class Keep(TrainerCallback):
+    """The gradients right before the update, whole."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            self.gradients[name.removeprefix("module.")] = whole.detach().clone()
+
+
+def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+    most = max(len(row["input_ids"]) for row in rows)
+
+    def padded(key: str, value: int) -> torch.Tensor:
+        return torch.tensor([row[key] + [value] * (most - len(row[key])) for row in rows])
+
+    for row in rows:
+        row["attention_mask"] = [1] * len(row["input_ids"])
+    return {k: padded(k, v) for k, v in (("input_ids", 0), ("labels", -100), ("attention_mask", 0))}
+
+
+def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]:
+    """A sample of each length; ``masked``: the first half of it is a prompt without loss."""
+    rows = []
+    for number, length in enumerate(lengths):
+        tokens = np.random.default_rng(number).integers(1, VOCAB, int(length)).tolist()
+        prompt = len(tokens) // 2 if masked else 0
+        rows.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    return rows
+
+
+def train(rows: list[Any], size: int, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """One optimizer step over all rows, one row in a micro-batch: its loss and gradients."""
+    keep, count = Keep(), -(-len(rows) // size)
+    rows = rows + [{"input_ids": [1], "labels": [-100]}] * (count * size - len(rows))
+    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
+    arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": count, "logging_steps": 1}
+    arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", **more}
+    trainer = InOrder(
+        build_model(), TrainingArguments(**arguments), train_dataset=rows, data_collator=collate, callbacks=[keep]
+    )
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], keep.gradients
+
+
+@contextmanager
+def planned(plan: Any) -> Any:
+    """Inside, the Trainer runs this plan, samples without targets included."""
+    chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=())
+    with (
+        with_attributes(planned_trainer, chain_of=lambda *_: chain, report_step=lambda *_: None),
+        with_attributes(planning, _is_computed=lambda row: True),
+        enabled(recipes.parse(RECIPE)),
+    ):
+        yield
+
+
+def _for(plan: Any, lengths: Any) -> Any:
+    """The plan for its own sequences and for the samples of one token behind them, which fill the micro-batches."""
+    extra = len(lengths) - len(plan.lengths)
+    assert lengths[: len(plan.lengths)].tolist() == list(plan.lengths)
+    return plan if not extra else replace(plan, lengths=as_lengths([*plan.lengths, *lengths[-extra:]]))
+
+
+def exactness(load: Any, names: list[str], file: str, masked: bool = False, **more: Any) -> dict[str, Any]:
+    """Errors of every plan against the same Trainer without evenload."""
+    world = init_world()
+    # Accelerate reads them, and takes the process group that is there.
+    rank = str(world.rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    found: dict[str, Any] = {}
+    references: dict[Any, Any] = {}
+    for name in names:
+        plan = plan_named(load(file), name)
+        rows, key = samples_of(plan.lengths, masked), tuple(plan.lengths)
+        if key not in references:
+            references[key] = train(rows, world.size, **more)
+        loss, wanted = references[key]
+        with planned(plan):
+            own_loss, gradients = train(rows, world.size, **more)
+        found[name] = {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted)}
+    return found
+
+
+def plan_named(module: Any, name: str) -> Any:
+    """``random 7``, or a function of the module with its arguments."""
+    if hasattr(module, "named"):
+        return module.named(name)
+    kind, *words = name.split()
+    return module.random_plan(int(words[0])) if kind == "random" else getattr(module, kind)(*words)
+
+
+def relative_error(gradients: Any, wanted: Any) -> float:
+    """Largest ||a - b|| / ||b|| over parameters; the names are equal."""
+    assert gradients.keys() == wanted.keys()
+    assert wanted
+    return max(float((gradients[n] - w).norm() / w.norm()) for n, w in wanted.items())
