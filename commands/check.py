@@ -34,14 +34,16 @@ def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
     refusals = [{"what": one.what, "found": one.found, "do": one.do} for one in folder.refusals]
     done = "planned" if folder.check else "nothing planned"
     verdict = "refused" if refusals else "failed" if code else done
-    says = planned_steps(folder) if folder.steps else why_nothing(folder, recipe)
+    says = planned_steps(folder) if folder.steps else why_nothing(folder, recipe, code)
+    if verdict == "failed" and folder.steps:
+        says += f", then the command ended with exit code {code}"
     names = [plugin.name for plugin in recipe.enabled()]
     rows = {name: {"name": name, "refused": None, "gain": None} for name in names}
     step = folder.check or {}
     rows |= {row["name"]: row for row in step.get("plugins", ())}
     return {
         "verdict": verdict,
-        "says": f"the command ended with exit code {code}" if verdict == "failed" else says,
+        "says": says,
         "plugins": [{**row, "on": verdict == "planned" and row["refused"] is None} for row in rows.values()],
         "step": {key: value for key, value in step.items() if key != "plugins"} or None,
         "refusals": refusals,

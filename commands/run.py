@@ -55,7 +55,7 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
         folder = RunFolder(Path(path))
         code = run_in(folder, recipe, chosen, command)
         planned = f"planned {planned_steps(folder)}"
-        nothing = f"warning: nothing was planned: {why_nothing(folder, chosen)}"
+        nothing = f"warning: nothing was planned: {why_nothing(folder, chosen, code)}"
         print(f"evenload: {planned if folder.steps else nothing}", file=sys.stderr)
     return code
 
@@ -83,8 +83,8 @@ def planned_steps(folder: RunFolder) -> str:
     return f"{steps} with {', '.join(folder.plugins)}"
 
 
-def why_nothing(folder: RunFolder, recipe: Recipe) -> str:
-    """Why no step was planned, and which line to change."""
+def why_nothing(folder: RunFolder, recipe: Recipe, code: int) -> str:
+    """Why no step was planned, and which line to change. ``code``: with which the command has ended."""
     names = " or ".join(_FIRST_IMPORTS[recipe.trainer])
     if not folder.started:
         return (
@@ -95,6 +95,8 @@ def why_nothing(folder: RunFolder, recipe: Recipe) -> str:
         return f"{folder.refusals[0].what}; {folder.refusals[0].do}"
     if folder.idle:
         return "; ".join(f"in {loop}, {why}; {do}" for loop, why, do in folder.idle)
+    if code:
+        return f"the command ended with exit code {code} before its first planned step; mend what it says above"
     if not recipe.enabled():
         return "the recipe enables no plugin; add plugins: {packing: {enabled: true}}"
     return (

@@ -86,8 +86,8 @@ def check_version(row: Patch) -> None:
         raise EvenloadError(what, describe_version(needs.name), f"{install}, or leave the patch out")
     if not needs.specifier.contains(version, prereleases=True):
         do = f"{install}, or use a version of evenload that supports {version}"
-        if listed_version(needs.name) != version:
-            do = f"take that folder off PYTHONPATH, and {do}"
+        if (listed := listed_version(needs.name)) is not None and needs.specifier.contains(listed, prereleases=True):
+            do = f"take that folder off PYTHONPATH, so that {listed} is imported"
         raise EvenloadError(what, describe_version(needs.name), do)
 
 
