@@ -35,6 +35,8 @@ def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
     done = "planned" if folder.check else "nothing planned"
     verdict = "refused" if refusals else "failed" if code else done
     says = planned_steps(folder) if folder.steps else why_nothing(folder, recipe, code)
+    if verdict == "failed" and folder.steps:
+        says += f", then the command ended with exit code {code}"
     names = [plugin.name for plugin in recipe.enabled()]
     rows = {name: {"name": name, "refused": None, "gain": None} for name in names}
     step = folder.check or {}

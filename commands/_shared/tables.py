@@ -375,11 +375,9 @@ def check(result: Result) -> Group:
     """A row a plugin, what the step holds, and the verdict."""
     refused = [f"{one['what']} ({one['found']})" for one in result["refusals"]]
     rows = [(row["name"], *_standing(row, refused)) for row in result["plugins"]]
-    caption = "gain: predicted, over the step without the plugin, from the lengths of the first step"
-    table = grid("check", ("plugin", "", "gain"), rows, caption)
-    step = result["step"]
-    tables = [table, _checked_step(step)] if step else [table]
-    return Group(*tables, plain(f"{result['verdict']}: {result['says']}", "bold"))
+    shown = _checked_step(result["step"]) if result["step"] else []
+    verdict = plain(f"{result['verdict']}: {result['says']}", "bold")
+    return Group(grid("check", ("plugin", "", "gain"), rows), *shown, verdict)
 
 
 def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
@@ -389,7 +387,8 @@ def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
     return (f"refused: {'; '.join(why)}" if why else "nothing planned"), ""
 
 
-def _checked_step(step: Result) -> Table:
+def _checked_step(step: Result) -> list[Table | Text]:
+    """The table of a step, and the remarks below it."""
     rows = [
         ("samples, tokens", f"{step['samples']:,}, {step['tokens']:,}"),
         ("shortest, longest sample", f"{min(step['lengths']):,}, {max(step['lengths']):,} tokens"),
@@ -397,10 +396,13 @@ def _checked_step(step: Result) -> Table:
         ("step, before and after, predicted", f"{seconds(step['stock_step_s'])}, {seconds(step['step_s'])}"),
         ("gain, predicted", f"{step['gain']:.2f}x"),
     ]
-    caption = "\n".join(
-        ["before: micro-batches of the loop's own, each padded to its longest sample", *step["notes"][:3]]
-    )
-    return grid(f"the first step of {step['loop']} on {step['ranks']} data-parallel ranks", ("", ""), rows, caption)
+    remarks = [
+        "gain: predicted from the lengths of this step; of a plugin: over the step with the plugins before it alone",
+        "before: micro-batches of the loop's own size, each padded to its longest sample",
+        *step["notes"][:_MOST_FAULTS],
+    ]
+    table = grid(f"first step, {step['loop']}, {step['ranks']} data-parallel ranks", ("", ""), rows)
+    return [table, plain("\n".join(remarks), "table.caption")]
 
 
 def _machine(result: Result) -> str:

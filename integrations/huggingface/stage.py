@@ -33,6 +33,13 @@ class Sample(NamedTuple):
     labels_of: TokensOf
 
 
+def _reduction(engine: Any, num_backwards: int) -> Any:
+    """What DeepSpeed's engine must be told of backwards that do not follow their forwards."""
+    from ..deepspeed.engine import Reduction  # imports DeepSpeed, which other Trainers need not have
+
+    return Reduction(engine, num_backwards)
+
+
 class TrainerStage(StageTrainer):
     """The passes of one step of a Trainer.
 
@@ -58,6 +65,8 @@ class TrainerStage(StageTrainer):
         super().__init__([], trainer.args.device)
         self._trainer, self._model, self._call, self._samples, self._plane = trainer, model, call, samples, plane
         self._left, self._with_mask = num_backwards, with_mask
+        engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
+        self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
         self._backward_arguments: dict[str, Any] = {}
         self.loss = torch.zeros((), device=self.device)
         """What the Trainer books as this rank's loss of the step."""
@@ -77,11 +86,15 @@ class TrainerStage(StageTrainer):
             booked = self._call(self._batch(loaded.pack))
         if action.kind != "forward_kv":
             self.loss = self.loss + booked
+        if self._reduction is not None and action.kind != "forward_kv":
+            self._reduction.after_forward()
         (loss,) = losses
         return loss
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._left -= 1
+        if self._reduction is not None:
+            self._reduction.before_backward()
         with self._reducing(self._left == 0):
             self._trainer.accelerator.backward(graph.output, **self._backward_arguments)
 

@@ -94,6 +94,12 @@ def _of_run(trainer: Any) -> list[Rule]:
             "start the script by torchrun or accelerate launch, one process for each GPU",
         ),
         (
+            trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
+            "plans are proven under FSDP 2, and FSDP 1 runs on no CPU where they could be",
+            "fsdp_config: version 1",
+            'set "version": 2 in fsdp_config (accelerate: fsdp_version: 2)',
+        ),
+        (
             bool(args.torch_compile),
             "a compiled model would be compiled anew for every pack",
             "torch_compile = True",

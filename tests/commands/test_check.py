@@ -59,7 +59,7 @@ def test_a_step_of_megatron_is_checked_and_nothing_is_trained(tmp_path):
     done = evenload("check", recipe(tmp_path, "megatron", 128), "--", *TORCHRUN, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "planned: 1 step of Megatron-Core with packing" in done.stdout
-    assert "the first step of Megatron-Core on 2 data-parallel ranks" in done.stdout
+    assert "first step, Megatron-Core, 2 data-parallel ranks" in done.stdout
     assert "samples, tokens" in done.stdout
     assert not list(tmp_path.glob("*.pt")), "the script came to its end"
 
@@ -105,3 +105,45 @@ def test_a_command_with_an_error_of_its_own_has_failed(tmp_path):
     result = json.loads(done.stdout)
     assert (done.returncode, result["verdict"]) == (1, "failed")
     assert result["says"].startswith("the command ended with exit code 1 before its first planned step")
+
+
+def test_a_step_of_the_trainer_is_checked_under_its_own_launcher(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [*launcher, 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", 2]
+    words += ["--main_process_port", port, script, tmp_path]
+    done = evenload("check", recipe(tmp_path, "transformers", 64), "--json", "--", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert (result["verdict"], result["says"]) == ("planned", "1 step of Transformers' Trainer with packing")
+    assert (result["step"]["ranks"], result["step"]["samples"]) == (2, 8)
+    assert result["step"]["padded_tokens"] == 0 < result["step"]["stock_padded_tokens"]
+    assert not list(tmp_path.glob("checkpoint*"))
+    assert "came to its end" not in done.stderr
+
+
+TRAINER = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+def collate(rows):
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+torch.manual_seed(0)
+shape = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64)
+arguments = TrainingArguments(
+    sys.argv[1], use_cpu=True, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    save_steps=1, report_to="none", disable_tqdm=True,
+)
+rows = [list(range(1, 3 + 5 * k % 29)) for k in range(32)]
+Trainer(LlamaForCausalLM(LlamaConfig(**shape)), arguments, train_dataset=rows, data_collator=collate).train()
+print("came to its end")
+"""

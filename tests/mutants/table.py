@@ -38,6 +38,10 @@ def _quick(run: str) -> Words:
     return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
+_TRAINER = "tests/integrations/huggingface/test_trainer.py"
+_TRAINER_STAGE = "integrations/huggingface/stage.py"
+_TRAINER_STEP = "integrations/huggingface/trainer.py"
+
 KILLERS: dict[str, Words] = {
     "quick overlap": _quick("megatron, overlapped reduction"),
     "quick tensor parallel": _quick("megatron, tensor parallel"),
@@ -61,6 +65,8 @@ KILLERS: dict[str, Words] = {
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
+    "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
+    "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
@@ -340,6 +346,55 @@ MUTANTS: tuple[Mutant, ...] = (
         "borders = [*(starts_T.nonzero().flatten() + first).tolist(), stop]",
         "borders = [first, stop]",
         "samples",
+    ),
+    Mutant(
+        "a Trainer's loss is divided by the targets of one rank",
+        _TRAINER_STEP,
+        'model, num_items = call["model"], call.get("num_items_in_batch")',
+        'model, num_items = call["model"], sum(int((s[1, 1:] != -100).sum()) for s in state.batch.own.values())',
+        "trainer",
+    ),
+    Mutant(
+        "a Trainer's last pack runs twice",
+        _TRAINER_STEP,
+        '    program = lower(plan, 0, rank, "in step")\n    if all(',
+        '    program = lower(plan, 0, rank, "in step")\n    program = (*program, *program[-2:])\n    if all(',
+        "trainer",
+    ),
+    Mutant(
+        "a Trainer's packs have no borders",
+        _TRAINER_STEP,
+        "    model.set_attn_implementation(attention.NAME)",
+        "    model.set_attn_implementation(stock)",
+        "trainer",
+    ),
+    Mutant(
+        "a Trainer's slice loses the label behind it",
+        _TRAINER_STAGE,
+        '            "shift_labels": pack.labels_T[None],\n',
+        "",
+        "trainer",
+    ),
+    Mutant(
+        "a Trainer's gradients are summed over ranks one pass early",
+        _TRAINER_STAGE,
+        "self._reducing(self._left == 1)",
+        "self._reducing(self._left == 2)",
+        "trainer",
+    ),
+    Mutant(
+        "a Trainer's engine under ZeRO 3 is not told of backwards in a row",
+        _TRAINER_STAGE,
+        "            self._reduction.before_backward()",
+        "            pass",
+        "trainer zero 3",
+    ),
+    Mutant(
+        "a Trainer's sample goes to the ranks with another's tokens",
+        "runtime/world/exchange.py",
+        "for place, piece in zip(places, pieces, strict=True)}",
+        "for place, piece in zip(places[::-1], pieces, strict=True)}",
+        "trainer",
     ),
     Mutant(
         "samples are collated one by one, so that padding is not seen",

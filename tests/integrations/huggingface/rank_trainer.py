@@ -9,10 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe import recipe as recipes
+from evenload.integrations.deepspeed.engine import prepare_deepspeed
 from evenload.integrations.huggingface import planning
 from evenload.integrations.huggingface import trainer as planned_trainer
 from evenload.patches.session import enabled
@@ -23,6 +26,8 @@ from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 VOCAB = 97
+RATE = 100.0
+"""Large, so that a float32 weight of 1 moves by more than its rounding."""
 RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 64}}}
 
 
@@ -36,7 +41,7 @@ def double_loss(logits: Any, labels: Any, num_items_in_batch: Any = None, shift_
 
 def build_model() -> Any:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
     config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, **shape)
     model = LlamaForCausalLM(config).double()
     model.loss_function = double_loss
@@ -63,6 +68,13 @@ class Keep(TrainerCallback):
             self.gradients[name.removeprefix("module.")] = whole.detach().clone()
 
 
+def _ds_config(zero: int) -> dict[str, Any]:
+    prepare_deepspeed()
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    own = {"zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True}
+    return {**dict.fromkeys(auto, "auto"), **own}
+
+
 def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
     most = max(len(row["input_ids"]) for row in rows)
 
@@ -84,17 +96,28 @@ def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]
     return rows
 
 
-def train(rows: list[Any], size: int, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """One optimizer step over all rows, one row in a micro-batch: its loss and gradients."""
+def train(rows: list[Any], size: int, zero: int | None = None, **more: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """One optimizer step over all rows, one row in a micro-batch: its loss and gradients.
+
+    ``zero``: under DeepSpeed of this stage, in float32, where the gradient is what SGD takes off the weights.
+    """
+    if zero is not None:
+        more |= {"deepspeed": _ds_config(zero), "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
     keep, count = Keep(), -(-len(rows) // size)
     rows = rows + [{"input_ids": [1], "labels": [-100]}] * (count * size - len(rows))
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
     arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": count, "logging_steps": 1}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", **more}
-    trainer = InOrder(
-        build_model(), TrainingArguments(**arguments), train_dataset=rows, data_collator=collate, callbacks=[keep]
-    )
+    made = TrainingArguments(**arguments)
+    model = build_model() if zero is None else build_model().float()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = InOrder(model, made, train_dataset=rows, data_collator=collate, callbacks=[keep] * (zero is None))
     trainer.train()
+    if zero is not None:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=zero == 3):
+            keep.gradients = {name: (before[name] - p.detach()) / RATE for name, p in model.named_parameters()}
     return trainer.state.log_history[0]["loss"], keep.gradients
 
 
@@ -119,23 +142,42 @@ def _for(plan: Any, lengths: Any) -> Any:
 
 def exactness(load: Any, names: list[str], file: str, masked: bool = False, **more: Any) -> dict[str, Any]:
     """Errors of every plan against the same Trainer without evenload."""
-    world = init_world()
-    # Accelerate reads them, and takes the process group that is there.
-    rank = str(world.rank)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    size = _join()
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
     for name in names:
         plan = plan_named(load(file), name)
         rows, key = samples_of(plan.lengths, masked), tuple(plan.lengths)
         if key not in references:
-            references[key] = train(rows, world.size, **more)
+            references[key] = train(rows, size, **more)
         loss, wanted = references[key]
         with planned(plan):
-            own_loss, gradients = train(rows, world.size, **more)
+            own_loss, gradients = train(rows, size, **more)
         found[name] = {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted)}
     return found
+
+
+def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False, **more: Any) -> dict[str, Any]:
+    """The same for the plans of a recipe's plugins, and what they were."""
+    size, rows, plans = _join(), samples_of(lengths, masked), []
+    loss, wanted = train(rows, size, **more)
+    recipe = recipes.parse({**RECIPE, "plugins": plugins})
+    report = {"report_step": lambda _, chain, plan: plans.append(plan)}
+    with with_attributes(planned_trainer, **report), enabled(recipe):
+        own_loss, gradients = train(rows, size, **more)
+    (plan,) = plans
+    shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
+    made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
+    return {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted), **made}
+
+
+def _join() -> int:
+    """Join the test world as Accelerate expects it, which takes the process group that is there; its size."""
+    world = init_world()
+    rank = str(world.rank)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world.size)
+    return world.size
 
 
 def plan_named(module: Any, name: str) -> Any:

@@ -15,6 +15,30 @@ SHARED = (
 )
 
 
+LENGTHS = [61, 5, 17, 33, 9, 120, 3, 40, 26, 11, 80, 7]
+
+
+@pytest.mark.slow
+def test_plans_of_the_packing_plugin_are_exact(on_ranks):
+    """Whole samples in packs, and samples over the cap in slices; prompts carry no loss."""
+    for tokens, is_cut in ((256, False), (48, True)):
+        plugins = {"packing": {"enabled": True, "max_tokens": tokens}}
+        for found in on_ranks(2, "rank_trainer.by_recipe", lengths=LENGTHS, plugins=plugins, masked=True):
+            assert found["grad"] < ROUNDING, found
+            assert found["loss"] < 1e-6, found
+            assert bool(found["cut"]) == is_cut, found
+
+
+@pytest.mark.slow
+def test_plans_of_the_mesh_plugin_are_exact(on_ranks):
+    """A sample over the cap is shared by ranks, or cut; TRL gathers metrics in every forward, so all keep in step."""
+    plugins = {"mesh": {"enabled": True, "max_tokens": 600}}
+    lengths = [*LENGTHS, 1100]
+    for found in on_ranks(2, "rank_trainer.by_recipe", lengths=lengths, plugins=plugins):
+        assert found["grad"] < ROUNDING, found
+        assert found["shared"], found
+
+
 @pytest.mark.slow
 def test_shared_micro_batches_and_slices_are_exact_under_ddp(on_ranks):
     names = [*SHARED, *(f"random {seed}" for seed in range(8))]
@@ -39,4 +63,13 @@ def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks):
     more = {"gradient_checkpointing": True}
     for found in on_ranks(2, "rank_trainer.exactness", names=names, file="slice_plans", masked=True, **more):
         assert max(one["grad"] for one in found.values()) < ROUNDING, found
+        assert max(one["loss"] for one in found.values()) < 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_slices_and_shared_micro_batches_are_exact_under_zero(on_ranks, zero):
+    names = ["even", "mixed ring", "chains some", *(f"random {seed}" for seed in range(3))]
+    for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", zero=zero):
+        assert max(one["grad"] for one in found.values()) < 5e-6, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found
