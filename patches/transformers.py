@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
+from ..integrations.versions import is_installed
 from .row import Patch, from_module
 
 TRANSFORMERS = "transformers >=5,<6"
@@ -51,8 +52,14 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             "as it is.",
             wrapper=from_module(f"{_LOOP}:backward", recipe),
             expects=("loss",),
+            when=accelerate_installed,
         ),
     )
+
+
+def accelerate_installed() -> bool:
+    """Whether there is Accelerate, which scripts of DeepSpeed alone need not have."""
+    return is_installed("accelerate")
 
 
 def _attention(_: Any) -> Any:

@@ -201,6 +201,26 @@ def test_wrong_requests_exit_with_2_and_write_nothing(name: str, place: Path) ->
     assert sorted(p.name for p in place.iterdir()) == before
 
 
+def test_a_script_of_deepspeed_needs_no_accelerate(place: Path) -> None:
+    (place / "deepspeed.yaml").write_text("trainer: deepspeed\nplugins: {packing: {enabled: true}}\n")
+    code = (
+        "import sys, importlib.metadata as m; listed = m.version\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'accelerate': raise ModuleNotFoundError(name)\n"
+        "def version(name):\n"
+        "    if name == 'accelerate': raise m.PackageNotFoundError(name)\n"
+        "    return listed(name)\n"
+        "sys.meta_path.insert(0, Hidden()); m.version = version\n"
+        "import evenload\n"
+        "print(sorted({(s.row.name, s.state) for s in evenload.enable('deepspeed.yaml').table()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "('transformers.accelerate', 'skipped')" in done.stdout
+    assert "('deepspeed.step', 'pending')" in done.stdout
+
+
 def test_shipped_recipes_are_listed_and_planned_by_name(place: Path) -> None:
     done = evenload("recipes", "--json", cwd=place, bare=True)
     assert done.returncode == 0, done.stderr

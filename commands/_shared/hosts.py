@@ -44,7 +44,7 @@ _TRANSFORMERS = Requirement("transformers", SpecifierSet(">=5,<6"))
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
     "megatron": (_TORCH, Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17"))),
     "deepspeed": (_TORCH, Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")), _TRANSFORMERS),
-    "transformers": (_TORCH, _TRANSFORMERS, Requirement("accelerate", SpecifierSet(">=1.15,<2"))),
+    "transformers": (_TORCH, _TRANSFORMERS, Requirement("accelerate", SpecifierSet(">=1,<2"))),
 }
 OWN_LOOP = ("megatron", "deepspeed")
 """The trainers that evenload's own training loop drives."""

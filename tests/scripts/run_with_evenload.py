@@ -4,14 +4,14 @@ import importlib
 import runpy
 import sys
 
-from evenload.patches import deepspeed as rows_module
+from evenload.patches import deepspeed, transformers
 from evenload.patches.ledger import Ledger
 from evenload.patches.slots import locate
 
 
 def main() -> None:
     script, sys.argv = sys.argv[1], sys.argv[1:]
-    rows = rows_module.rows()
+    rows = (*deepspeed.rows(), *transformers.rows())
     for row in rows:
         importlib.import_module(row.module)
     before = {row.target: locate(row.target).read() for row in rows}
