@@ -35,6 +35,7 @@ hypothesis.settings.load_profile("again")
 
 
 LONGEST = (
+    "hosts/test_equal.py",
     "integrations/megatron/test_slices.py",
     "commands/test_train.py",
     "benchmarks/test_faults.py",

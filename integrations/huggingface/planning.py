@@ -63,19 +63,21 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
     """
     own, error = _split(batches, rotary=is_rotary(config))
     rows = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one] for one in own]
-    of_ranks = everyone((error, rows, max(map(reach, batches)) if error is None else 0))
-    raise_together(fault for fault, _, _ in of_ranks if fault is not None)
+    labels = sum(int((sample[1] != IGNORE).sum()) for one in own for sample in one)
+    of_ranks = everyone((error, rows, max(map(reach, batches)) if error is None else 0, labels))
+    raise_together(fault for fault, *_ in of_ranks if fault is not None)
     order = [
         (rank, k, row)
-        for k in range(max(len(one) for _, one, _ in of_ranks))
-        for rank, (_, one, _) in enumerate(of_ranks)
+        for k in range(max(len(one) for _, one, *_ in of_ranks))
+        for rank, (_, one, *_) in enumerate(of_ranks)
         for row in range(len(one[k]) if k < len(one) else 0)
         if _is_computed(one[k][row])
     ]
     facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
-    _refuse_other_targets(sum(targets for _, targets in facts), int(num_items))
+    targets = sum(targets for _, targets in facts)
+    _refuse_other_targets(targets, sum(count for *_, count in of_ranks), int(num_items))
     lengths = as_lengths([length for length, _ in facts])
-    refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions in of_ranks), _LENGTHS)
+    refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions, _ in of_ranks), _LENGTHS)
     me = place()[0]
     return GlobalBatch(
         lengths,
@@ -149,10 +151,12 @@ def _zero_stage(trainer: Any) -> int:
     return 3 if trainer.is_fsdp_enabled else 0
 
 
-def _refuse_other_targets(targets: int, counted: int) -> None:
-    if targets != counted or not targets:
+def _refuse_other_targets(targets: int, labels: int, counted: int) -> None:
+    """Raise EvenloadError unless the Trainer divides by the number of targets, or by that of labels: for GPT-2 it does
+    not know that the loss shifts them, and counts first tokens too."""
+    if counted not in (targets, labels) or not targets:
         raise EvenloadError(
             "the Trainer divides by another number than that of the target tokens",
-            f"{targets} labels behind the first token of a sample, num_items_in_batch = {counted}",
+            f"{targets} labels behind the first token of a sample, {labels} in all, num_items_in_batch = {counted}",
             "use a causal language model, and batches whose labels are -100 at the first token of each sample",
         )

@@ -15,12 +15,13 @@ import pytest
 launching = sys.modules["launching"]
 pytestmark = pytest.mark.slow
 
-EVENLOAD = False
-"""Whether main has rows on Transformers' Trainer; without them the stock runs alone are tested."""
 RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
 STEPS = 20
-FLOAT32, FLOAT64 = 1e-5, 1e-9
-"""Largest relative difference of a loss or a norm in float32, of a norm in float64."""
+FLOAT32, NORM32, NORM64 = 1e-5, 5e-5, 1e-9
+"""Largest relative difference of a loss in float32, of a norm in float32 and in float64. Adam's first steps divide by
+the roots of tiny squares, which makes rounding larger in norms: in one step of twenty it reaches 1.1e-5."""
+LOGGED = {"loss": FLOAT32, "eval_loss": FLOAT32, "num_tokens": 0.0, "grad_norm": NORM32}
+"""TRL's accuracy and entropy are means over the passes of a step, whatever their tokens, so they are left out."""
 
 
 class Case(NamedTuple):
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 EVERY_5 = "--eval_strategy steps --eval_steps 5"
 TWICE = "--gradient_accumulation_steps 2"
 CHECKPOINTING = "--gradient_checkpointing True"
-LORA = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"
+LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules q_proj v_proj"
 FULL = "--bf16 False"
 CASES = (
     Case("trainer_script.py", "ddp", EVERY_5),
@@ -48,10 +49,8 @@ CASES = (
     Case("trainer_script.py", "zero0", TWICE),
     Case("trainer_script.py", "zero1", TWICE),
     Case("trainer_script.py", "zero2", f"{TWICE} {EVERY_5}"),
-    Case("trainer_script.py", "zero3", TWICE),
-    Case("trainer_script.py", "zero3", f"{CHECKPOINTING} {EVERY_5}"),
-    Case("trainer_script.py", "fsdp", f"{TWICE} {EVERY_5}"),
-    Case("trainer_script.py", "fsdp", CHECKPOINTING),
+    Case("trainer_script.py", "zero3", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
+    Case("trainer_script.py", "fsdp", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
     Case("peft_script.py", "ddp", TWICE),
     Case("peft_script.py", "zero3"),
     Case("trl_sft_script.py", "ddp", f"{FULL} {TWICE}", data="completions"),
@@ -86,9 +85,9 @@ def trained(forged_run: Trained, assets: Path, tmp_path: Path) -> Trained:
     return train
 
 
-def compare(stock: Any, other: Any, bar: float = FLOAT32) -> None:
-    """Losses, gradient norms and evaluations of two runs are equal, step by step."""
-    for name in ("loss", "grad_norm", "eval_loss"):
+def compare(stock: Any, other: Any) -> None:
+    """What two runs logged is equal, step by step."""
+    for name, bar in LOGGED.items():
         difference = launching.largest_difference(stock.logged(name), other.logged(name))
         assert difference <= bar, f"{name} differs by {difference:.1e}"
 
@@ -102,8 +101,7 @@ def test_every_step_is_equal(case: Case, trained: Trained) -> None:
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses[STEPS] < losses[1]
     assert len(stock.logged("eval_loss")) == (STEPS // 5 if EVERY_5 in case.arguments else 0)
-    if EVENLOAD:
-        compare(stock, trained(case, recipe=RECIPE))
+    compare(stock, trained(case, recipe=RECIPE))
 
 
 def test_norms_are_equal_in_double_precision(trained: Trained) -> None:
@@ -111,9 +109,8 @@ def test_norms_are_equal_in_double_precision(trained: Trained) -> None:
     stock = trained(case)
     single = trained(Case("trainer_script.py", "ddp", TWICE), steps=1)
     assert stock.logged("grad_norm")[1] != single.logged("grad_norm")[1]
-    if EVENLOAD:
-        norms = trained(case, recipe=RECIPE).logged("grad_norm")
-        assert launching.largest_difference(stock.logged("grad_norm"), norms) <= FLOAT64
+    norms = trained(case, recipe=RECIPE).logged("grad_norm")
+    assert launching.largest_difference(stock.logged("grad_norm"), norms) <= NORM64
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
@@ -122,13 +119,12 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
 ) -> None:
     case = Case("trainer_script.py", layout, f"{TWICE} --save_strategy steps --save_steps 7")
     whole = trained(case, steps=10)
-    for recipe in ("", RECIPE) if EVENLOAD else ("",):
-        if recipe:
-            compare(whole, trained(case, steps=10, recipe=recipe))
-        resumed = trained(case, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-7", steps=10, recipe=recipe)
-        last = [whole.logged("loss")[step] for step in (8, 9, 10)]
-        assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
-        compare(whole, resumed)
+    assert (tmp_path / "out" / "checkpoint-7").is_dir()
+    compare(whole, trained(case, steps=10, recipe=RECIPE))
+    resumed = trained(case, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-7", steps=10, recipe=RECIPE)
+    last = [whole.logged("loss")[step] for step in (8, 9, 10)]
+    assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
+    compare(whole, resumed)
 
 
 def test_runs_of_other_samples_are_not_equal(trained: Trained) -> None:

@@ -1,4 +1,4 @@
-"""Scripts started as users start them: by torchrun or ``accelerate launch``, and with ``evenload run`` around it.
+"""Scripts started as users start them, with ``evenload run`` around torchrun and ``accelerate launch``.
 
 The forge of `test_equal.py` leaves launchers and imports out; here they are.
 """
@@ -6,22 +6,30 @@ The forge of `test_equal.py` leaves launchers and imports out; here they are.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 launching = sys.modules["launching"]
 pytestmark = pytest.mark.slow
 
+RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
 
-def test_accelerate_launch_and_the_environment_give_one_run(assets: Path, tmp_path: Path) -> None:
-    script = launching.SCRIPTS / "accelerate_script.py"
-    words = ["--model", assets / "models" / "llama", "--data", assets / "data" / "text", "--max-steps", 4]
-    launched = launching.launch(script, words, tmp_path / "launched", started_by="accelerate")
+
+@pytest.mark.parametrize(("started_by", "layout"), [("torchrun", "zero2"), ("accelerate", "fsdp")])
+def test_a_launched_run_is_that_of_the_forge(
+    started_by: str, layout: str, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = [*launching.COMMON, "--model", assets / "models" / "llama", "--data", assets / "data" / "text"]
+    words += ["--output_dir", tmp_path / "out", "--max_steps", 5, *launching.trainer_arguments(layout, tmp_path)]
+    script = launching.SCRIPTS / "trainer_script.py"
+    launched = launching.launch(script, words, tmp_path / "run", tmp_path / "recipe.yaml", started_by)
     assert launched.code == 0, launched.output[-3000:]
-    variables = launching.accelerate_environment("fsdp", tmp_path)
-    fsdp = launching.launch(script, words, tmp_path / "fsdp", variables=variables)
-    assert fsdp.code == 0, fsdp.output[-3000:]
-    assert list(launched.logged("loss")) == [1, 2, 3, 4]
+    assert launched.output.rstrip().endswith("evenload: planned 5 steps of Transformers' Trainer with packing")
+    stock = forged_run(script.name, words)
+    assert list(stock.logged("loss")) == [1, 2, 3, 4, 5]
     for name in ("loss", "grad_norm"):
-        assert launching.largest_difference(launched.logged(name), fsdp.logged(name)) < 1e-5
+        assert launching.largest_difference(stock.logged(name), launched.logged(name)) < 1e-5

@@ -1,0 +1,78 @@
+"""What evenload cannot plan: one message before the first step with what to change, repeated in a run's last line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+launching = sys.modules["launching"]
+pytestmark = pytest.mark.slow
+
+RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
+
+
+class Case(NamedTuple):
+    """A script that is not planned, and what its user is to read."""
+
+    script: str
+    message: str
+    do: str
+    code: int
+    model: str = "llama"
+    data: str = "text"
+
+
+WINDOW = Case("trainer_script.py", "packed causal attention cannot run the model 'mistral'", "max_length", 1, "mistral")
+ROUTER = Case(
+    "trainer_script.py",
+    "packed causal attention cannot run the model 'qwen3_moe'",
+    "output_router_logits: false",
+    1,
+    "qwen3_moe",
+)
+PAIRS = Case("dpo_script.py", "DPOTrainer computes a loss of its own", "leave evenload off", 1, data="preferences")
+LOOP = Case("accelerate_script.py", "in a loop of Accelerate", "train by transformers.Trainer", 0)
+NO_STEP = Case("no_step_script.py", "no loop that evenload knows reached a step", "train by transformers.Trainer", 0)
+
+
+def arguments(case: Case, assets: Path, folder: Path) -> list[object]:
+    """What the user types behind the script."""
+    trl = case.script == "dpo_script.py"
+    model, data = ("--model_name_or_path", "--dataset_name") if trl else ("--model", "--data")
+    words: list[object] = [model, assets / "models" / case.model, data, assets / "data" / case.data]
+    if case is LOOP:
+        return [*words, "--max-steps", 2]
+    precision = ["--bf16", "False"] if trl else []
+    return [*words, *launching.COMMON, "--output_dir", folder / "out", "--max_steps", 2, *precision]
+
+
+@pytest.mark.parametrize("case", [ROUTER, PAIRS], ids=lambda case: f"{case.script} {case.model}")
+def test_every_rank_refuses_before_the_first_step(
+    case: Case, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    ended = forged_run(case.script, arguments(case, assets, tmp_path), tmp_path / "recipe.yaml")
+    assert ended.code == case.code
+    assert "grad_norm" not in ended.output
+    # A forge's ranks end with the traceback, where those of a launcher print the message alone.
+    assert ended.output.count(f"EvenloadError: {case.message}") == launching.RANKS
+    assert case.do in ended.output
+
+
+@pytest.mark.parametrize("case", [WINDOW, LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")
+def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = arguments(case, assets, tmp_path)
+    ended = launching.launch(launching.SCRIPTS / case.script, words, tmp_path / "run", tmp_path / "recipe.yaml")
+    assert ended.code == case.code, ended.output[-3000:]
+    *before, last = [line for line in ended.output.splitlines() if line.startswith("evenload: ")]
+    assert ended.output.rstrip().endswith(last)
+    assert last.startswith("evenload: warning: nothing was planned: ")
+    assert case.message in last
+    assert case.do in last
+    assert len(before) == case.code, "a refusal is printed once by all ranks together, a warning in the last line alone"
+    assert ("grad_norm" in ended.output) == (case is LOOP)
