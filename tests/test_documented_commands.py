@@ -36,7 +36,7 @@ RUN_BY = {
     ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
     ("check", "megatron"): "commands/test_check.py::test_a_step_of_megatron_is_checked_and_nothing_is_trained",
     ("check", "transformers"): "commands/test_check.py::test_a_step_of_the_trainer_is_checked_under_its_own_launcher",
-    ("run", "transformers"): "hosts/test_launchers.py::test_a_launched_run_is_that_of_the_forge",
+    ("run", "transformers"): "commands/test_run.py::test_an_unmodified_script_of_the_trainer_is_planned_to_its_end",
     ("run", "megatron"): "commands/test_run.py::test_a_process_that_does_not_import_the_trainer_is_left_alone",
 }
 

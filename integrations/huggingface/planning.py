@@ -139,8 +139,9 @@ def _without_effect(recipe: Recipe) -> dict[str, Any]:
 
 def _split(batches: Sequence[Any], *, rotary: bool) -> tuple[list[list[Tensor]], EvenloadError | None]:
     """int64 [2, L] of each sample of each batch, tokens and labels; or why not, for all ranks to raise together."""
+    here = [{key: value.cpu() if isinstance(value, Tensor) else value for key, value in one.items()} for one in batches]
     try:
-        return [[torch.stack([*sample]).cpu() for sample in split(batch, rotary=rotary)] for batch in batches], None
+        return [[torch.stack([*sample]) for sample in split(batch, rotary=rotary)] for batch in here], None
     except EvenloadError as error:
         return [], error
 

@@ -26,8 +26,8 @@ class Batch(NamedTuple):
     pack: Pack
 
 
-class Sample(NamedTuple):
-    """Where a rank finds what it computes, by the sample's place in the global batch."""
+class Samples(NamedTuple):
+    """Where a rank finds what it computes, by a sample's place in the global batch."""
 
     tokens_of: TokensOf
     labels_of: TokensOf
@@ -57,7 +57,7 @@ class TrainerStage(StageTrainer):
         model: Any,
         call: Callable[[dict[str, Any]], Tensor],
         *,
-        samples: Sample,
+        samples: Samples,
         plane: Plane | None,
         num_backwards: int,
         with_mask: bool,

@@ -41,7 +41,7 @@ from ..host import no_mark
 from ..planned_runs import end_of_check, report_idle, report_step
 from . import attention
 from .planning import GlobalBatch, chain_of, gather, recipe_for
-from .stage import Sample, TrainerStage
+from .stage import Samples, TrainerStage
 from .supported import inner_model, refuse_trainer, warn_of_dropout
 
 log = logging.getLogger("evenload")
@@ -165,7 +165,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, call: Any) -> Tensor:
         trainer,
         model,
         call,
-        samples=Sample(lambda i: samples[i][0], lambda i: samples[i][1]),
+        samples=Samples(lambda i: samples[i][0], lambda i: samples[i][1]),
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
         with_mask=batch.has_mask,

@@ -108,14 +108,12 @@ def test_a_command_with_an_error_of_its_own_has_failed(tmp_path):
 
 
 def test_a_step_of_the_trainer_is_checked_under_its_own_launcher(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINER)
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [*launcher, 1, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", 2]
-    words += ["--main_process_port", port, script, tmp_path]
+    words += ["--main_process_port", port, SCRIPTS / "trainer_script.py", tmp_path]
     done = evenload("check", recipe(tmp_path, "transformers", 64), "--json", "--", *words)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
@@ -124,26 +122,3 @@ def test_a_step_of_the_trainer_is_checked_under_its_own_launcher(tmp_path):
     assert result["step"]["padded_tokens"] == 0 < result["step"]["stock_padded_tokens"]
     assert not list(tmp_path.glob("checkpoint*"))
     assert "came to its end" not in done.stderr
-
-
-TRAINER = """
-import sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-def collate(rows):
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-torch.manual_seed(0)
-shape = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64)
-arguments = TrainingArguments(
-    sys.argv[1], use_cpu=True, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    save_steps=1, report_to="none", disable_tqdm=True,
-)
-rows = [list(range(1, 3 + 5 * k % 29)) for k in range(32)]
-Trainer(LlamaForCausalLM(LlamaConfig(**shape)), arguments, train_dataset=rows, data_collator=collate).train()
-print("came to its end")
-"""

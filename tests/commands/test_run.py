@@ -129,6 +129,21 @@ def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 64}}\n")
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = start(recipe, *torchrun, str(SCRIPTS / "trainer_script.py"), str(tmp_path), **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("came to its end") == 2
+    assert done.stderr.splitlines()[-1] == "evenload: planned 2 steps of Transformers' Trainer with packing"
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+@pytest.mark.slow
 def test_a_failing_script_under_torchrun_gives_1(recipe, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(7)\n")

@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,18 @@ from evenload.integrations.huggingface import planning
 from evenload.integrations.huggingface import trainer as planned_trainer
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.world.agreement import everyone, place
 from evenload.runtime.world.world import init_world
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 VOCAB = 97
 RATE = 100.0
@@ -169,6 +178,50 @@ def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False,
     shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
     made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
     return {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted), **made}
+
+
+def unchanged(load: Any) -> dict[str, Any]:
+    """What a run leaves behind, stock and planned: evaluation, best model, early stopping, checkpoints, resuming."""
+    size, rows = _join(), samples_of([9, 30, 4, 17, 25, 8, 40, 12, 6, 21, 33, 5, 14, 28, 7, 19])
+    recipe = recipes.parse({**RECIPE, "plugins": {"packing": {"enabled": True, "max_tokens": 32}}})
+    stock = _left_behind(rows, size)
+    with enabled(recipe):
+        planned_run = _left_behind(rows, size)
+    return {"stock": stock, "planned": planned_run}
+
+
+def _left_behind(rows: list[Any], size: int) -> dict[str, Any]:
+    """The state and the files of a run that stops early, and of one that resumes it in the middle of an epoch."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
+    (folder,) = {one for one in everyone(tempfile.mkdtemp() if place()[0] == 0 else None) if one}
+    arguments = {"output_dir": folder, "use_cpu": True, "num_train_epochs": 6, "learning_rate": 0.05, "seed": 1}
+    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1}
+    arguments |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 40}
+    arguments |= {"include_num_input_tokens_seen": "all", "report_to": "none", "disable_tqdm": True}
+
+    def trainer() -> Any:
+        stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.05)
+        data = {"train_dataset": rows, "eval_dataset": rows[::3], "data_collator": collate}
+        return Trainer(build_model(), TrainingArguments(**arguments), callbacks=[stop], **data)
+
+    first = trainer()
+    first.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    weights = {name: p.detach().clone() for name, p in first.model.named_parameters()}
+    files = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+    return {"first": _state(first), "resumed": _state(resumed), "weights": weights, "files": files}
+
+
+def _state(trainer: Any) -> dict[str, Any]:
+    state = trainer.state
+    clocks = ("runtime", "per_second")
+    history = [{k: v for k, v in row.items() if not any(word in k for word in clocks)} for row in state.log_history]
+    kept = ("global_step", "epoch", "max_steps", "total_flos", "num_input_tokens_seen", "best_metric")
+    best = Path(state.best_model_checkpoint).name
+    return {"history": history, "best": best, **{name: getattr(state, name) for name in kept}}
 
 
 def _join() -> int:

@@ -73,3 +73,21 @@ def test_slices_and_shared_micro_batches_are_exact_under_zero(on_ranks, zero):
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", zero=zero):
         assert max(one["grad"] for one in found.values()) < 5e-6, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_behind_is_unchanged(on_ranks):
+    """Logs, counters, evaluations, best model, early stopping, checkpoints, and resuming in the middle of an epoch."""
+    for ended in on_ranks(2, "rank_trainer.unchanged"):
+        stock, planned = ended["stock"], ended["planned"]
+        assert stock["files"] == planned["files"]
+        assert any("checkpoint-" in name for name in stock["files"])
+        for run in ("first", "resumed"):
+            histories = stock[run].pop("history"), planned[run].pop("history")
+            assert planned[run].pop("best") == stock[run].pop("best")
+            assert planned[run] == pytest.approx(stock[run], rel=1e-6)
+            for one, other in zip(*histories, strict=True):
+                assert other == pytest.approx(one, rel=1e-5)
+        assert stock["first"]["global_step"] < stock["first"]["max_steps"], "it did not stop early"
+        for name, weight in stock["weights"].items():
+            assert (planned["weights"][name] - weight).norm() < 1e-6 * weight.norm(), name
