@@ -12,8 +12,9 @@ of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden 
     evenload  the padded run's arguments by ``evenload run``: each step has the samples, the loss and the norm of the
               padded run's
 
-Variants alternate. Seconds are of the epoch's steps but the first, on rank 0; a token is one of a sample, so tokens a
-second compare runs whose steps differ. On a CPU TRL's packs run through PyTorch's attention under a block mask, which
+Variants alternate, and each is compared with the padded run before it. Seconds are of the epoch's steps, the first as
+long as the mean of the others, on rank 0; a token is one of a sample, so tokens a second compare runs whose steps
+differ. On a CPU TRL's packs run through PyTorch's attention under a block mask, which
 computes what it masks; with flash-attn they do not.
 """
 
@@ -28,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands._shared.show import emit, grid, seconds, stdout_aside
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 import assets
@@ -46,7 +47,7 @@ Row = dict[str, Any]
 
 
 def make(folder: Path, quick: bool) -> int:
-    """The model and the pairs; the tokens of an epoch."""
+    """Make the model and the pairs; the longest that the model takes."""
     source = assets.library()
     longest = 256 if quick else LONGEST
     tokenizer = assets.make_tokenizer(source[:400_000], VOCABULARY, longest)
@@ -71,85 +72,87 @@ def measured(variant: str, arguments: list[str], data: Path, folder: Path, recip
         return {"variant": variant, "failed": run.output.strip().splitlines()[-1:]}
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(launching.RANKS)]
     steps, log = ranks[0]["steps"], ranks[0]["log"]
-    samples = max(int(row["num_tokens"]) for row in log if "num_tokens" in row)
+    tokens = max(int(row["num_tokens"]) for row in log if "num_tokens" in row)
     return {
         "variant": variant,
         "updates": len(steps),
         "epoch_s": (steps[-1] - steps[0]) * len(steps) / (len(steps) - 1),
         "step_s": statistics.median(b - a for a, b in pairwise(steps)),
         "computed": sum(rank["tokens"] for rank in ranks),
-        "tokens": samples,
+        "tokens": tokens,
         "loss": {row["step"]: row["loss"] for row in log if "loss" in row},
         "grad_norm": {row["step"]: row["grad_norm"] for row in log if "grad_norm" in row},
     }
 
 
-def summary(rows: list[Row], padded: Row) -> Row:
-    """The runs of a variant as one row."""
-    if any("failed" in row for row in rows):
-        return {"variant": rows[0]["variant"], "failed": next(row["failed"] for row in rows if "failed" in row)}
-    speeds = sorted(row["tokens"] / row["epoch_s"] for row in rows)
-    shared = rows[0]["loss"].keys() & padded["loss"].keys()
-    apart = {
-        name: max(abs(rows[0][name][step] / padded[name][step] - 1) for step in shared)
-        for name in ("loss", "grad_norm")
-    }
+def summary(rows: list[Row], padded: list[Row]) -> Row:
+    """The runs of a variant as one row; each is compared with the padded run beside it."""
+    if failed := next((row for row in rows if "failed" in row), None):
+        return failed
+    speeds = [row["tokens"] / row["epoch_s"] for row in rows]
+    ratios = [speed * other["epoch_s"] / other["tokens"] for speed, other in zip(speeds, padded, strict=True)]
+    one, other = rows[0], padded[0]
+    shared = one["loss"].keys() & other["loss"].keys()
+    apart = {name: max(abs(one[name][s] / other[name][s] - 1) for s in shared) for name in ("loss", "grad_norm")}
     return {
-        **{key: rows[0][key] for key in ("variant", "updates", "computed", "tokens")},
+        **{key: one[key] for key in ("variant", "updates", "computed", "tokens")},
         "tokens_per_s": statistics.median(speeds),
-        "lowest": speeds[0],
-        "highest": speeds[-1],
+        "over_padded": statistics.median(ratios),
+        "ratios": sorted(ratios),
         "step_s": statistics.median(row["step_s"] for row in rows),
         "epoch_s": statistics.median(row["epoch_s"] for row in rows),
         "apart": apart,
-        "same_steps": rows[0]["loss"].keys() == padded["loss"].keys(),
+        "same_steps": one["loss"].keys() == other["loss"].keys(),
     }
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("variant", "tokens/s", "lowest .. highest", "over padded", "s an epoch", "s a step", "steps", "computed")
-    stock = result["rows"][0]["tokens_per_s"]
-    body = []
-    for row in result["rows"]:
-        if "failed" in row:
-            body.append([row["variant"], *("-" for _ in range(8)), " ".join(row["failed"])])
-            continue
-        spread = f"{row['lowest']:,.0f} .. {row['highest']:,.0f}"
-        speed = [row["tokens_per_s"], spread, f"{row['tokens_per_s'] / stock:.2f}x"]
-        times = [row["epoch_s"], seconds(row["step_s"]), row["updates"], f"{row['computed']:,} of {row['tokens']:,}"]
-        body.append([row["variant"], *speed, *times, *(f"{value:.0e}" for value in row["apart"].values())])
+    """The result for a person."""
+    times = ("tokens/s", "over padded", "lowest .. highest", "s an epoch", "s a step")
     below = (
         "loss, norm: largest relative difference from the padded run, step by step. bfd's steps hold other samples, so "
         "these are other losses; evenload's are the padded run's."
     )
-    return grid(f"Pairs, {result['layout']}", (*head, "loss", "norm"), body, below)
+    head = ("variant", *times, "steps", "computed", "loss", "norm")
+    return grid(f"Pairs, {result['layout']}", head, [cells(row) for row in result["rows"]], below)
+
+
+def cells(row: Row) -> list[Any]:
+    if "failed" in row:
+        return [row["variant"], *("-" for _ in range(8)), " ".join(row["failed"])]
+    ratios = [f"{row['over_padded']:.2f}x", f"{row['ratios'][0]:.2f} .. {row['ratios'][-1]:.2f}"]
+    computed = f"{row['computed']:,} of {row['tokens']:,}"
+    times = [row["tokens_per_s"], *ratios, seconds(row["epoch_s"]), seconds(row["step_s"])]
+    return [row["variant"], *times, row["updates"], computed, *(f"{value:.0e}" for value in row["apart"].values())]
+
+
+def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+    """The runs of every variant, one of each after the other."""
+    longest = make(folder, asked.quick)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    shared = ["--num_train_epochs", "1", "--max_length", str(longest)]
+    shared += launching.trainer_arguments(asked.layout, folder)
+    runs: dict[str, list[Row]] = {variant: [] for variant in asked.variants.split(",")}
+    for repeat in range(asked.repeats):
+        for variant, rows in runs.items():
+            recipe = folder / "recipe.yaml" if variant == "evenload" else None
+            rows.append(measured(variant, shared, folder, folder / f"{variant}{repeat}", recipe))
+            print(variant, repeat, rows[-1].get("failed") or seconds(rows[-1]["epoch_s"]), file=sys.stderr)
+    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layout", default="ddp", choices=launching.LAYOUTS)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="padded among them")
     parser.add_argument("--quick", action="store_true", help="a tiny model and short pairs: whether it runs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    variants = asked.variants.split(",")
-    with tempfile.TemporaryDirectory(prefix="pairs-") as path:
-        folder = Path(path)
-        longest = make(folder, asked.quick)
-        (folder / "recipe.yaml").write_text(RECIPE)
-        shared = ["--num_train_epochs", "1", "--max_length", str(longest)]
-        shared += launching.trainer_arguments(asked.layout, folder)
-        runs: dict[str, list[Row]] = {variant: [] for variant in variants}
-        for repeat in range(asked.repeats):
-            for variant in variants:
-                recipe = folder / "recipe.yaml" if variant == "evenload" else None
-                row = measured(variant, shared, folder, folder / f"{variant}{repeat}", recipe)
-                runs[variant].append(row)
-                print(variant, repeat, row.get("failed") or f"{row['epoch_s']:.1f} s", file=sys.stderr)
-    padded = runs["padded"][0]
-    result = {"layout": asked.layout, "rows": [summary(rows, padded) for rows in runs.values()]}
+    with stdout_aside(), tempfile.TemporaryDirectory(prefix="pairs-") as path:
+        runs = alternated(asked, Path(path))
+    result = {"layout": asked.layout, "rows": [summary(rows, runs["padded"]) for rows in runs.values()]}
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1))
     emit(result, asked.json, table)

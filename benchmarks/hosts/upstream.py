@@ -28,9 +28,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands._shared.show import emit, grid, seconds, stdout_aside
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+import assets
 import launching
 from cases import CASES, Case
 
@@ -45,9 +46,9 @@ PRINTED = {
 Row = dict[str, Any]
 
 
-def measured(case: Case, layout: str, script: Path, assets: Path, folder: Path, recipe: Path | None) -> Row:
+def measured(case: Case, layout: str, script: Path, data: Path, folder: Path, recipe: Path | None) -> Row:
     """What one run of a script computed, logged and said."""
-    prepare(folder, assets)
+    prepare(folder, data)
     variables = {"HOSTS_MEASURED": str(folder), "WANDB_MODE": "disabled"}
     if case.by_environment:
         variables |= launching.accelerate_environment(layout, folder)
@@ -63,13 +64,13 @@ def measured(case: Case, layout: str, script: Path, assets: Path, folder: Path, 
     return {"code": run.code, "values": values, "tokens": tokens, "step_s": gaps, "said": said(run.output)}
 
 
-def prepare(folder: Path, assets: Path) -> None:
+def prepare(folder: Path, data: Path) -> None:
     """A folder of its own for a run, with the names that scripts look for in it."""
     folder.mkdir(parents=True)
     for name in ("models", "data"):
-        (folder / name).symlink_to(assets / name)
+        (folder / name).symlink_to(data / name)
     (folder / "tatsu-lab").mkdir()
-    (folder / "tatsu-lab" / "alpaca").symlink_to(assets / "data" / "alpaca")
+    (folder / "tatsu-lab" / "alpaca").symlink_to(data / "data" / "alpaca")
     (folder / "accuracy").mkdir()
     shutil.copy(Path(__file__).with_name("accuracy.py"), folder / "accuracy")
 
@@ -82,7 +83,7 @@ def said(output: str) -> str:
     return " ".join(((refusals[:1] or lines[-1:] or errors[:1]) or [""])[0].split())
 
 
-def compared(case: Case, layout: str, script: Path, assets: Path, folder: Path, repeats: int) -> Row:
+def compared(case: Case, layout: str, script: Path, data: Path, folder: Path, repeats: int) -> Row:
     """The row of a script in a layout."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(case.trainer, 1024))
@@ -92,7 +93,7 @@ def compared(case: Case, layout: str, script: Path, assets: Path, folder: Path, 
             own = folder / f"{case.name.replace(' ', '_')}-{layout}-{name}-{repeat}"
             while own.exists():
                 own = own.with_name(own.name + "-")
-            runs[name].append(measured(case, layout, script, assets, own, on))
+            runs[name].append(measured(case, layout, script, data, own, on))
     stock, own_run = runs["stock"][0], runs["evenload"][0]
     gaps = {name: [gap for row in rows for gap in row["step_s"]] for name, rows in runs.items()}
     return {
@@ -116,21 +117,21 @@ def difference(stock: dict[int, float], own: dict[int, float]) -> float | None:
 def rows(asked: argparse.Namespace, folder: Path) -> list[Row]:
     """A row for every script and layout that was asked for."""
     checkouts = {path.resolve().name: path.resolve() for path in asked.checkouts}
-    assets = folder / "assets"
-    import assets as making
-
-    making.make(assets, ("llama",))
+    data = folder / "assets"
+    if checkouts:
+        assets.make(data, ("llama",))
     results: list[Row] = []
     for case in CASES:
         if asked.only not in f"{case.name} {case.note}":
             continue
         script = checkouts.get(case.checkout, Path("-")) / case.path
         if not script.is_file():
-            results.append({"script": case.name, "arguments": case.note, "missing": f"no {case.checkout}/{case.path}"})
+            missing = f"no {case.checkout}/{case.path}"
+            results.append({"script": case.name, "arguments": case.note, "path": case.path, "missing": missing})
             continue
         for layout in case.layouts:
             if layout in asked.layouts.split(","):
-                results.append(compared(case, layout, script, assets, folder, asked.repeats))
+                results.append(compared(case, layout, script, data, folder, asked.repeats))
                 print(f"{case.name} {case.note} {layout}: {results[-1]['said'][1]}", file=sys.stderr)
     return results
 
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
+    with stdout_aside(), tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         folder = (asked.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         result = {"rows": rows(asked, folder)}
