@@ -65,11 +65,11 @@ def trainer_arguments(layout: str, folder: Path) -> list[str]:
     return ["--fsdp"] if layout == "fsdp" else []
 
 
-def accelerate_environment(layout: str, folder: Path, batch_size: int = 2, accumulation: int = 1) -> dict[str, str]:
-    """What ``accelerate launch`` tells a script of a layout."""
+def accelerate_environment(layout: str, folder: Path, **sections: Any) -> dict[str, str]:
+    """What ``accelerate launch`` tells a script of a layout; `sections` are further ones of a ds_config."""
     if layout.startswith("zero"):
-        sizes = {"train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": accumulation}
-        path = ds_config(folder, int(layout[-1]), gradient_clipping=1.0, **sizes)
+        sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+        path = ds_config(folder, int(layout[-1]), **sizes, **sections)
         return {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
