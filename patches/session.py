@@ -35,6 +35,7 @@ _LOOPS = (
     "megatron.unmodified.loop",
     "deepspeed.unmodified.loop",
     "huggingface.trainer",
+    "huggingface.accelerate_loop",
 )
 """Modules below `integrations` whose ``release()`` gives what live loops hold back to the trainer."""
 

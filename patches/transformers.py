@@ -12,6 +12,7 @@ TRANSFORMERS = "transformers >=5,<6"
 ACCELERATE = "accelerate >=1,<2"
 _TRAINER = "transformers.trainer:Trainer"
 _LOOP = "..integrations.huggingface.trainer"
+_ACCELERATE = "..integrations.huggingface.accelerate_loop"
 
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
@@ -45,12 +46,30 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("model", "inputs", "num_items_in_batch"),
         ),
         Patch(
-            name="transformers.accelerate",
+            name="transformers.loader",
+            target="accelerate.accelerator:Accelerator.prepare_data_loader",
+            supports=ACCELERATE,
+            why="Loaders do not know which model they feed: a loop's is that of the Accelerator that prepares them.",
+            wrapper=from_module(f"{_ACCELERATE}:prepare_data_loader"),
+            expects=("data_loader",),
+            when=accelerate_installed,
+        ),
+        Patch(
+            name="transformers.iteration",
+            target="accelerate.data_loader:DataLoaderShard.__iter__",
+            supports=ACCELERATE,
+            why="Where a loop of Accelerate without a Trainer gets its batches. Loaders of a Trainer, of evaluation "
+            "(the model is not in training mode) and of models that cannot be planned give what they always gave.",
+            wrapper=from_module(f"{_ACCELERATE}:iterate", recipe),
+            when=accelerate_installed,
+        ),
+        Patch(
+            name="transformers.backward",
             target="accelerate.accelerator:Accelerator.backward",
             supports=ACCELERATE,
-            why="A loop of Accelerate without a Trainer cannot be planned; it says so at its first backward, and runs "
-            "as it is.",
-            wrapper=from_module(f"{_LOOP}:backward", recipe),
+            why="A planned batch counts its tokens in the model's loss; another loss would be wrong, and is refused "
+            "here. A loop in which nothing is planned says so at its first backward.",
+            wrapper=from_module(f"{_ACCELERATE}:backward", recipe),
             expects=("loss",),
             when=accelerate_installed,
         ),

@@ -39,6 +39,8 @@ class GlobalBatch:
     """int64 [2, L], tokens and labels, of the samples that this rank has read, by their place."""
     has_mask: bool
     """The script's batches have an ``attention_mask``."""
+    targets_beside: tuple[int, ...]
+    """Targets of the stock batch that the sample at each place came in."""
 
     def exchange(self, plan: StepPlan) -> dict[int, Any]:
         """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
@@ -55,7 +57,7 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
 
     Args:
         batches: of this rank in the step, as the script made them.
-        num_items: target tokens of all ranks, as the Trainer counts them.
+        num_items: target tokens of all ranks, as the Trainer counts them; None where nobody counts.
         config: of the model.
 
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, where the model
@@ -75,7 +77,8 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
     ]
     facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
     targets = sum(targets for _, targets in facts)
-    _refuse_other_targets(targets, sum(count for *_, count in of_ranks), int(num_items))
+    counted = targets if num_items is None else int(num_items)
+    _refuse_other_targets(targets, sum(count for *_, count in of_ranks), counted)
     lengths = as_lengths([length for length, _ in facts])
     refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions, _ in of_ranks), _LENGTHS)
     me = place()[0]
@@ -84,6 +87,7 @@ def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
         tuple(rank for rank, _, _ in order),
         {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
         "attention_mask" in batches[0],
+        tuple(sum(targets for _, targets in of_ranks[rank][1][k]) for rank, k, _ in order),
     )
 
 
@@ -94,18 +98,38 @@ def _is_computed(row: tuple[int, int]) -> bool:
 
 def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:
     """The planners of a recipe for the model, the precision and the ranks of a Trainer. Raises EvenloadError."""
-    args, model = trainer.args, inner_model(trainer)
-    half = args.bf16 or args.fp16 or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    args = trainer.args
+    return chain_for(
+        recipe,
+        inner_model(trainer),
+        zero_stage=_zero_stage(trainer),
+        half=args.bf16 or args.fp16,
+        # A label smoother shifts labels itself, inside one row.
+        whole=trainer.label_smoother is not None,
+        micro_batch_size=args.per_device_train_batch_size,
+    )
+
+
+def chain_for(
+    recipe: Recipe, model: Any, *, zero_stage: int, half: bool, whole: bool, micro_batch_size: int = 1
+) -> PlanChain:
+    """The planners of a recipe for a Hugging Face model on all ranks of this job.
+
+    Args:
+        zero_stage: how weights and states are divided; 3 also for FSDP.
+        half: passes run in half precision; also read off the model's weights.
+        whole: samples stay whole.
+        micro_batch_size: rows of a stock batch, which plans are compared with.
+    """
+    half = half or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     of_model = for_engine(
         recipe,
         model.config.get_text_config(),
-        zero_stage=_zero_stage(trainer),
+        zero_stage=zero_stage,
         dtype="bf16" if half else "fp32",
         trainer="transformers",
-    ).changed({"train.micro_batch_size": args.per_device_train_batch_size, **_without_effect(recipe)})
+    ).changed({"train.micro_batch_size": micro_batch_size, **_without_effect(recipe)})
     chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
-    # A label smoother shifts labels itself, inside one row.
-    whole = trainer.label_smoother is not None
     return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
 

@@ -38,8 +38,9 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import agree, place
 from ...runtime.world.plane import Plane
 from ..host import no_mark
-from ..planned_runs import end_of_check, report_idle, report_step
+from ..planned_runs import end_of_check, report_step
 from . import attention
+from .inside import inside
 from .planning import GlobalBatch, chain_of, gather, recipe_for
 from .stage import Samples, TrainerStage
 from .supported import inner_model, refuse_trainer, warn_of_dropout
@@ -71,7 +72,8 @@ _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
 def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Trainer.get_batch_samples`, whose batches are planned as one global batch; returns what the stock one does."""
-    batches, num_items = wrapped(*args, **kwargs)
+    with inside():
+        batches, num_items = wrapped(*args, **kwargs)
     state = _planned.get(trainer)
     if state is None:
         recipe = recipe_for(trainer, recipe)
@@ -97,33 +99,8 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
 
 def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     """`Trainer.training_step`: the last one of a planned step runs its plan, those before it nothing."""
-    with _inside():
+    with inside():
         return _training_step(wrapped, trainer, args, kwargs)
-
-
-def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
-    """`Accelerator.backward`, which says of a loop without a Trainer that nothing is planned in it."""
-    if not _depth and recipe.enabled():
-        report_idle(
-            "a loop of Accelerate",
-            "it has no step boundary at which the samples of all ranks are known, and takes the mean of each "
-            "micro-batch",
-            "train by transformers.Trainer, or give the dataset to deepspeed.initialize(training_data=...)",
-        )
-    return wrapped(*args, **kwargs)
-
-
-_depth: list[None] = []
-"""One entry for each ``Trainer.training_step`` that runs."""
-
-
-@contextmanager
-def _inside() -> Iterator[None]:
-    _depth.append(None)
-    try:
-        yield
-    finally:
-        _depth.pop()
 
 
 def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:

@@ -67,6 +67,7 @@ KILLERS: dict[str, Words] = {
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
+    "accelerate": ("pytest", "tests/integrations/huggingface/test_accelerate.py"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
@@ -388,6 +389,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "            self._reduction.before_backward()",
         "            pass",
         "trainer zero 3",
+    ),
+    Mutant(
+        "a loop of Accelerate takes the mean of a pack",
+        "integrations/huggingface/accelerate_loop.py",
+        "= 1.0 / samples.targets_beside[piece.sequence]",
+        "= 1.0 / pack.num_targets",
+        "accelerate",
     ),
     Mutant(
         "a Trainer's sample goes to the ranks with another's tokens",

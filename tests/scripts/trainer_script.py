@@ -17,9 +17,7 @@ def collate(rows):
 
 
 torch.manual_seed(0)
-config = LlamaConfig(
-    num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64
-)
+config = LlamaConfig(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, vocab_size=64)
 arguments = TrainingArguments(
     sys.argv[1],
     use_cpu=True,
