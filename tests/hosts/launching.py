@@ -52,7 +52,7 @@ def ds_config(folder: Path, stage: int, **sections: Any) -> Path:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3},
     }
     path.write_text(json.dumps(config | sections))
     return path
