@@ -1,8 +1,8 @@
 """Runs a training script on two CPU ranks, in a layout of Transformers and Accelerate, and reads what it logged.
 
-`launch` starts it as a user does, by torchrun, by ``accelerate launch`` or by the deepspeed launcher, and with a recipe
-through ``evenload run``. The script knows nothing of that: a layout is arguments of `TrainingArguments`
-(`trainer_arguments`), or what ``accelerate launch`` puts into the environment (`accelerate_environment`).
+`launch` starts it as a user does, by torchrun or by ``accelerate launch``, and with a recipe through ``evenload run``.
+The script knows nothing of that: a layout is arguments of `TrainingArguments` (`trainer_arguments`), or what ``accelerate
+launch`` puts into the environment (`accelerate_environment`).
 """
 
 from __future__ import annotations
@@ -106,18 +106,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def launcher(name: str) -> list[str]:
-    """The words before a script that start it on two ranks."""
+    """The words before a script by which torchrun or ``accelerate launch`` starts it on two ranks."""
     if name == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    if name == "accelerate":
-        main = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
-        plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        return [*main, *plain, "--num_processes", str(RANKS), "--main_process_port", port]
-    main = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS), "--master_port", port]
-    return [*main, "--master_addr", "127.0.0.1"]
+    main = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*main, *plain, "--num_processes", str(RANKS), "--main_process_port", port]
 
 
 def launch(
