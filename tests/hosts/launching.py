@@ -1,8 +1,8 @@
 """Runs a training script on two CPU ranks, in a layout of Transformers and Accelerate, and reads what it logged.
 
 `launch` starts it as a user does, by torchrun or by ``accelerate launch``, and with a recipe through ``evenload run``.
-The script knows nothing of that: a layout is arguments of `TrainingArguments` (`trainer_arguments`), or what ``accelerate
-launch`` puts into the environment (`accelerate_environment`).
+The script knows nothing of that: a layout is arguments of `TrainingArguments` (`trainer_arguments`), or what
+Accelerate's launcher puts into the environment (`accelerate_environment`).
 """
 
 from __future__ import annotations
