@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import launching
 
@@ -12,6 +13,8 @@ Arguments = Callable[[Path, str], list[str]]
 """Of the folder of assets and a layout."""
 
 LAYOUTS = launching.LAYOUTS
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+"""torch_adam: DeepSpeed's own is compiled at its first use."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Case:
     layouts: tuple[str, ...]
     arguments: Arguments
     trainer: str = "transformers"
-    by_environment: bool = False
-    """Whether the layout is told by the environment, as ``accelerate launch`` does, and not by arguments."""
+    by_environment: dict[str, Any] | None = None
+    """Where the environment tells the layout, as ``accelerate launch`` does: what the ds_config has besides."""
     note: str = ""
 
     @property
@@ -75,8 +78,7 @@ def _accelerate(folder: Path, _: str) -> list[str]:
 
 def _zenflow(folder: Path, layout: str) -> list[str]:
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
-    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    config = launching.ds_config(folder, int(layout[-1]), **sizes, optimizer=adam, bf16={"enabled": True})
+    config = launching.ds_config(folder, int(layout[-1]), **sizes, optimizer=ADAM, bf16={"enabled": True})
     model = ["--model_name", str(folder / "models" / "llama"), "--output_dir", str(folder / "out")]
     steps = "--lr 1e-3 --batch_size 2 --num_train_epochs 1 --deepspeed --deepspeed_config"
     return [*model, *steps.split(), str(config)]
@@ -93,7 +95,7 @@ CASES = (
         "examples/by_feature/deepspeed_with_config_support.py",
         ("ddp", "zero2", "zero3"),
         _accelerate,
-        by_environment=True,
+        by_environment={"optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}},
     ),
     Case(
         "DeepSpeedExamples",

@@ -50,8 +50,8 @@ def measured(case: Case, layout: str, script: Path, data: Path, folder: Path, re
     """What one run of a script computed, logged and said."""
     prepare(folder, data)
     variables = {"HOSTS_MEASURED": str(folder), "WANDB_MODE": "disabled"}
-    if case.by_environment:
-        variables |= launching.accelerate_environment(layout, folder)
+    if case.by_environment is not None:
+        variables |= launching.accelerate_environment(layout, folder, **case.by_environment)
     run = launching.launch(script, case.arguments(folder, layout), folder, recipe, variables=variables, limit_s=400)
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
     log = [row for rank in ranks[:1] for row in rank["log"]]

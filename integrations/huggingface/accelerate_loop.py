@@ -122,7 +122,8 @@ def release() -> None:
 
 def _trains(accelerator: Any) -> bool:
     """Whether an iteration that begins now is of training: loops evaluate with their model in another mode."""
-    trains = bool(accelerator._models) and all(model.training for model in accelerator._models)
+    # A DeepSpeedEngine sets the mode of the model inside and keeps its own.
+    trains = bool(accelerator._models) and all(accelerator.unwrap_model(m).training for m in accelerator._models)
     if not trains:
         _untrained.add(accelerator)
     return trains

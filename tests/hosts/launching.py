@@ -1,8 +1,8 @@
 """Runs a training script on two CPU ranks, in a layout of Transformers and Accelerate, and reads what it logged.
 
-`launch` starts it as a user does, by torchrun, by ``accelerate launch`` or by the deepspeed launcher, and with a recipe
-through ``evenload run``. The script knows nothing of that: a layout is arguments of `TrainingArguments`
-(`trainer_arguments`), or what ``accelerate launch`` puts into the environment (`accelerate_environment`).
+`launch` starts it as a user does, by torchrun or by ``accelerate launch``, and with a recipe through ``evenload run``.
+The script knows nothing of that: a layout is arguments of `TrainingArguments` (`trainer_arguments`), or what
+Accelerate's launcher puts into the environment (`accelerate_environment`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ds_config(folder: Path, stage: int, **sections: Any) -> Path:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3},
     }
     path.write_text(json.dumps(config | sections))
     return path
@@ -65,11 +65,11 @@ def trainer_arguments(layout: str, folder: Path) -> list[str]:
     return ["--fsdp"] if layout == "fsdp" else []
 
 
-def accelerate_environment(layout: str, folder: Path, batch_size: int = 2, accumulation: int = 1) -> dict[str, str]:
-    """What ``accelerate launch`` tells a script of a layout."""
+def accelerate_environment(layout: str, folder: Path, **sections: Any) -> dict[str, str]:
+    """What ``accelerate launch`` tells a script of a layout; `sections` are further ones of a ds_config."""
     if layout.startswith("zero"):
-        sizes = {"train_micro_batch_size_per_gpu": batch_size, "gradient_accumulation_steps": accumulation}
-        path = ds_config(folder, int(layout[-1]), gradient_clipping=1.0, **sizes)
+        sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+        path = ds_config(folder, int(layout[-1]), **sizes, **sections)
         return {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
@@ -106,18 +106,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def launcher(name: str) -> list[str]:
-    """The words before a script that start it on two ranks."""
+    """The words before a script by which torchrun or ``accelerate launch`` starts it on two ranks."""
     if name == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    if name == "accelerate":
-        main = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
-        plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        return [*main, *plain, "--num_processes", str(RANKS), "--main_process_port", port]
-    main = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(RANKS), "--master_port", port]
-    return [*main, "--master_addr", "127.0.0.1"]
+    main = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*main, *plain, "--num_processes", str(RANKS), "--main_process_port", port]
 
 
 def launch(

@@ -127,6 +127,21 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
     compare(whole, resumed)
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp"])
+def test_a_loop_of_accelerate_is_equal(layout: str, forged_run: Trained, assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = ["--model", assets / "models" / "llama", "--data", assets / "data" / "text", "--max-steps", 10]
+    words += ["--gradient-accumulation-steps", 2] if layout in ("ddp", "fsdp") else []
+    variables = launching.accelerate_environment(layout, tmp_path)
+    stock, own = (
+        forged_run("accelerate_script.py", words, recipe, variables) for recipe in (None, tmp_path / "recipe.yaml")
+    )
+    assert stock.code == own.code == 0, own.output[-4000:]
+    assert list(stock.logged("loss")) == list(range(1, 11))
+    assert list(stock.logged("eval_loss")) == [10]
+    compare(stock, own)
+
+
 def test_runs_of_other_samples_are_not_equal(trained: Trained) -> None:
     one = trained(Case("trainer_script.py", "ddp"), steps=2)
     other = trained(Case("trainer_script.py", "ddp", "--data_seed 2"), steps=2)

@@ -35,7 +35,7 @@ ROUTER = Case(
     "qwen3_moe",
 )
 PAIRS = Case("dpo_script.py", "DPOTrainer computes a loss of its own", "leave evenload off", 1, data="preferences")
-LOOP = Case("accelerate_script.py", "in a loop of Accelerate", "train by transformers.Trainer", 0)
+LOOP = Case("accelerate_script.py", "in a loop of Accelerate", "give a Hugging Face causal language model", 0, "gpt2")
 NO_STEP = Case("no_step_script.py", "no loop that evenload knows reached a step", "train by transformers.Trainer", 0)
 
 

@@ -39,9 +39,11 @@ def main() -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     loader = DataLoader(data, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    evaluation_loader = DataLoader(data.select(range(16)), batch_size=args.batch_size, collate_fn=collate)
+    model, optimizer, loader, evaluation_loader = accelerator.prepare(model, optimizer, loader, evaluation_loader)
 
     history: list[dict[str, float]] = []
+    model.train()
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -55,8 +57,13 @@ def main() -> None:
             optimizer.zero_grad()
         if len(history) == args.max_steps:
             break
+    model.eval()
+    with torch.no_grad():
+        evaluation = accelerator.gather(torch.stack([model(**batch).loss for batch in evaluation_loader])).mean()
+    history[-1]["eval_loss"] = float(evaluation)
     if accelerator.is_main_process and "HOSTS_OUT" in os.environ:
         Path(os.environ["HOSTS_OUT"]).write_text(json.dumps(history))
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
