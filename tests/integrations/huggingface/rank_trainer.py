@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine import prepare_deepspeed
@@ -77,6 +78,24 @@ class Keep(TrainerCallback):
             self.gradients[name.removeprefix("module.")] = whole.detach().clone()
 
 
+@contextmanager
+def _fsdp_on_cpus() -> Any:
+    """Accelerate 1.15 takes FSDP for plain data parallelism where there is no GPU, without a word."""
+    decide = AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *words: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        decide(self, *words, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = with_fsdp
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = decide
+
+
 def _ds_config(zero: int) -> dict[str, Any]:
     prepare_deepspeed()
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -122,8 +141,11 @@ def train(rows: list[Any], size: int, zero: int | None = None, **more: Any) -> t
     made = TrainingArguments(**arguments)
     model = build_model() if zero is None else build_model().float()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = InOrder(model, made, train_dataset=rows, data_collator=collate, callbacks=[keep] * (zero is None))
+    with _fsdp_on_cpus() if "fsdp" in more else nullcontext():
+        trainer = InOrder(model, made, train_dataset=rows, data_collator=collate, callbacks=[keep] * (zero is None))
     trainer.train()
+    wanted = "DeepSpeedEngine" if zero is not None else "FSDP" if "fsdp" in more else "DistributedDataParallel"
+    assert type(trainer.model_wrapped).__name__.startswith(wanted), type(trainer.model_wrapped)
     if zero is not None:
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=zero == 3):
             keep.gradients = {name: (before[name] - p.detach()) / RATE for name, p in model.named_parameters()}
