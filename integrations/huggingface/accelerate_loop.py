@@ -32,6 +32,7 @@ from ...runtime.world.agreement import agree, place
 from ..deepspeed.unmodified.counts import into_exactly
 from ..planned_runs import report_idle, report_step
 from . import attention
+from .inputs import inputs_of
 from .inside import is_inside
 from .models import refuse_unsupported
 from .planning import GlobalBatch, chain_for, gather
@@ -210,23 +211,12 @@ def _planned(loop: PlannedLoop, batch: Any) -> Any:
     tokens = samples.exchange(plan)
     (micro_batch,) = rows[place()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
-    return _batch(pack, samples, batch)
+    return {**inputs_of(pack, with_mask=samples.has_mask), WEIGHTS: _weights(pack, samples)}
 
 
-def _batch(pack: Pack, samples: GlobalBatch, batch: Any) -> dict[str, Any]:
-    """The pack with the keys of the script's batch, and what the model needs to know of it."""
+def _weights(pack: Pack, samples: GlobalBatch) -> Tensor:
+    """What each token's loss counts [1, T]: 1 over the targets of the stock batch that its sample came in."""
     weights_T = torch.zeros(pack.num_padded_tokens, dtype=torch.float64, device=pack.tokens_T.device)
     for piece, first in zip(pack.slices, pack.segments, strict=False):
         weights_T[first : first + piece.length] = 1.0 / samples.targets_beside[piece.sequence]
-    mask_T = (pack.sequence_ids_T >= 0).long()
-    further = {"attention_mask": mask_T[None]} if "attention_mask" in batch else {}
-    return {
-        "input_ids": pack.tokens_T[None],
-        "labels": torch.cat([pack.labels_T[-1:], pack.labels_T[:-1]])[None],
-        "shift_labels": pack.labels_T[None],
-        "position_ids": pack.positions_T[None],
-        "use_cache": False,
-        attention.PACK: pack,
-        WEIGHTS: weights_T[None],
-        **further,
-    }
+    return weights_T[None]

@@ -17,7 +17,7 @@ from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, StageTrainer
 from ...runtime.world.plane import Plane
-from .attention import PACK
+from .inputs import inputs_of
 
 
 class Batch(NamedTuple):
@@ -83,7 +83,7 @@ class TrainerStage(StageTrainer):
             self._backward_arguments = arguments
 
         with with_attributes(self._trainer.accelerator, backward=hold), self._reducing(self._left == 1):
-            booked = self._call(self._batch(loaded.pack))
+            booked = self._call(inputs_of(loaded.pack, with_mask=self._with_mask))
         if action.kind != "forward_kv":
             self.loss = self.loss + booked
         if self._reduction is not None and action.kind != "forward_kv":
@@ -97,21 +97,6 @@ class TrainerStage(StageTrainer):
             self._reduction.before_backward()
         with self._reducing(self._left == 0):
             self._trainer.accelerator.backward(graph.output, **self._backward_arguments)
-
-    def _batch(self, pack: Pack) -> dict[str, Any]:
-        """The arguments of the model's call. ``labels`` stand where their token does, as in a row of the script's own;
-        ``shift_labels`` are what the model would make of them, and reach over the end of a slice."""
-        batch = {
-            "input_ids": pack.tokens_T[None],
-            "labels": torch.cat([pack.labels_T[-1:], pack.labels_T[:-1]])[None],
-            "shift_labels": pack.labels_T[None],
-            "position_ids": pack.positions_T[None],
-            "use_cache": False,
-            PACK: pack,
-        }
-        if self._with_mask:  # only counted: attention goes by the pack
-            batch["attention_mask"] = (pack.sequence_ids_T >= 0).long()[None]
-        return batch
 
     @contextmanager
     def _reducing(self, reduces: bool) -> Iterator[None]:

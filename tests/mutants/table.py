@@ -371,8 +371,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a Trainer's slice loses the label behind it",
-        _TRAINER_STAGE,
-        '            "shift_labels": pack.labels_T[None],\n',
+        "integrations/huggingface/inputs.py",
+        '        "shift_labels": pack.labels_T[None],\n',
         "",
         "trainer",
     ),
