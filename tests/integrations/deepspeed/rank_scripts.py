@@ -12,6 +12,7 @@ from evenload.core.errors import EvenloadError
 from evenload.integrations.deepspeed.engine import prepare_deepspeed
 from evenload.integrations.deepspeed.unmodified import loop
 from evenload.patches import deepspeed as patch
+from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
 from evenload.runtime.world.world import init_world
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, MistralConfig, Qwen3MoeConfig
@@ -93,7 +94,7 @@ def refusals() -> dict[str, str]:
     }
     messages: dict[str, str] = {}
     with Ledger() as ledger:
-        ledger.apply(patch.rows())
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
         for name, case in cases.items():
             try:
                 _, loader = case()
@@ -110,7 +111,7 @@ def batches(kind: str) -> list[list[tuple[list[int], list[int]]]]:
     init_world()
     forms = {"right": collate, "left": lambda rows: collate(rows, side="left"), "flattened": flatten}
     with Ledger() as ledger:
-        ledger.apply(patch.rows())
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
         _, loader = start(rows_of(30, 3, 1, 17, 9, 4, 22, 6), forms[kind], size=2, gas=2)
         result = []
         for batch, planned in ((batch, loader._handed_out[-1]) for batch in loader):
@@ -128,7 +129,7 @@ def losses_of_dummies(experts: bool) -> dict[str, Any]:
     routed = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(**SMALL, **routed) if experts else LlamaConfig(**SMALL)
     with Ledger() as ledger:
-        ledger.apply(patch.rows())
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
         engine, loader = start(data, collate, config, size=1, gas=2)
         plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         plain.load_state_dict(engine.module.state_dict())

@@ -53,7 +53,7 @@ def test_real_micro_batches_are_never_slower_and_nothing_is_lost(packs_of_ranks,
         [m for m in plan.micro_batches if m.ranks == (rank,)] + [MicroBatch((), (rank,))] * (4 - len(packs))
         for rank, packs in enumerate(packs_of_ranks)
     ]
-    assert _step_s(rows, together) <= _step_s(dummies, together)
+    assert _step_s(rows, together) <= _step_s(dummies, together) * (1 + 1e-12)
     for row, packs in zip(rows, packs_of_ranks, strict=True):
         real = [bool(m.slices) for m in row]
         assert real == sorted(real, reverse=True), "dummies are last"
