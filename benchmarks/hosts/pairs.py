@@ -9,6 +9,7 @@ of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden 
     bfd       packing=True, packing_strategy="bfd": rows of up to 1,024 tokens, micro-batches of one row. It packs once,
               before training: other samples share a step, a step's loss is over other tokens, and there are fewer
               steps or more; a sample longer than a row is cut. No step is that of the padded run
+    rebalance Transformers' sampler that evens padded cost over ranks; its steps hold other samples too
     evenload  the padded run's arguments by ``evenload run``: each step has the samples, the loss and the norm of the
               padded run's
 
@@ -40,6 +41,8 @@ RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens
 VARIANTS = {
     "padded": "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
     "bfd": "--packing True --packing_strategy bfd --per_device_train_batch_size 1 --gradient_accumulation_steps 2",
+    "rebalance": "--train_sampling_strategy batch_rebalance --per_device_train_batch_size 4 "
+    "--gradient_accumulation_steps 2",
     "evenload": "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
 }
 
@@ -110,8 +113,8 @@ def table(result: dict[str, Any]) -> Any:
     """The result for a person."""
     times = ("tokens/s", "over padded", "lowest .. highest", "s an epoch", "s a step")
     below = (
-        "loss, norm: largest relative difference from the padded run, step by step. bfd's steps hold other samples, so "
-        "these are other losses; evenload's are the padded run's."
+        "loss, norm: largest relative difference from the padded run, step by step. bfd's and "
+        "rebalance's steps hold other samples, so these are other losses; evenload's are the padded run's."
     )
     head = ("variant", *times, "steps", "computed", "loss", "norm")
     return grid(f"Pairs, {result['layout']}", head, [cells(row) for row in result["rows"]], below)
