@@ -36,6 +36,7 @@ from .inputs import inputs_of
 from .inside import is_inside
 from .models import refuse_unsupported
 from .planning import GlobalBatch, chain_for, gather
+from .supported import unwrapped
 
 NAME = "a loop of Accelerate"
 WEIGHTS = "evenload_weights"
@@ -100,15 +101,13 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
 def _refuse_other_loss(loop: PlannedLoop, loss: Tensor) -> None:
     assert loop.loss is not None
     own, loop.loss = loop.loss, None
-    refuse_first(
-        (
-            not torch.equal(own.float(), loss.detach().float()),
+    if not torch.equal(own.float(), loss.detach().float()):
+        raise EvenloadError(
             "the loss that reaches accelerator.backward is not the model's own",
-            f"{float(loss):.6g}, the model gave {float(own):.6g}",
+            f"{loss.detach().item():.6g}, the model gave {own.item():.6g}",
             "hand model(**batch).loss on as it is and let the Accelerator divide it (gradient_accumulation_steps), or "
             "leave evenload off",
         )
-    )
 
 
 def release() -> None:
@@ -150,8 +149,7 @@ def _open(accelerator: Any, recipe: Recipe) -> PlannedLoop:
             "prepare one model, or train by transformers.Trainer",
         )
     )
-    model = accelerator.unwrap_model(accelerator._models[0])
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = unwrapped(accelerator, accelerator._models[0])
     refuse_first(
         (
             LOSS_MAPPING.get(getattr(model, "loss_type", None)) is not ForCausalLMLoss,

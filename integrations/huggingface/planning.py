@@ -129,6 +129,8 @@ def chain_for(
         dtype="bf16" if half else "fp32",
         trainer="transformers",
     ).changed({"train.micro_batch_size": micro_batch_size, **_without_effect(recipe)})
+    if whole:
+        _say_what_is_whole(recipe)
     chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
     return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
@@ -138,6 +140,15 @@ def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     data = plugin.deepspeed_config.get(KEY) if plugin is not None else None
     return recipe_of(None if data is None else parse_section(data), recipe) or recipe
+
+
+def _say_what_is_whole(recipe: Recipe) -> None:
+    """Warn of settings that cut or share samples, where samples stay whole."""
+    shares = [f"plugins.{plugin.name} shares no sample" for plugin in recipe.enabled() if plugin.shares]
+    packing: Any = recipe.config_of("packing")
+    cuts = ["plugins.packing.slices=even cuts none"] if packing.enabled and packing.slices == "even" else []
+    if place()[0] == 0 and (shares or cuts):
+        log.warning("%s here: samples stay whole, each on one rank", ", ".join([*shares, *cuts]))
 
 
 def _without_effect(recipe: Recipe) -> dict[str, Any]:

@@ -115,8 +115,13 @@ def _of_run(trainer: Any) -> list[Rule]:
 
 
 def inner_model(trainer: Any) -> Any:
-    """The Hugging Face model inside what the Trainer trains: without wrappers of data parallelism and adapters."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    """The Hugging Face model inside what the Trainer trains."""
+    return unwrapped(trainer.accelerator, trainer.model)
+
+
+def unwrapped(accelerator: Any, model: Any) -> Any:
+    """The Hugging Face model inside what an Accelerator has prepared: no data parallelism, no adapters around it."""
+    model = accelerator.unwrap_model(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
