@@ -218,8 +218,8 @@ def _imbalance(plans: Iterable[StepPlan], chain: PlanChain) -> float:
     costs, most, mean = chain.context.costs, 0.0, 0.0
     for plan in plans:
         rows = [plan.of_rank(r) for r in range(plan.limits.num_ranks)]
-        busy = np.zeros((max(map(len, rows)) if plan.limits.equal_counts else 1, len(rows)))
-        place = {(r, i): k if plan.limits.equal_counts else 0 for r, row in enumerate(rows) for k, i in enumerate(row)}
+        busy = np.zeros((max(map(len, rows)) if plan.limits.all_in_step else 1, len(rows)))
+        place = {(r, i): k if plan.limits.all_in_step else 0 for r, row in enumerate(rows) for k, i in enumerate(row)}
         for i, m in enumerate(plan.micro_batches):
             for rank, work in rank_works(m).items():
                 work = work._replace(launches=0)

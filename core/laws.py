@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from .costs.memory import peaks_of_stage
 from .errors import PlanError
 from .plan.order import orders_of_stage
+from .plan.program import exchanges, lower
 from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan
 from .plan.token_layout import CpGroup, attended, cp_group_of, tokens_of_ranks
 from .simulate.events import play
@@ -40,7 +41,8 @@ def check(plan: StepPlan) -> StepPlan:
             _order_is_complete,
             _slices_keep_their_prefix,
             _links_keep_their_order,
-            _equal_counts,
+            _all_in_step,
+            _groups_in_step,
             _passes_meet,
             _recompute_fits,
             _offload_fits,
@@ -238,11 +240,10 @@ def _backward_groups(plan: StepPlan) -> None:
             start_of[s.sequence] = s.start
 
 
-def _equal_counts(plan: StepPlan) -> None:
-    if not plan.limits.equal_counts:
+def _all_in_step(plan: StepPlan) -> None:
+    """Where all ranks meet in every pass: equal counts, one pattern; the trainer's dummies do the rest."""
+    if not plan.limits.all_in_step:
         return
-    if plan.limits.num_stages > 1:
-        raise PlanError("ranks that run in step have no pipeline stages", f"{plan.limits.num_stages} stages")
     for kind in ("F", "B"):
         counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]
         if len(set(counts)) > 1:
@@ -261,6 +262,30 @@ def _equal_counts(plan: StepPlan) -> None:
         if len(set(met.values())) > 1:
             detail = f"{op.kind}{op.micro_batch}: number of its pass by rank {met}"
             raise PlanError("this trainer runs all ranks in step, and a shared micro-batch is not", detail)
+
+
+def _groups_in_step(plan: StepPlan) -> None:
+    """What the ranks of a group really run at a stage is alike, pass by pass: every layer with experts is an exchange
+    of all of them, forward, backward and recomputed. Weight gradients exchange nothing."""
+    size, limits = plan.limits.in_step, plan.limits
+    if size == 1 or limits.all_in_step:
+        return
+    if limits.num_ranks % size:
+        raise PlanError("groups of ranks in step do not divide the ranks", f"{size} of {limits.num_ranks}")
+    for stage, first in itertools.product(range(limits.num_stages), range(0, limits.num_ranks, size)):
+        rows = [exchanges(lower(plan, stage, rank)) for rank in range(first, first + size)]
+        odd = next((k for k, row in enumerate(rows) if row != rows[0]), None)
+        if odd is not None:
+            at, here, there = _difference(rows[0], rows[odd])
+            detail = f"stage {stage}, pass {at}: rank {first} {here}, rank {first + odd} {there}"
+            raise PlanError("ranks that run in step run different passes", detail)
+
+
+def _difference(row: Sequence[Any], other: Sequence[Any]) -> tuple[int, str, str]:
+    """The number of the first pass in which two rows differ, and what each of them runs there."""
+    pairs = itertools.zip_longest(row, other)
+    at, (here, there) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    return at, *("has none left" if one is None else f"runs {one}" for one in (here, there))
 
 
 def _order_is_complete(plan: StepPlan) -> None:
@@ -294,7 +319,7 @@ def _weight_gradients(plan: StepPlan, stage: int, place: dict[Op, int]) -> None:
         return
     if not plan.limits.splits_backward:
         raise PlanError("this host computes weight gradients in the backward only", f"{len(split)} W at stage {stage}")
-    if plan.limits.equal_counts:
+    if plan.limits.all_in_step:
         raise PlanError("ranks that run in step have weight gradients as passes of their own", f"stage {stage}")
     if sum(op.kind == "W" for op in plan.order[stage]) != len(split):
         raise PlanError("weight gradients of a micro-batch are computed twice", f"stage {stage}")

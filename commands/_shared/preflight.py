@@ -41,8 +41,6 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     if layout.cp > 1:
         do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
         raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
-    if layout.ep > 1:
-        raise EvenloadError("expert parallelism needs the moe plugin", f"parallel.ep {layout.ep}", "set parallel.ep=1")
     source = open_source(recipe.data.source, **recipe.data.model_dump(exclude={"source"}))
     if len(source.lengths) < recipe.train.global_batch_size:
         detail = f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}"

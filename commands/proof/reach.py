@@ -43,7 +43,7 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
     chains: dict[str, PlanChain] = {PACKED: chain}
     if chain.limits.num_ranks > 1:
         chains[IDLE_RANKS] = chain
-        if not chain.limits.equal_counts:
+        if not chain.limits.all_in_step:
             chains[RANKS_WITHOUT_PASS] = chain
     for place, (plugin, config) in enumerate(chain.links):
         preferring = plugin.branches(config, chain.context) if plugin.branches else {}

@@ -69,6 +69,8 @@ SampleLength = Annotated[int, Field(ge=2, le=TOKENS)]
 """A token and its target, or more."""
 LayerCount = Annotated[int, Field(ge=1, le=LAYERS)]
 Size = Annotated[int, Field(ge=1, le=SIZE)]
+SizeOrNone = Annotated[int, Field(ge=0, le=SIZE)]
+"""0 means none."""
 Count = Annotated[int, Field(ge=1, le=TOKENS)]
 """Of what costs nothing to count: steps of training, steps between two log lines."""
 CountOrNone = Annotated[int, Field(ge=0, le=TOKENS)]

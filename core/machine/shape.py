@@ -5,6 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Experts(NamedTuple):
+    """Sizes of the experts of a transformer."""
+
+    num_experts: int
+    """Of a layer that has any."""
+    topk: int
+    """Experts of a token in each of these layers."""
+    ffn_hidden_size: int
+    """Of one expert."""
+    shared_ffn_hidden_size: int
+    """Of the shared expert, which every token takes; 0: none."""
+    num_layers: int
+    """Layers that have experts."""
+
+    @property
+    def routed_per_token(self) -> int:
+        """Experts that a token meets in all layers."""
+        return self.topk * self.num_layers
+
+
 class Shape(NamedTuple):
     """Sizes of a decoder-only transformer."""
 
@@ -17,12 +37,44 @@ class Shape(NamedTuple):
     """Values of K per token and layer, all key-value heads; V has as many."""
     vocab_size: int
     gated: bool
+    experts: Experts | None = None
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one layer."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+        """Weights of the matrices of one dense layer."""
+        return self.attention_weights + self.mlp_weights(self.ffn_hidden_size)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the projections of one layer."""
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+
+    def mlp_weights(self, ffn_hidden_size: int) -> int:
+        """Weights of a feed-forward block, or of one expert, of that hidden size."""
+        return (3 if self.gated else 2) * self.hidden_size * ffn_hidden_size
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers that have experts."""
+        return self.experts.num_layers if self.experts else 0
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of all experts of all layers, shared ones left out: those that expert parallelism divides."""
+        return (
+            self.experts.num_layers * self.experts.num_experts * self.mlp_weights(self.experts.ffn_hidden_size)
+            if self.experts
+            else 0
+        )
+
+    @property
+    def routed_weights(self) -> int:
+        """Weights of the experts that a token is routed to, in all layers."""
+        return (
+            self.experts.num_layers * self.experts.topk * self.mlp_weights(self.experts.ffn_hidden_size)
+            if self.experts
+            else 0
+        )
 
     def linear_values(self, tp: int = 1) -> float:
         """Values per token and layer that go into the products with weights (QKV, output, MLP) and come out of them.
@@ -33,11 +85,22 @@ class Shape(NamedTuple):
         return 4 * self.hidden_size + parts / tp
 
     @property
+    def dense_weights(self) -> int:
+        """Weights that every token multiplies beside its experts: layers, routers, shared experts and the output layer,
+        not the embedding."""
+        dense = self.num_layers * self.attention_weights
+        dense += (self.num_layers - self.moe_layers) * self.mlp_weights(self.ffn_hidden_size)
+        if self.experts:
+            beside = self.mlp_weights(self.experts.shared_ffn_hidden_size) + self.hidden_size * self.experts.num_experts
+            dense += self.moe_layers * beside
+        return dense + self.hidden_size * self.vocab_size
+
+    @property
     def weights(self) -> int:
-        """Weights that every token multiplies: all layers and the output layer, not the embedding."""
-        return self.num_layers * self.layer_weights + self.hidden_size * self.vocab_size
+        """Weights that a token multiplies, those of its experts among them."""
+        return self.dense_weights + self.routed_weights
 
     @property
     def parameters(self) -> int:
-        """All weights, the embedding among them (norms and biases left out: below 0.1 %)."""
-        return self.weights + self.hidden_size * self.vocab_size
+        """All weights, the embedding and all experts among them (norms and biases left out: below 0.1 %)."""
+        return self.dense_weights + self.expert_weights + self.hidden_size * self.vocab_size

@@ -97,8 +97,8 @@ class Limits:
     """Tokens (padding included) that one rank may hold in one micro-batch."""
     num_stages: int = 1
     layers_per_stage: int = 1
-    equal_counts: bool = False
-    """Every rank must run the same number of micro-batches (ZeRO-3, expert parallelism)."""
+    in_step: int = 1
+    """So many neighbouring ranks run every pass together: 1, the ranks of expert parallelism, or all (ZeRO 3)."""
     max_activation_bytes: float = float("inf")
     """Activations and prefix KV that one rank of one stage may hold at once."""
     memory: MemoryCost = NO_MEMORY
@@ -122,6 +122,11 @@ class Limits:
         )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Ranks and stages."""
-        return self.num_ranks, self.num_stages
+    def all_in_step(self) -> bool:
+        """Whether all ranks run every pass together, without pipeline stages: the trainer fills gaps with dummies."""
+        return 1 < self.in_step == self.num_ranks and self.num_stages == 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Ranks, stages, and ranks in step."""
+        return self.num_ranks, self.num_stages, self.in_step

@@ -50,13 +50,48 @@ def lower(plan: StepPlan, stage: int, rank: int, dummies: Dummies = "none") -> P
     return program
 
 
-@fact_of_plan("lengths", "micro_batches", "backward", "replayed")
+@fact_of_plan("lengths", "micro_batches", "backward", "replayed", "order", "limits")
 def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None, ...]:
-    """What runs of each micro-batch of the forward at a stage, the last one or another; None: nothing."""
+    """What runs of each micro-batch of the forward at a stage, the last one or another; None: nothing.
+
+    Of the forwards that a group of ranks in step runs together all run, whole where nothing of one is wanted, or none.
+    """
     if not is_last or len(plan.kept) == len(plan.micro_batches):
         return plan.micro_batches
     end = _written_by_forwards(plan)
-    return tuple(m if i in plan.kept else _wanted(m, end) for i, m in enumerate(plan.micro_batches))
+    runs = [m if i in plan.kept else _wanted(m, end) for i, m in enumerate(plan.micro_batches)]
+    if plan.limits.in_step > 1 and not plan.limits.all_in_step:
+        for together in _forwards_together(plan):
+            if any(runs[i] is not None for i in together):
+                for i in together:
+                    runs[i] = runs[i] or plan.micro_batches[i]
+    return tuple(runs)
+
+
+def exchanges(program: Program) -> tuple[str, ...]:
+    """What a program exchanges with its group in layers that have experts, pass by pass, in words that two ranks have
+    in common where they can meet: the kind of pass, and how many layers a backward runs forward again."""
+    recomputed = {a.graph: a.recomputed for a in program if a.kind in ("forward", "recompute_forward")}
+    words = []
+    for action in program:
+        if action.kind == "backward":
+            again = recomputed[action.graph]
+            layers = (
+                "" if again == 0 else ", recomputing as the recipe says" if again is None else f", recomputing {again}"
+            )
+            words.append(f"a backward{layers}")
+        elif action.computes and action.kind != "weight_grads":
+            words.append("a forward")
+    return tuple(words)
+
+
+def _forwards_together(plan: StepPlan) -> Iterator[tuple[int, ...]]:
+    """The numbers of the forwards that each group of ranks in step runs at once."""
+    rows = [
+        [op.micro_batch for op in ops if op.kind == "F"] for ops in orders_of_stage(plan, plan.limits.num_stages - 1)
+    ]
+    for first in range(0, len(rows), plan.limits.in_step):
+        yield from zip(*rows[first : first + plan.limits.in_step], strict=False)
 
 
 def _wanted(micro_batch: MicroBatch, end: dict[int, int]) -> MicroBatch | None:
@@ -103,7 +138,8 @@ def _forward(plan: StepPlan, stage: int, op: Op, backward: int | None, runs: Mic
     if stage:
         yield Action("receive", op, micro_batch)
     if backward is not None:
-        layers = _recomputed(plan, stage, op, None if micro_batch.slices else 0)
+        # A dummy has nothing to recompute, but for the exchanges of its peers.
+        layers = _recomputed(plan, stage, op, None if micro_batch.slices or plan.limits.in_step > 1 else 0)
         offload = plan.offload[op.micro_batch] if plan.offload else 0.0
         yield Action("forward", op, micro_batch, backward, layers, offload, _defers(plan, stage, backward))
     elif stage:
@@ -155,7 +191,7 @@ def _in_step(plan: StepPlan) -> tuple[Program, ...]:
 
 
 def _refuse_nowhere(plan: StepPlan, stage: int, rank: int) -> None:
-    ranks, stages = plan.limits.shape
+    ranks, stages, _ = plan.limits.shape
     for word, number, count in (("pipeline stage", stage, stages), ("rank", rank, ranks)):
         if not 0 <= number < count:
             raise PlanError(f"the plan has no such {word}", f"{word} {number} of {count}", f"give 0 to {count - 1}")

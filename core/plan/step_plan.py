@@ -117,7 +117,7 @@ class Op(NamedTuple):
 _FACTS: dict[str, frozenset[str]] = {}
 """The fields of a plan that each fact depends on, by the name under which a plan keeps the fact.
 
-Of the limits a fact depends on the numbers of ranks and stages alone.
+Of the limits a fact depends on the numbers of ranks, stages and ranks in step alone.
 """
 _Fact = TypeVar("_Fact")
 

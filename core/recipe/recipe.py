@@ -60,7 +60,7 @@ class Recipe(Section):
     @cached_property
     def min_world_size(self) -> int:
         p = self.parallel
-        return p.tp * p.pp * p.cp * (p.dp or 1)
+        return p.tp * p.pp * p.cp * (p.dp or -(-p.ep // p.cp))
 
     def layout(self, world_size: int | None = None) -> Layout:
         """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""

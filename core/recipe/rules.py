@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import registry
-from ..errors import EvenloadError, refuse_first
+from ..errors import EvenloadError, Rule, refuse_first
 from .sections import Model, Parallel
 from .traits import trainer_called
 
@@ -53,6 +53,7 @@ def refuse_impossible(recipe: Any) -> None:
             f"pp {p.pp}, {model.num_layers} layers",
             "choose a pp that divides the number of layers",
         ),
+        *_rules_of_experts(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
         (
             recipe.data.min_length > recipe.data.max_length,
@@ -62,6 +63,68 @@ def refuse_impossible(recipe: Any) -> None:
         ),
     )
     refuse_idle_ranks(recipe.train.global_batch_size, p.dp or 1)
+
+
+def _rules_of_experts(recipe: Any) -> list[Rule]:
+    """What no trainer can do with experts."""
+    model: Model = recipe.model
+    p: Parallel = recipe.parallel
+    moe, has_config = model.moe, model.config is not None
+    wants = model.family in ("mixtral", "qwen3_moe")
+    rules: list[Rule] = [
+        (
+            wants and moe is None and not has_config,
+            f"model.family {model.family} has experts, and model.moe is null",
+            "model.moe null",
+            "set model.moe, e.g. {num_experts: 8, topk: 2}, or choose a dense family",
+        ),
+        (
+            p.ep > 1 and moe is None and not has_config,
+            "parallel.ep divides experts, and this model has none",
+            f"parallel.ep {p.ep}",
+            "set model.moe, or parallel.ep=1",
+        ),
+    ]
+    if moe is None:
+        return rules
+    regroups = [plugin.name for plugin in recipe.enabled()]
+    depends = {"model.moe.batch_aux_loss": moe.batch_aux_loss, "model.moe.capacity_factor": moe.capacity_factor}
+    depending = next((name for name, value in depends.items() if value), "")
+    return [
+        *rules,
+        (
+            not wants or has_config,
+            "model.moe belongs to the families mixtral and qwen3_moe",
+            f"model.family {model.family}" + (f", model.config {model.config}" if has_config else ""),
+            "choose one of these families (without model.config), or leave model.moe out",
+        ),
+        (
+            moe.num_experts % p.ep != 0,
+            "parallel.ep does not divide the experts",
+            f"{moe.num_experts} experts, ep {p.ep}",
+            "choose an ep that divides model.moe.num_experts",
+        ),
+        (
+            moe.topk > moe.num_experts,
+            "a token cannot go to more experts than there are",
+            f"topk {moe.topk}, {moe.num_experts} experts",
+            "lower model.moe.topk",
+        ),
+        (
+            moe.bias_rate > 0 and moe.score != "sigmoid",
+            "the bias of experts is for sigmoid scores",
+            f"model.moe.bias_rate {moe.bias_rate}, score {moe.score}",
+            "set model.moe.score=sigmoid, or bias_rate=0",
+        ),
+        (
+            bool(depending) and bool(regroups),
+            f"{depending} depends on which samples are in a micro-batch, and plugins.{regroups[0] if regroups else ''} "
+            "regroups them",
+            f"{depending} {depends.get(depending, 0)}",
+            "set it to 0 (model.moe.sequence_aux_loss and bias_rate balance experts and depend on no plan), or disable "
+            "the plugin",
+        ),
+    ]
 
 
 def refuse_idle_ranks(samples: int, dp: int) -> None:

@@ -18,11 +18,44 @@ class Section(Frozen):
     model_config = ConfigDict(validate_default=True)
 
 
+class Experts(Section):
+    """The experts of a model (Shazeer et al., arXiv 1701.06538) and how tokens are routed to them."""
+
+    num_experts: bounds.Size = 8
+    """Of each layer that has any."""
+    topk: bounds.Size = 2
+    """Experts of a token in each of these layers."""
+    ffn_hidden_size: bounds.Size | None = None
+    """Of one expert; null means model.ffn_hidden_size."""
+    shared_ffn_hidden_size: bounds.SizeOrNone = 0
+    """Of the shared expert, which every token takes; 0: none."""
+    every: bounds.LayerCount = 1
+    """Of so many layers the first has experts, the others are dense (Megatron's moe_layer_freq)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """softmax: over the chosen experts. sigmoid: of each expert, over the sum of the chosen ones."""
+    bias_rate: bounds.AmountOrNone = 0.0
+    """By how much a step moves the bias of an expert that has less than the mean load (Wang et al., arXiv 2408.15664);
+    0: no bias."""
+    z_loss: bounds.AmountOrNone = 0.0
+    """Coefficient of the router's z-loss (Zoph et al., arXiv 2202.08906, section 3.1)."""
+    sequence_aux_loss: bounds.AmountOrNone = 0.0
+    """Coefficient of the balance loss of each sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    batch_aux_loss: bounds.AmountOrNone = 0.0
+    """Coefficient of the balance loss of each micro-batch (Fedus et al., arXiv 2101.03961, section 2.2). It depends on
+    which samples are in a micro-batch, so no plugin that regroups them runs beside it."""
+    capacity_factor: bounds.AmountOrNone = 0.0
+    """An expert drops what is over this many times the mean load of a micro-batch; 0: nothing is dropped. Regrouping
+    would drop other tokens, so no plugin that does runs beside it."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How Megatron-Core moves tokens to experts; allgather demands equally many tokens on all ranks of a group."""
+
+
 class Model(Section):
     """The transformer to build. Names are Megatron's."""
 
-    family: Literal["llama", "gpt", "qwen2", "qwen3"] = "llama"
-    """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. All use rotary positions."""
+    family: Literal["llama", "gpt", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = "llama"
+    """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. mixtral, qwen3_moe: llama, qwen3 with experts.
+    All use rotary positions."""
     num_layers: bounds.LayerCount = 4
     hidden_size: bounds.Size = 256
     num_attention_heads: bounds.Size = 8
@@ -33,12 +66,24 @@ class Model(Section):
     vocab_size: bounds.Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
     rotary_base: bounds.Amount = 10000.0
+    moe: Experts | None = None
+    """The experts of the families mixtral and qwen3_moe; null: a dense model."""
     config: FilePath | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""
 
     @property
     def gated(self) -> bool:
         return self.family != "gpt"
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Hidden size of one expert; 0 in a dense model."""
+        return (self.moe.ffn_hidden_size or self.ffn_size) if self.moe else 0
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts, from 0."""
+        return tuple(range(0, self.num_layers, self.moe.every)) if self.moe else ()
 
     @property
     def kv_heads(self) -> int:

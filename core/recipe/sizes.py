@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import shorten
 from ..input import reading
 from ..input.bounds import SIZE, whole_number
-from ..machine.shape import Shape
+from ..machine.shape import Experts, Shape
 from .sections import Model
 
 BYTE_VOCABULARY = 256
@@ -21,7 +21,8 @@ def shape_of(model: Model) -> Shape:
     if model.config is None:
         hidden, vocab = model.hidden_size, model.vocab_size or BYTE_VOCABULARY
         kv_size = hidden // model.num_attention_heads * model.kv_heads
-        return Shape(model.num_layers, hidden, model.ffn_size, hidden, kv_size, vocab, model.gated)
+        shape = Shape(model.num_layers, hidden, model.ffn_size, hidden, kv_size, vocab, model.gated)
+        return shape._replace(experts=_experts_of(model)) if model.moe else shape
     fields = _fields_of(model.config)
     heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
     head = _size(fields, "head_dim", max(1, hidden // heads))
@@ -34,6 +35,12 @@ def shape_of(model: Model) -> Shape:
         _size(fields, "vocab_size"),
         fields.get("hidden_act", "silu") in ("silu", "swish"),
     )
+
+
+def _experts_of(model: Model) -> Experts:
+    assert model.moe
+    shared = model.moe.shared_ffn_hidden_size
+    return Experts(model.moe.num_experts, model.moe.topk, model.expert_ffn_size, shared, len(model.moe_layers))
 
 
 def heads_of(model: Model) -> int:

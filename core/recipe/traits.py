@@ -37,8 +37,8 @@ class TrainerTraits:
     sharding: Sharding
     summed_bytes: int
     """Of the gradient of one weight, in the sum over ranks."""
-    equal_counts: bool = False
-    """Every rank must run the same number of micro-batches."""
+    all_in_step: bool = False
+    """All ranks run every pass together."""
     overlaps_gradients: bool = False
     """The gradient sum runs while the last backward of the step does."""
     waits_for_sends: bool = False

@@ -2,9 +2,9 @@
 
 A rank of a stage runs one pass at a time, in its order. A pass on several ranks starts when all are free. Forward
 waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
-tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. Where the
-trainer synchronises ranks in every pass, the k-th forwards (backwards) of all ranks start together and take as long as
-the slowest. O(passes x stages).
+tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. The k-th
+passes of ranks that run in step (a group that shares experts, or all ranks) start together and take as long as the
+slowest. O(passes x stages).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ..aliases import Ranks
 from ..errors import PlanError
 from ..plan.grid import render
 from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
 from ..plan.program import lower
-from ..plan.step_plan import Op, StepPlan
+from ..plan.step_plan import Op, PassKind, StepPlan
 
 _AHEAD = {"F": 1, "B": -1, "W": 0}
 """To which stage the result of a pass goes, from its own."""
@@ -52,7 +53,7 @@ def play(plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf = nothing, *, 
     ``hand_over``: seconds from the end of a pass to the arrival of its result at the next stage; ``waits``: a rank goes
     on only when what it sends has arrived.
     """
-    if plan.limits.equal_counts:
+    if plan.limits.all_in_step:
         yield from _rounds(plan, seconds)
         return
     stuck: list[Stuck] = []
@@ -67,7 +68,7 @@ def _walk(
     plan: StepPlan, seconds: SecondsOf, hand_over: SecondsOf, stuck: list[Stuck], *, waits: bool = False
 ) -> Iterator[Event]:
     """Every pass that can run; adds to ``stuck`` stage, rank and pass of those that wait for ever."""
-    num_stages, num_ranks = plan.limits.num_stages, plan.limits.num_ranks
+    num_ranks, num_stages, size = plan.limits.shape
     orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
     ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
     at = [[0] * num_ranks for _ in orders]
@@ -83,41 +84,64 @@ def _walk(
             continue
         op = row[place]
         ahead = _AHEAD[op.kind]
-        members = ranks[op.kind][op.micro_batch] if ahead else (rank,)
+        together = _together(rank, orders[stage], at[stage], ranks, size) if ahead else {op: (rank,)}
+        if not together:
+            continue
         source, target = stage - ahead, stage + ahead
-        start = free[stage][rank]
-        if ahead and 0 <= source < num_stages:
-            arrived = arrives[stage].get(op)
-            if arrived is None:
-                continue
-            start = max(start, arrived)
-        if len(members) > 1:
-            rows = orders[stage]
-            if any(at[stage][r] == len(rows[r]) or rows[r][at[stage][r]] != op for r in members):
-                continue
-            start = max(start, *(free[stage][r] for r in members))
-        end = start + seconds(stage, op)
-        goes_on = end
-        if ahead and 0 <= target < num_stages:
-            links = link_free[stage][op.kind]
-            arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), op)
-            arrives[target][op] = arrival
+        comes = ahead and 0 <= source < num_stages
+        if comes and any(other not in arrives[stage] for other in together):
+            continue
+        start = max(free[stage][r] for members in together.values() for r in members)
+        if comes:
+            start = max(start, *(arrives[stage][other] for other in together))
+        each = {other: seconds(stage, other) for other in together}
+        end = start + max(each.values())
+        for other, members in together.items():
+            goes_on = end
+            if ahead and 0 <= target < num_stages:
+                links = link_free[stage][other.kind]
+                arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), other)
+                arrives[target][other] = arrival
+                for r in members:
+                    links[r] = arrival
+                ready += [(target, r) for r in members]
+                goes_on = arrival if waits else end
             for r in members:
-                links[r] = arrival
-            ready += [(target, r) for r in members]
-            goes_on = arrival if waits else end
-        for r in members:
-            free[stage][r] = goes_on
-            at[stage][r] += 1
-            ready.append((stage, r))
-        left -= len(members)
-        yield Event(stage, op, members, start, end, goes_on)
+                free[stage][r] = goes_on
+                at[stage][r] += 1
+                ready.append((stage, r))
+            left -= len(members)
+            yield Event(stage, other, members, start, start + each[other], goes_on)
     stuck += [
         (stage, rank, row[at[stage][rank]])
         for stage, rows in enumerate(orders if left else ())
         for rank, row in enumerate(rows)
         if at[stage][rank] < len(row)
     ]
+
+
+def _together(
+    rank: int, rows: list[list[Op]], at: list[int], ranks: dict[PassKind, list[Ranks]], size: int
+) -> dict[Op, Ranks]:
+    """The passes that start with the next one of a rank, and their ranks: the one of all that share it, and those of
+    all ranks that run in step with one of these. Nothing where one of them comes to another pass first."""
+    passes: dict[Op, Ranks] = {}
+    groups, known = [rank // size], {rank // size}
+    while groups:
+        first = groups.pop() * size
+        for member in range(first, first + size):
+            if at[member] == len(rows[member]):
+                return {}
+            op = rows[member][at[member]]
+            if op.kind == "W":
+                return {}
+            if op not in passes:
+                passes[op] = ranks[op.kind][op.micro_batch]
+                further = {r // size for r in passes[op]} - known
+                known |= further
+                groups += further
+    meet = all(at[r] < len(rows[r]) and rows[r][at[r]] == op for op, members in passes.items() for r in members)
+    return passes if meet else {}
 
 
 def grid(plan: StepPlan, shown: Sequence[tuple[int, int]], columns: int = 0) -> str:

@@ -30,7 +30,7 @@ def traits(recipe: Recipe) -> TrainerTraits:
         states=_states(stage, value, recipe.train.dtype),
         sharding="parameters" if stage == 3 else "optimizer" if stage else "none",
         summed_bytes=value,
-        equal_counts=stage == 3,
+        all_in_step=stage == 3,
         fewest_stages_that_split=2,
     )
 

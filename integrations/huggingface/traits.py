@@ -16,7 +16,7 @@ from ..deepspeed import traits as deepspeed
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
-    return replace(deepspeed.traits(recipe), equal_counts=True)
+    return replace(deepspeed.traits(recipe), all_in_step=True)
 
 
 def rules(recipe: Recipe) -> list[Rule]:

@@ -146,7 +146,7 @@ def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple
     items = [order[places].tolist() for places in dispatch(weights, slots_of)]
     fits, grouped = True, []
     for own, price in zip(slots_of, prices, strict=True):
-        wanted = [max(own.counts)] * limits.num_ranks if limits.equal_counts else own.counts
+        wanted = [max(own.counts)] * limits.num_ranks if limits.in_step > 1 else own.counts
         packs = _filled(task, items, wanted, price)
         fits = fits and all(len(of_rank) <= count for of_rank, count in zip(packs, wanted, strict=True))
         grouped.append(packs)

@@ -24,7 +24,7 @@ from ...core.plan.limits import Limits
 def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:
     """``result[r][k]``: the sequences of micro-batch k of rank r. lengths int64 [K], none over the cap."""
     seconds = costs.sequence_s(lengths)
-    if limits.equal_counts:
+    if limits.in_step > 1:
         return _in_rounds(seconds, lengths, limits)
     items = by_launches(lengths, limits, costs, bound_s)
     return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]

@@ -59,7 +59,7 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
     needs.
     """
     limits = plan.limits
-    if plan.backward or plan.replayed or plan.shared or limits.equal_counts:
+    if plan.backward or plan.replayed or plan.shared or limits.in_step > 1:
         return plan
     clock = clock_of(plan, context)
     kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []

@@ -57,7 +57,7 @@ FILLED_BY_W = 0.6
 def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The batch of the incoming plan in the fastest plan that fits. Raises EvenloadError where none does."""
     limits = limits_for(incoming, config)
-    if limits.equal_counts:
+    if limits.in_step > 1:
         return _alone(incoming, context, config)
     over = max((max(tokens_of_ranks(m).values()) for m in (*incoming.micro_batches, *incoming.backward)), default=0)
     if over > limits.max_tokens:
@@ -232,7 +232,7 @@ def _notes(plan: StepPlan) -> list[str]:
 
 def _alone(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
-    in_step = incoming.limits.equal_counts
+    in_step = incoming.limits.in_step > 1
     if not incoming.micro_batches:
         refuse_ranks_in_step(incoming.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"

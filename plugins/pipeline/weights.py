@@ -48,7 +48,7 @@ def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     step.
     """
     limits = plan.limits
-    hindered = plan.shared or limits.equal_counts or not limits.splits_backward
+    hindered = plan.shared or limits.in_step > 1 or not limits.splits_backward
     if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
         return plan
     clock = clock_of(plan, context)

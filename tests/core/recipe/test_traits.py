@@ -59,10 +59,10 @@ def test_a_trainer_that_nobody_described_is_refused(monkeypatch: pytest.MonkeyPa
 def test_the_row_of_a_trainer_reaches_the_planners(settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
     asked = recipe(**settings)
     row = traits_of(asked)
-    context = context_of(asked, Layout())
+    context = context_of(asked, Layout(dp=2))
     limits, traffic = limits_of(asked, context), context.traffic
     summed = traffic.gradient_bytes / traffic.weight_bytes * {"bf16": 2, "fp32": 4, "fp64": 8}[asked.train.dtype]
-    found = (traffic.sharding, summed, limits.equal_counts, traffic.overlap_gradients, traffic.waits_for_sends)
+    found = (traffic.sharding, summed, limits.all_in_step, traffic.overlap_gradients, traffic.waits_for_sends)
     assert (*found, limits.splits_backward) == expected
     assert row.sharding == traffic.sharding
 

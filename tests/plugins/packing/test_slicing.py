@@ -43,11 +43,11 @@ def planned(
     costs: Costs = COSTS,
     *,
     pp: int = 1,
-    equal_counts: bool = False,
+    in_step: bool = False,
     limits: Limits | None = None,
     **config: object,
 ) -> StepPlan:
-    limits = limits or Limits(ranks, 1 << 40, num_stages=pp, equal_counts=equal_counts)
+    limits = limits or Limits(ranks, 1 << 40, num_stages=pp, in_step=ranks if in_step else 1)
     context = PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     section = PackingConfig(**{"enabled": True, "slices": "even", **config})
     return check(plan(StepPlan(as_lengths(lengths), (), limits), context, section))
@@ -126,7 +126,7 @@ def test_every_plan_keeps_the_laws_and_the_bound(
     lengths: list[int], ranks: int, pp: int, recompute: bool, equal: bool, slices: str
 ) -> None:
     costs = COSTS.recomputed(0.0) if recompute else COSTS
-    made = planned(lengths, ranks, costs, pp=pp, equal_counts=equal and pp == 1, slices=slices, max_tokens=1024)
+    made = planned(lengths, ranks, costs, pp=pp, in_step=equal and pp == 1, slices=slices, max_tokens=1024)
     busiest = max(predict(made, costs).busy_s)
     assert busiest >= made.bound_s * (1 - 1e-9)
     if equal and pp == 1 and made.order:
@@ -185,7 +185,7 @@ def test_auto_cuts_where_that_makes_the_step_faster() -> None:
     lengths = heavy_tail(3, 64, 16_000)
     assert planned(lengths, 2, pp=4, slices="auto").cut
     # In rounds, 8000 tokens wait beside eight samples of 1000, which cost less.
-    assert planned([8000, 8000, *[1000] * 24], 4, slices="auto", equal_counts=True, max_tokens=8000).cut
+    assert planned([8000, 8000, *[1000] * 24], 4, slices="auto", in_step=True, max_tokens=8000).cut
 
 
 def test_a_pipeline_gets_smaller_micro_batches() -> None:
@@ -198,7 +198,7 @@ def test_a_pipeline_gets_smaller_micro_batches() -> None:
 
 
 def test_ranks_in_step_run_all_forwards_then_all_backwards() -> None:
-    made = planned([9000, 500, 400, 300], 2, equal_counts=True, max_tokens=2048)
+    made = planned([9000, 500, 400, 300], 2, in_step=True, max_tokens=2048)
     for rank in range(2):
         kinds = "".join(op.kind for op in made.order[0] if op.micro_batch in set(made.of_rank(rank)))
         count = len(made.of_rank(rank))
@@ -239,7 +239,7 @@ def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
 
 
 def test_replays_are_the_same_on_ranks_in_step() -> None:
-    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, equal_counts=True), memory=MEMORY)
+    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, in_step=2), memory=MEMORY)
     made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
     rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
     assert rows[0]

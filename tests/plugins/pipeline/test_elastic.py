@@ -262,7 +262,7 @@ def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() ->
 def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_step() -> None:
     plan = chain(1, 1, 1)
     assert any(split_where_faster(plan, context(2)).split)
-    for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, equal_counts=True)):
+    for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, in_step=2)):
         given_order = ordered(plan, context(2)).order
         made = placed(replace(plan, limits=limits, order=given_order), context(2))
         assert made.order == given_order
