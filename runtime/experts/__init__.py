@@ -1,0 +1,1 @@
+"""What layers with experts need beside a trainer's own code."""
