@@ -71,6 +71,9 @@ class StageTrainer(ABC):
         """Holds around all actions of a program; ``wgrads`` takes the weight gradients that backwards leave."""
         return nullcontext()
 
+    def entering(self, where: str) -> None:
+        """Before each pass that runs through the layers; ``where`` is what the watchdog says of it."""
+
     @abstractmethod
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:
         """What this rank has of a micro-batch."""
@@ -146,13 +149,16 @@ class Executor:
         }
         if self._links:
             self._links.begin()
-        at: Op | None = None
+        at, where = None, ""
         with self._trainer.prepared(self._program, self.wgrads):
             for action in self._program:
                 if action.op != at or action.op.micro_batch < 0:
                     at, self._loaded, self._received, self._result = action.op, None, None, None
                     number = at.micro_batch
-                    self._mark(f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}")
+                    where = f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}"
+                    self._mark(where)
+                if action.computes and action.kind != "weight_grads":
+                    self._trainer.entering(where)
                 verbs[action.kind](action)
         self._loaded = self._received = self._result = None
         self.wgrads.check_empty()
