@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...core.plan.action import Action, ActionKind
 from ...core.plan.in_step import Program
 from ...core.plan.order import orders_of_stage
-from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.simulate.step import SpanKind
 from ..attention.pack import Pack
 from ..attention.prefix import PrefixStore
@@ -73,6 +73,7 @@ class StageTrainer(ABC):
 
     def entering(self, where: str) -> None:
         """Before each pass that runs through the layers; ``where`` is what the watchdog says of it."""
+        return
 
     @abstractmethod
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:

@@ -1,8 +1,8 @@
 """Seals and marks at Megatron-Core's MoE layers (`runtime.experts.gate`).
 
-Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`: what it gathers there carries the seals,
-so nothing more is sent. The allgather dispatcher knows no counts; there they are gathered before it moves tokens, which
-also finds packs of unlike length, in which torch would end the process.
+Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`: what it gathers there carries the
+seals, so nothing more is sent. The allgather dispatcher knows no counts; there they are gathered before it moves
+tokens, which also finds packs of unlike length, in which torch would end the process.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _mark(experts: Any, layer: int, gate: ExpertGate) -> None:
     def end(_: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> None:
         gate.behind_layer()
         if outputs[0].requires_grad and inputs[0].requires_grad:
-            outputs[0].register_hook(lambda _: gate.at_layer(layer))
-            inputs[0].register_hook(lambda _: gate.behind_layer())
+            outputs[0].register_hook(lambda _: gate.at_layer(layer))  # type: ignore[no-untyped-call]
+            inputs[0].register_hook(lambda _: gate.behind_layer())  # type: ignore[no-untyped-call]
 
     experts.register_forward_pre_hook(begin)
     experts.register_forward_hook(end)
