@@ -52,7 +52,7 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred"))
+_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred", "expert"))
 """Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
 _BESIDE = (
     *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
@@ -72,7 +72,7 @@ _OF_NAME: dict[str, Any] = {
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
-_limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False)}
+_limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False), "expert_bytes_per_token": (Amount, 0.0)}
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import Part
+from .rounds import rounds_of
 from .offload import KEPT_LAYERS, layers_on_device
 
 
@@ -43,6 +44,9 @@ class Walk:
         self._layer_input = memory.activation_bytes_per_token / self._layers
         if not self._recomputes_all:
             self._layer_input = memory.input_bytes_per_token
+        self._at_experts = memory.expert_bytes_per_token / self._layers
+        shares = limits.in_step > 1 and self._at_experts > 0
+        self._rounds = rounds_of(plan, stage, limits.in_step) if shares else {}
         self._saves = memory.cut_saves_bytes_per_token / self._layers
         self._attention = memory.kv_bytes_per_token / self._layers
         is_last = stage == limits.num_stages - 1

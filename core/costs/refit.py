@@ -50,7 +50,7 @@ _ROUNDS = 20
 
 def coefficients(costs: Costs) -> Floats:
     """Launch, token and pair seconds forward, then backward, then ``update_s``: float64 [7]."""
-    passes = [(c.launch_s, c.token_s, c.pair_s) for c in (costs.forward, costs.backward)]
+    passes = [(c.launch_s, c.linear_s, c.pair_s) for c in (costs.forward, costs.backward)]
     return np.array([*passes[0], *passes[1], costs.update_s])
 
 

@@ -53,16 +53,20 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
     cap, total = float(limits.max_tokens), float(lengths.sum())
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
+    linear = costs.forward.linear_s + costs.backward.linear_s
+    if costs.ep > 1:
+        # The rank of a sequence may have an ep-th of the sequence's parts at experts.
+        costs = costs.at_experts(1.0 / costs.ep)
+        context = replace(context, costs=costs)
     rounds = float(np.ceil(total / (ranks * cap)))
     launches_s = cost_table.launch_s * (rounds if limits.in_step > 1 else max(1.0, total / (ranks * cap)))
     # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
     beside_s = launches_s if limits.in_step > 1 else cost_table.launch_s
 
-    linear = costs.forward.token_s + costs.backward.token_s
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
-    elsewhere, held = linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    elsewhere, held = costs.both.linear_s if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
     areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held)
     rest = float(alone[~long].sum())
 
