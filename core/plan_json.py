@@ -52,7 +52,9 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred", "expert"))
+_MEMORY = tuple(
+    f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred", "expert")
+)
 """Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
 _BESIDE = (
     *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
@@ -203,7 +205,10 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
     def written(names: Iterable[str]) -> dict[str, float]:
         return {name: getattr(limits.memory, name) / _divisor(name, limits.layers_per_stage) for name in names}
 
-    return {**scalars, **written(_MEMORY), "beside": written(_BESIDE)}
+    of_layer = written(_MEMORY)
+    if not limits.memory.expert_bytes_per_token:
+        of_layer.pop("expert_bytes_per_token")  # as files of before have it
+    return {**scalars, **of_layer, "beside": written(_BESIDE)}
 
 
 def _limits(values: dict[str, Any]) -> Limits:

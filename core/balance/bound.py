@@ -16,9 +16,10 @@ def lower_bound_s(lengths: Ints, limits: Limits, costs: Costs, head_frac: float 
 
     Cutting a sequence changes no sum: the slices of n tokens cost what the whole does, and one launch each. So it is
     the largest of: the mean over ranks, with the fewest launches that the tokens need; the costliest sequence with the
-    launches that it needs, of whose parts at experts the rank may have an ep-th; and the rank of most tokens in the group
-    of most, which has at least the mean number, its launches and its linear work. Where the recipe recomputes, backwards hold a forward already, and a host that replays need not run
-    another one at the last stage but for keys and values: those of all tokens but the most that one slice can hold.
+    launches that it needs, of whose parts at experts the rank may have an ep-th; and the rank of most tokens in the
+    group of most, which has at least the mean number, its launches and its linear work. Where the recipe recomputes,
+    backwards hold a forward already, and a host that replays need not run another one at the last stage but for keys
+    and values: those of all tokens but the most that one slice can hold.
     """
     if not len(lengths):
         return 0.0

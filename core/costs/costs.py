@@ -255,7 +255,6 @@ class Costs(Frozen):
         changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
-
     def at_experts(self, share: float) -> Costs:
         """The same with this share of the seconds at experts."""
         passes = {"forward": self.forward.at_experts(share), "backward": self.backward.at_experts(share)}
@@ -288,7 +287,9 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
     # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix, of
     # them 19 of the MLP, in whose place a layer may have experts.
     activation_bytes = bytes_per_value * (
-        shape.hidden_size * (17 * layers - 9.5 * shape.moe_layers) + shape.values_at_experts + shape.values_beside_experts
+        shape.hidden_size * (17 * layers - 9.5 * shape.moe_layers)
+        + shape.values_at_experts
+        + shape.values_beside_experts
     )
     return Costs(
         source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",

@@ -10,9 +10,10 @@
     experts        tokens to their experts and back over ep ranks, in each layer that has any, by the rank of a round
                    (`rounds`) that sends or receives most, not hidden; expert weights of a micro-batch, hidden behind
                    its compute
-    gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded optimizer reduce-scatter, and
-                   all-gather of the updated weights; with sharded parameters (ZeRO 3) instead all-gather of weights in
-                   every pass and reduce-scatter of gradients in every backward, hidden by nothing here
+    gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded
+                   optimizer reduce-scatter, and all-gather of the updated weights; with sharded parameters (ZeRO 3)
+                   instead all-gather of weights in every pass and reduce-scatter of gradients in every backward, hidden
+                   by nothing here
 
 All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.context`).
 """

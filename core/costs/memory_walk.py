@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import Part
-from .rounds import rounds_of
 from .offload import KEPT_LAYERS, layers_on_device
+from .rounds import rounds_of
 
 
 def kept_share(plan: StepPlan, number: int) -> float:
@@ -126,6 +126,10 @@ class Walk:
         to backward; the part of a layer that is on its way from host memory while another one computes.
         """
         layer, layer_input = part.tokens * self._layer, part.tokens * self._layer_input
+        if self._rounds:
+            # The tokens at a rank's experts are those of the round of its forward, if that is kept.
+            brought = self._rounds[Op("B", number) if forward is None else Op("F", forward)]
+            layer += (brought.mean - part.tokens) * self._at_experts
         if part.saving:
             layer -= part.saving * self._saves
         if self._recomputes_all:

@@ -54,4 +54,4 @@ def _tokens_of_ranks(micro_batch: MicroBatch | None) -> dict[int, float]:
         return {}
     if is_even(micro_batch):
         return dict.fromkeys(micro_batch.ranks, micro_batch.num_padded_tokens / len(micro_batch.ranks))
-    return tokens_of_ranks(micro_batch)
+    return {rank: float(tokens) for rank, tokens in tokens_of_ranks(micro_batch).items()}

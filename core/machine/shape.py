@@ -79,8 +79,8 @@ class Shape(NamedTuple):
     def linear_values(self, tp: int = 1) -> float:
         """Values per token and mean layer that go into the products with weights and come out of them.
 
-        Products are those of QKV, output, MLP and shared experts, not those of routed experts. Of ``tp`` tensor-parallel
-        ranks each has a part, but for what enters and leaves a block.
+        Products are those of QKV, output, MLP and shared experts, not those of routed experts. Of ``tp``
+        tensor-parallel ranks each has a part, but for what enters and leaves a block.
         """
         moe, shared = self.moe_layers / self.num_layers, self.experts.shared_ffn_hidden_size if self.experts else 0
         units = (1 - moe) * self.ffn_hidden_size + moe * shared
@@ -89,7 +89,7 @@ class Shape(NamedTuple):
         return ends * self.hidden_size + parts / tp
 
     def mlp_values(self, ffn_hidden_size: int) -> int:
-        """Values per token that go into the products of a feed-forward block, or of one expert, and come out of them."""
+        """Values per token that go into the products of a feed-forward block, or of one expert, and come out."""
         return 2 * self.hidden_size + (2 + self.gated) * ffn_hidden_size
 
     @property
