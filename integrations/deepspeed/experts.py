@@ -1,4 +1,4 @@
-"""Experts divided over groups of neighbouring ranks by DeepSpeed's AutoEP, under the names of Transformers' whole model.
+"""Experts divided over groups of neighbouring ranks by DeepSpeed's AutoEP, under the names that Transformers has.
 
 The model is built whole on every rank, as the seed gives it; then AutoEP puts a layer of its own in the place of each
 block with experts and keeps this rank's part of them, ``[E / ep, ...]`` of ``[E, ...]``, E experts of a layer. Tokens

@@ -63,7 +63,7 @@ class DeepSpeedHost(EngineHost):
         self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
         self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
-        self._all_in_step = self.stage == 3 or recipe.parallel.ep == world.size > 1
+        self._all_in_step = self.stage == 3 and self._experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
@@ -92,9 +92,8 @@ class DeepSpeedHost(EngineHost):
         if added and not self._warned_of_dummies:
             self._warned_of_dummies = True
             log.warning(
-                "%s: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
                 "%d are dummies that keep it in step",
-                "ZeRO 3" if self.stage == 3 else "expert parallelism",
                 added,
                 len(program),
                 self.dp_cp_rank,
@@ -115,14 +114,14 @@ class DeepSpeedHost(EngineHost):
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
 
     def _refuse_out_of_step(self, plan: StepPlan) -> None:
-        """Raise EvenloadError for a plan that does not say that the ranks of each group of experts run all passes
-        together; where all ranks are one group, dummies see to it."""
-        ep = self.layout.ep
-        if not self._all_in_step and plan.limits.in_step % ep:
+        """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
+        have it."""
+        limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
+        if self._experts is not None and not (limits.shares_experts and limits.in_step == ranks):
             raise EvenloadError(
                 "the plan does not keep the ranks in step that share experts",
-                f"{plan.limits.in_step} in step, parallel.ep {ep}",
-                f"plan with limits of in_step {ep}",
+                f"in_step {limits.in_step}, shares_experts {limits.shares_experts}, parallel.ep {self.layout.ep}",
+                f"plan under limits of in_step {ranks} and shares_experts true",
             )
 
     def _open_plane(self) -> Plane:

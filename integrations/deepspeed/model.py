@@ -90,9 +90,7 @@ def _experts(model: Model) -> dict[str, Any]:
         return {**fields, "intermediate_size": model.expert_ffn_size}
     dense = sorted(set(range(model.num_layers)) - set(model.moe_layers))
     # Scores over the sum of the chosen ones are the softmax over these alone.
-    return {
-        **fields, "moe_intermediate_size": model.expert_ffn_size, "mlp_only_layers": dense, "norm_topk_prob": True
-    }
+    return {**fields, "moe_intermediate_size": model.expert_ffn_size, "mlp_only_layers": dense, "norm_topk_prob": True}
 
 
 def build_model(

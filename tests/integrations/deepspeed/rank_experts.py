@@ -47,7 +47,7 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
     for name in names:
-        plan = plans.named(name, world.size, made.parallel.ep)
+        plan = plans.named(name, world.size, world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep)
         if plan.sequences not in references:
             references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
         loss, wanted = references[plan.sequences]

@@ -24,5 +24,5 @@ def test_blocks_of_transformers_are_exact(on_ranks, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_divided_experts_are_exact(on_ranks, stage):
-    names = ["whole_sequences", "chains some", "regrouped", "random 3", "groups 1"]
+    names = ["whole_sequences", "chains some", "regrouped", "random 3"]
     _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2), names)
