@@ -145,8 +145,7 @@ class PlainModel:
         """Move the biases of experts by the batch that has run; in words, where the host's are others after its update.
         Collective."""
         self.routers.move_biases()
-        own, theirs = self.routers.biases, host.expert_biases()
-        return [f"bias of experts in layer {n}" for n in own if not torch.equal(own[n], theirs.get(n, own[n][:0]))]
+        return self.routers.differences(host.expert_biases())
 
     def close(self) -> None:
         """Give back its process groups. Collective."""

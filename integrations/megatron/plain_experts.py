@@ -69,6 +69,11 @@ class TextbookRouters:
         """By layer, from 0, on the CPU; empty without."""
         return {layer.number: layer.bias_E.cpu().clone() for layer in self._layers if layer.bias_rate}
 
+    def differences(self, biases: Mapping[int, Tensor]) -> list[str]:
+        """The layers, in words, in which these biases are off by more than rounding in float32."""
+        rows = [(layer, (layer.bias_E.cpu() - biases[layer.number]).abs().max()) for layer in self._layers if biases]
+        return [f"bias of experts in layer {one.number}: off by {off:g}" for one, off in rows if off > one.bias_rate / 8]
+
     def load(self, biases: Mapping[int, Tensor]) -> None:
         for layer in self._layers:
             if layer.number in biases:
@@ -109,7 +114,7 @@ class _TextbookRouter:
             z_loss = x_LE.exp().sum(dim=1).log().square().sum() / self.num_tokens
             self.loss = self.loss + moe.z_loss * z_loss * self.num_targets
         if moe.sequence_aux_loss or moe.batch_aux_loss:
-            f_E = num_experts / (moe.topk * length) * _largest(s_LE.detach(), moe.topk).sum(dim=0)
+            f_E = num_experts / (moe.topk * length) * _largest(s_LE.detach(), moe.topk).sum(dim=0).double()
             p_E = (s_LE / s_LE.sum(dim=1, keepdim=True)).mean(dim=0)
             balance = (f_E * p_E).sum()
             of_sequences = moe.sequence_aux_loss * self.num_targets / self.num_sequences
