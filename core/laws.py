@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -276,16 +276,15 @@ def _groups_in_step(plan: StepPlan) -> None:
         rows = [exchanges(lower(plan, stage, rank)) for rank in range(first, first + size)]
         odd = next((k for k, row in enumerate(rows) if row != rows[0]), None)
         if odd is not None:
-            at, here, there = _difference(rows[0], rows[odd])
-            detail = f"stage {stage}, pass {at}: rank {first} {here}, rank {first + odd} {there}"
+            detail = f"stage {stage}, ranks {first} and {first + odd}: {_difference(rows[0], rows[odd])}"
             raise PlanError("ranks that run in step run different passes", detail)
 
 
-def _difference(row: Sequence[Any], other: Sequence[Any]) -> tuple[int, str, str]:
-    """The number of the first pass in which two rows differ, and what each of them runs there."""
-    pairs = itertools.zip_longest(row, other)
+def _difference(row: Sequence[str], other: Sequence[str]) -> str:
+    """The first pass in which two rows differ, and what each of them runs there."""
+    pairs = itertools.zip_longest(row, other, fillvalue="none")
     at, (here, there) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
-    return at, *("has none left" if one is None else f"runs {one}" for one in (here, there))
+    return f"pass {at} is {here} on one, {there} on the other"
 
 
 def _order_is_complete(plan: StepPlan) -> None:

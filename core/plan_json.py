@@ -195,6 +195,8 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
 
 def _limits_json(limits: Limits) -> dict[str, Any]:
     scalars = {f.name: getattr(limits, f.name) for f in _SCALARS} | {"equal_counts": limits.all_in_step}
+    if limits.in_step == 1 or limits.all_in_step:
+        del scalars["in_step"]
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 

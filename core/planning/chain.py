@@ -23,6 +23,7 @@ from ..errors import EvenloadError, nearest
 from ..laws import check
 from ..machine.layout import Layout
 from ..plan.limits import Limits
+from ..plan.rounds import in_rounds
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
 from ..registry import Plugin, PluginConfig, Prunable
@@ -154,7 +155,7 @@ class PlanChain:
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
-        return check(self._baseline(name, batch))
+        return check(in_rounds(self._baseline(name, batch)))
 
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
         """The same before it is checked."""
@@ -229,7 +230,7 @@ class PlanChain:
         own, caps = plan.limits, self.caps
         tokens = min(own.max_tokens, caps.max_tokens)
         held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
-        return check(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes)))
+        return check(in_rounds(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes))))
 
     def _instead_of_plugins(self, name: str, batch: Lengths) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""

@@ -21,6 +21,7 @@ from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
 from ..plan.limits import Limits
+from ..plan.rounds import in_rounds
 from ..plan.step_plan import StepPlan, fact_of_plan
 from ..simulate.passes import PassTimes
 from ..simulate.step import Simulation, after_passes_s, simulate
@@ -80,7 +81,11 @@ def outcome_of(plan: StepPlan, context: PlanningContext) -> Simulation:
 
 
 def judge(plan: StepPlan, context: PlanningContext, baseline: str = "") -> Candidate:
-    """The plan with its simulated seconds and bytes. Raises PlanError for one whose ranks would wait for each other."""
+    """The plan, in rounds where ranks run in step, with its simulated seconds and bytes.
+
+    Raises PlanError for one whose ranks would wait for each other.
+    """
+    plan = in_rounds(plan)
     outcome = outcome_of(plan, context)
     missing_bytes = float(outcome.activation_bytes.max()) - budget_bytes(plan.limits, context)
     peak_bytes = float(outcome.peak_bytes.max())

@@ -23,12 +23,19 @@ def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningC
     """Limits and context of a plane whose ranks are the CP groups."""
     layout = context.layout
     max_tokens, memory = limits.max_tokens * layout.cp, limits.memory.folded(layout)
-    folded = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory)
+    in_step = _groups_in_step(limits.in_step, layout)
+    folded = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory, in_step=in_step)
     ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
     # Each rank of a group hands over its own share, on the link of its own place.
     traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token / layout.cp)
     nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
     return folded, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
+
+
+def _groups_in_step(in_step: int, layout: Layout) -> int:
+    """CP groups that run every pass together where so many neighbouring ranks do."""
+    inside = layout.cp % in_step == 0
+    return 1 if inside else in_step // layout.cp if in_step % layout.cp == 0 else layout.dp
 
 
 def unfold_cp(plan: StepPlan, limits: Limits, cp: int) -> StepPlan:

@@ -41,7 +41,7 @@ def assemble(
     ``backward[r]`` groups the same tokens anew, in backward launch order; None, or the same groups on every rank, runs
     backward what ran forward.
     """
-    if limits.in_step > 1:
+    if limits.all_in_step:
         forward = _equal(forward)
         backward = _equal(backward) if backward else None
     if backward and all(_same(f, b) for f, b in zip(forward, backward, strict=True)):
@@ -60,9 +60,9 @@ def assemble(
         plan = replace(plan, backward=back_micro_batches, made_by=f"{made_by} (asymmetric)")
         ranks = [_in_chains(f, b, reverse=False) for f, b in zip(forward, backward, strict=True)]
         # Where ranks must keep in step, all replay or none.
-        same = set() if limits.in_step > 1 else {m[:2] for m in micro_batches}
+        same = set() if limits.all_in_step else {m[:2] for m in micro_batches}
         plan = replace(plan, replayed=tuple(j for j, m in enumerate(plan.backward) if m[:2] not in same))
-    if limits.in_step > 1:
+    if limits.all_in_step:
         # All forwards, then all backwards: the one pattern that every rank can run in step with the others.
         ranks = [rank._replace(need=[len(rank.forward)] * len(rank.backward)) for rank in ranks]
     order = (

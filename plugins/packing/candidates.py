@@ -146,12 +146,17 @@ def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple
     items = [order[places].tolist() for places in dispatch(weights, slots_of)]
     fits, grouped = True, []
     for own, price in zip(slots_of, prices, strict=True):
-        wanted = [max(own.counts)] * limits.num_ranks if limits.in_step > 1 else own.counts
+        wanted = _in_groups(own.counts, limits.in_step)
         packs = _filled(task, items, wanted, price)
         fits = fits and all(len(of_rank) <= count for of_rank, count in zip(packs, wanted, strict=True))
         grouped.append(packs)
     backward = [of_rank[::-1] for of_rank in grouped[1]] if len(grouped) > 1 else None
     return assemble(incoming, limits, grouped[0], backward), fits
+
+
+def _in_groups(counts: list[int], size: int) -> list[int]:
+    """As many micro-batches on each rank as on that of its group which has most."""
+    return [max(counts[rank // size * size : (rank // size + 1) * size]) for rank in range(len(counts))]
 
 
 def _filled(task: _Task, items: list[list[int]], counts: list[int] | None, price: PassCost) -> list[Packs]:

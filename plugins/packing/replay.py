@@ -56,7 +56,7 @@ def fit_memory(plan: StepPlan) -> StepPlan:
                 low[rank] = keep[rank]
     for rank in over:
         keep[rank] = low[rank]
-    if limits.in_step > 1 and over:
+    if limits.all_in_step and over:
         keep = [min(keep)] * limits.num_ranks
     return planned()
 
@@ -65,7 +65,7 @@ def _chains(plan: StepPlan, rank: int) -> list[list[int]]:
     """Micro-batches that wait for each other. Ranks in step run all their forwards first, as one chain."""
     if plan.backward or not plan.order:
         return []
-    if plan.limits.in_step > 1:
+    if plan.limits.all_in_step:
         return [list(plan.of_rank(rank))]
     return [chain for chain in chains_of_rank(plan, rank) if len(chain) > 1]
 

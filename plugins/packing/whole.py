@@ -58,13 +58,19 @@ def _pack(items: list[int], seconds: Floats, lengths: Ints, limits: Limits, cost
 
 
 def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list[int]]]:
-    """Equal counts: the trainer synchronises ranks at every micro-batch, so the step costs the sum of each round's
-    costliest. All micro-batches of all ranks are filled evenly at once; sorted by cost, neighbours share a round, dealt
-    to the ranks to and fro so that none has the costliest of every round."""
+    """Ranks that run every micro-batch together: a step costs the sum of each round's costliest. All micro-batches of
+    all ranks are filled evenly at once; sorted by cost, neighbours share a round, and the rounds go to the groups of
+    ranks to and fro, and so do a round's micro-batches to its ranks, so that none has the costliest of every round."""
     cost, tokens = seconds.tolist(), lengths.tolist()
     ranks, rounds = limits.num_ranks, max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
     while (bins := into_bins(cost, tokens, limits.max_tokens, rounds * ranks)) is None:
         rounds += 1
     bins.sort(key=lambda b: -sum(cost[i] for i in b))
-    per_round = [bins[k * ranks : (k + 1) * ranks][:: -1 if k % 2 else 1] for k in range(rounds)]
-    return [list(of_rank) for of_rank in zip(*per_round, strict=True)]
+    size, groups = limits.in_step, ranks // limits.in_step
+    together = [bins[k * size : (k + 1) * size] for k in range(rounds * groups)]
+    packs: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for k in range(rounds):
+        for group, round_ in enumerate(together[k * groups : (k + 1) * groups][:: -1 if k % 2 else 1]):
+            for member, b in enumerate(round_[:: -1 if k % 2 else 1]):
+                packs[group * size + member].append(b)
+    return packs

@@ -38,7 +38,7 @@ from .clock import Clock, clock_of, end_of, reordered
 
 
 class Lines(NamedTuple):
-    """The two orders of a plane rank, by numbers of micro-batches, and what ties them."""
+    """The two orders of a plane rank, by numbers of micro-batches or places of rounds, and what ties them."""
 
     forward: list[int]
     backward: list[int]
@@ -51,33 +51,68 @@ class Lines(NamedTuple):
 def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_bytes: float = math.inf) -> StepPlan:
     """The plan with an order for every stage, whatever order it had.
 
-    Plans that group the backward anew, replay, share micro-batches or run in step keep theirs. With one stage, where
-    nothing waits, a sequence runs backward before the next one's forward.
+    Plans that group the backward anew, replay, share micro-batches or run in step on all ranks keep theirs. With one
+    stage, where nothing waits, a sequence runs backward before the next one's forward. A group of ranks in step that
+    have equally many micro-batches runs one order of rounds, each as long as the longest of its micro-batches.
 
     ``extra``: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
     ``cap_bytes``: activations and prefix KV, estimated, above which it does not run ahead of what its next backward
     needs.
     """
     limits = plan.limits
-    if plan.backward or plan.replayed or plan.shared or limits.in_step > 1:
+    if plan.backward or plan.replayed or plan.shared or limits.all_in_step:
         return plan
     clock = clock_of(plan, context)
     kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
     orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
-    for rank in range(limits.num_ranks):
-        for ops, of_rank in zip(orders, _best(lines_of(plan, rank), clock, extra, kept, cap_bytes), strict=True):
-            ops += of_rank
+    for first in range(0, limits.num_ranks, limits.in_step):
+        for rounds in _rows(plan, range(first, first + limits.in_step)):
+            lines, of_rounds = _lines(plan, rounds), _clock_of_rounds(clock, rounds)
+            kept_in_rounds = [[max(row[i] for i in round_) for round_ in rounds] for row in kept]
+            for ops, of_row in zip(orders, _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes), strict=True):
+                ops += [Op(kind, number) for kind, place in of_row for number in rounds[place]]
     return reordered(plan, orders)
+
+
+Round = tuple[int, ...]
+"""Numbers of the micro-batches, one of each rank, that run at once."""
+
+
+def _rows(plan: StepPlan, group: range) -> list[list[Round]]:
+    """The rounds of a group of ranks; where counts differ, those of each rank by itself."""
+    numbers = [plan.of_rank(rank) for rank in group]
+    if len(set(map(len, numbers))) == 1:
+        return [list(zip(*numbers, strict=True))]
+    return [[(number,) for number in row] for row in numbers]
+
+
+def _clock_of_rounds(clock: Clock, rounds: list[Round]) -> Clock:
+    """What the passes of rounds take, by their places: as long as the longest of their micro-batches."""
+    own = [round_[0] for round_ in rounds] if all(len(round_) == 1 for round_ in rounds) else None
+
+    def longest(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(row[i] for i in own) if own is not None else tuple(max(row[i] for i in r) for r in rounds)
+
+    tables = (tuple(map(longest, table)) for table in (clock.forward, clock.backward, clock.up, clock.down))
+    forward, backward, up, down = tables
+    return Clock(forward, backward, longest(clock.weights), up, down)
 
 
 def lines_of(plan: StepPlan, rank: int) -> Lines:
     """Forwards, backwards and what ties them, of a plane rank."""
     forward = list(plan.of_rank(rank))
-    reach = _reach(plan, forward)
-    back = sorted(range(len(forward)), key=lambda place: (reach[place], -place))
+    lines = _lines(plan, [(number,) for number in forward])
+    return lines._replace(forward=forward, backward=[forward[place] for place in lines.backward])
+
+
+def _lines(plan: StepPlan, rounds: list[Round]) -> Lines:
+    """The same of rounds, by their places."""
+    members = zip(*rounds, strict=True)
+    reach = [max(each) for each in zip(*(_reach(plan, list(row)) for row in members), strict=True)]
+    back = sorted(range(len(rounds)), key=lambda place: (reach[place], -place))
     need = [reach[place] + 1 for place in back]
     owed = list(accumulate(reversed(need), lambda behind, own: max(own, behind - 1)))[::-1]
-    return Lines(forward, [forward[place] for place in back], need, owed if plan.limits.num_stages > 1 else need)
+    return Lines(list(range(len(rounds))), back, need, owed if plan.limits.num_stages > 1 else need)
 
 
 def _reach(plan: StepPlan, forward: list[int]) -> list[int]:

@@ -31,6 +31,7 @@ from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.plan.limits import GIB, Limits
 from ...core.plan.order import orders_of_stage
+from ...core.plan.rounds import in_rounds
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, judge
@@ -57,7 +58,7 @@ FILLED_BY_W = 0.6
 def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The batch of the incoming plan in the fastest plan that fits. Raises EvenloadError where none does."""
     limits = limits_for(incoming, config)
-    if limits.in_step > 1:
+    if limits.all_in_step:
         return _alone(incoming, context, config)
     over = max((max(tokens_of_ranks(m).values()) for m in (*incoming.micro_batches, *incoming.backward)), default=0)
     if over > limits.max_tokens:
@@ -140,6 +141,7 @@ class _Portfolio:
 
     def _drafts(self, chunked: StepPlan) -> Iterator[Candidate]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
+        chunked = in_rounds(chunked)
         most = self._config.max_extra
         budget_bytes = activation_budget_bytes(self._context.cluster, self._context.costs.memory, self._limits)
         for cap_bytes in (math.inf, budget_bytes):
@@ -232,7 +234,7 @@ def _notes(plan: StepPlan) -> list[str]:
 
 def _alone(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
     """The plan that came in where there is no order to choose; with as much recomputation as it needs."""
-    in_step = incoming.limits.in_step > 1
+    in_step = incoming.limits.all_in_step
     if not incoming.micro_batches:
         refuse_ranks_in_step(incoming.limits)
     note = f"pipeline: {'ranks run in step' if in_step else 'one stage'}, nothing to order"

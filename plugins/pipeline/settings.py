@@ -26,10 +26,10 @@ def limits_for(plan: StepPlan, config: PipelineConfig) -> Limits:
 
 def refuse_ranks_in_step(limits: Limits) -> None:
     """Raise EvenloadError where every rank must run equally many micro-batches: none are made here for that."""
-    if limits.in_step > 1:
+    if limits.all_in_step:
         raise EvenloadError(
             "plugins.pipeline makes no micro-batches for a trainer whose ranks run in step",
-            "it needs equal counts on every rank (ZeRO 3, expert parallelism)",
+            "it needs equal counts on every rank",
             "enable plugins.packing, which does, or disable plugins.pipeline",
         )
 

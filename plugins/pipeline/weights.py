@@ -44,11 +44,11 @@ ROUNDING = 1e-9
 def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
     """The plan with W passes on those ranks of the plane that would end the step later without them, as predicted.
 
-    Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or run in
-    step.
+    Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or all run
+    in step.
     """
     limits = plan.limits
-    hindered = plan.shared or limits.in_step > 1 or not limits.splits_backward
+    hindered = plan.shared or limits.all_in_step or not limits.splits_backward
     if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
         return plan
     clock = clock_of(plan, context)

@@ -42,6 +42,8 @@ class Facts:
     activation_bytes: float
     in_step: bool
     """Every rank runs as many micro-batches as the others, at the same places (ZeRO 3)."""
+    together: int
+    """Neighbouring ranks that share experts, and so run every pass at once."""
     splits: bool
     """Weight gradients may be passes of their own."""
     whole: bool = False
@@ -68,6 +70,7 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
         max_tokens=min((cap for cap in tokens if cap is not None), default=float("inf")),
         activation_bytes=min((cap * 2.0**30 for cap in gib if cap is not None), default=float("inf")),
         in_step=deepspeed and recipe.get("deepspeed", {}).get("zero_stage", 1) == 3,
+        together=parallel.get("ep") or 1,
         splits=not deepspeed or pp > 1,
     )
 
@@ -346,8 +349,10 @@ class _Stage:
 
 def _carry_out(plan: Plan, facts: Facts, rows: Rows, twins: dict[int, int]) -> None:
     """All ranks of all stages walk their lists; a pass waits for its neighbour stage and the ranks that share it."""
-    if facts.in_step:
+    if facts.in_step and facts.ranks > 1:
         _refuse_out_of_step(plan, facts, rows)
+    elif facts.together > 1:
+        _refuse_groups_out_of_step(plan, facts, rows)
     stages = [_Stage(plan, facts, number, twins) for number in range(facts.stages)]
     lists = [[deque(row) for row in of_stage] for of_stage in rows]
     queues: dict[Any, deque[int]] = defaultdict(deque)
@@ -403,6 +408,23 @@ def _finish(facts: Facts, stage: int, lists: Any, op: tuple[str, int], members: 
             queues[kind, stage, rank].popleft()
         if 0 <= target < facts.stages:
             queues[kind, target, rank].append(i)
+
+
+def _refuse_groups_out_of_step(plan: Plan, facts: Facts, rows: Rows) -> None:
+    """Ranks that share experts meet in every layer: forward, backward, and where either runs a second time."""
+    replayed, size = set(plan["replayed"]), facts.together
+    # The trainer itself fills what is missing for replays with passes of nothing, where all ranks are one group.
+    fills = facts.ranks == size and facts.stages == 1
+    for stage, of_stage in enumerate(rows):
+        again = plan["recompute"][stage] if plan["recompute"] else None
+
+        def met(kind: str, i: int, again: list[int] | None = again) -> Any:
+            return kind if fills or kind == "F" else (kind, i in replayed, again and again[i])
+
+        for first in range(0, facts.ranks, size):
+            seen = [[met(*op) for op in row if op[0] != "W"] for row in of_stage[first : first + size]]
+            for rank, other in enumerate(seen, first):
+                require(other == seen[0], "stage", stage, "ranks", first, rank, "meet in unlike passes")
 
 
 def _refuse_out_of_step(plan: Plan, facts: Facts, rows: Rows) -> None:

@@ -138,6 +138,9 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     for name in names:
         every = SETTINGS[name]
         plugins[name] = {"enabled": True, **{key: draw(every[key]) for key in every if draw(st.booleans())}}
+    ep = draw(st.sampled_from([1, 1, 2, 3])) if draw(st.booleans()) else 1
+    experts = {"family": "mixtral", "moe": {"num_experts": 2 * ep, "every": draw(st.sampled_from([1, 2]))}}
+    dp = dp * ep if ep > 1 and dp * ep <= 12 else dp
     return {
         "trainer": "deepspeed" if deepspeed else "megatron",
         "model": {
@@ -146,9 +149,10 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
             "num_attention_heads": heads,
             "num_query_groups": draw(st.sampled_from([tp, heads])),
             "vocab_size": 256,
+            **(experts if ep > 1 else {}),
         },
         "data": {"max_length": LONGEST},
-        "parallel": {"tp": tp, "pp": pp, "cp": cp, "ep": draw(st.sampled_from([1, 1, 1, 2])), "dp": dp},
+        "parallel": {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp},
         "train": {
             "global_batch_size": 64,
             "micro_batch_size": draw(st.sampled_from([1, 1, 4])),

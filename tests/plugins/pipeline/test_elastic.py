@@ -259,13 +259,13 @@ def test_what_waits_for_its_weight_gradients_stays_within_the_fullest_stage() ->
     assert not any(split_where_faster(heavy, context(2)).split)
 
 
-def test_backwards_stay_whole_where_the_host_cannot_split_them_or_ranks_run_in_step() -> None:
+def test_backwards_stay_whole_where_the_host_cannot_split_them() -> None:
     plan = chain(1, 1, 1)
     assert any(split_where_faster(plan, context(2)).split)
-    for limits in (replace(plan.limits, splits_backward=False), replace(plan.limits, in_step=2)):
-        given_order = ordered(plan, context(2)).order
-        made = placed(replace(plan, limits=limits, order=given_order), context(2))
-        assert made.order == given_order
+    limits = replace(plan.limits, splits_backward=False)
+    given_order = ordered(plan, context(2)).order
+    made = placed(replace(plan, limits=limits, order=given_order), context(2))
+    assert made.order == given_order
 
 
 def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None:
