@@ -71,8 +71,9 @@ class TextbookRouters:
 
     def differences(self, biases: Mapping[int, Tensor]) -> list[str]:
         """The layers, in words, in which these biases are off by more than rounding in float32."""
-        rows = [(layer, (layer.bias_E.cpu() - biases[layer.number]).abs().max()) for layer in self._layers if biases]
-        return [f"bias of experts in layer {one.number}: off by {off:g}" for one, off in rows if off > one.bias_rate / 8]
+        layers = [layer for layer in self._layers if layer.bias_rate]
+        rows = [(layer, float((layer.bias_E.cpu() - biases[layer.number]).abs().max())) for layer in layers]
+        return [f"bias of experts in layer {one.number}: {off:.2e}" for one, off in rows if off > one.bias_rate / 8]
 
     def load(self, biases: Mapping[int, Tensor]) -> None:
         for layer in self._layers:
