@@ -73,7 +73,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
     pack: Pack
     step: StepRouting
 
-    def told(self, _: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    def take_pack(self, _: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         """A forward pre-hook of the layer."""
         params = arguments["packed_seq_params"]
         self.pack, self.step = params.pack, params.routing
@@ -138,4 +138,4 @@ def tell_routers(gpt: Any) -> None:
     for layer in gpt.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if isinstance(router, PlannedRouter):
-            layer.register_forward_pre_hook(router.told, with_kwargs=True)
+            layer.register_forward_pre_hook(router.take_pack, with_kwargs=True)
