@@ -52,6 +52,13 @@ class PlainModel:
         """What a parameter's gradient is compared by: Transformers' projections are apart already."""
         yield name, tensor
 
+    def route_as(self, other: PlainModel) -> None:
+        """Nothing: no router here has a state of its own."""
+
+    def update_routing(self, host: Host) -> list[str]:
+        """Nothing differs: no router here has a state of its own."""
+        return []
+
     def close(self) -> None:
         """Nothing is held outside."""
 
