@@ -86,7 +86,8 @@ class Host(ABC):
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
     _stages: Any = None
-    """Process group of the pipeline stages with this rank's part of the batch; only needed where there are several."""
+    """Process group of the pipeline stages, and expert-parallel ranks, that hold the whole model together; only needed
+    where there are several."""
     _links: StageLinks | None = None
     """To the neighbouring stages."""
     _plane: Plane | None = None
@@ -132,9 +133,14 @@ class Host(ABC):
         in `gradients`."""
 
     def of_all_stages(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The tensors of this rank's pipeline stage, by name, with those of the other stages."""
-        stages = everyone(tensors, self._stages) if self.layout.pp > 1 else [tensors]
-        return {name: tensor for stage in stages for name, tensor in stage.items()}
+        """The tensors of this rank's part of the model, by name, with those of other pipeline stages and of experts on
+        other ranks."""
+        parts = everyone(tensors, self._stages) if self.layout.pp * self.layout.ep > 1 else [tensors]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def expert_biases(self) -> Mapping[int, Tensor]:
+        """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
+        return {}
 
     @abstractmethod
     def optimizer_states(self) -> Mapping[str, AdamState]:

@@ -140,6 +140,7 @@ class Beside:
         if job.recipe.train.dtype != "fp64":
             gradients = dict(job.host.of_all_stages(captured))
         self.textbook.step(gradients, self.plain.norm(gradients), lr)
+        errors.over += self.plain.update_routing(job.host)
         self.plain.load(self._rounded())
         states, weights = job.host.optimizer_states(), job.host.weights()
         compare_update(errors, weights, states, self.textbook, self.start, self.tolerance)
@@ -163,6 +164,7 @@ class Beside:
             if dtype:
                 model = integration(recipe.trainer).PlainModel(recipe, job.host, dtype=dtype)
                 model.load(self._rounded())
+                model.route_as(self.plain)
                 results[dtype] = model.gradients(tokens_of, batch.plan.lengths)
                 model.close()
         loss, gradients = results[higher]

@@ -40,11 +40,6 @@ class Shape(NamedTuple):
     experts: Experts | None = None
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of the matrices of one dense layer."""
-        return self.attention_weights + self.mlp_weights(self.ffn_hidden_size)
-
-    @property
     def attention_weights(self) -> int:
         """Weights of the projections of one layer."""
         return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)

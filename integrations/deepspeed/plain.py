@@ -29,7 +29,7 @@ class PlainModel:
     """
 
     def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
-        self._model = build_model(recipe, attn_implementation="sdpa")
+        self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
         self.load(host.weights())
@@ -51,6 +51,13 @@ class PlainModel:
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a parameter's gradient is compared by: Transformers' projections are apart already."""
         yield name, tensor
+
+    def route_as(self, other: PlainModel) -> None:
+        """Nothing: no router here has a state of its own."""
+
+    def update_routing(self, host: Host) -> list[str]:
+        """Nothing differs: no router here has a state of its own."""
+        return []
 
     def close(self) -> None:
         """Nothing is held outside."""

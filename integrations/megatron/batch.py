@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.experts.routing import StepRouting
 from ...runtime.world.plane import Plane
 from ..foreign_plans import refuse_own_order
 from .model.attention import PlannedSeqParams, seq_params
@@ -44,9 +45,10 @@ class PlannedBatches(Iterator[Batch]):
         tokens_of: TokensOf,
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
+        routing: StepRouting | None = None,
     ) -> None:
         self._micro_batches, self._tokens_of = tuple(micro_batches), tokens_of
-        self._device, self._plane = device, plane
+        self._device, self._plane, self._routing = device, plane, routing
         self._next = 0
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
@@ -65,7 +67,8 @@ class PlannedBatches(Iterator[Batch]):
         """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run. Ranks
         share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only."""
         refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
-        batches = cls([plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)], tokens_of, device, plane)
+        micro_batches = [plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)]
+        batches = cls(micro_batches, tokens_of, device, plane, StepRouting(plan.lengths))
         batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
 
@@ -78,7 +81,7 @@ class PlannedBatches(Iterator[Batch]):
         pack = build_pack(self._micro_batches[self._next], self._tokens_of, self._device, plane=self._plane)
         self._next += 1
         self.executed += pack.slices
-        return Batch(pack, seq_params(pack))
+        return Batch(pack, seq_params(pack, routing=self._routing))
 
 
 def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, LossFunc]:

@@ -17,8 +17,10 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
+from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
 from ...runtime.stage.executor import Executor
+from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
@@ -27,10 +29,11 @@ from ..textbook import AdamState
 from .batch import Batch, PlannedBatches
 from .forward import Forward, run_stock
 from .model.attention import seq_params
+from .model.experts import routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
 from .plane import join_groups, leave_groups, open_plane, stage_links
-from .reduction import Reduction, gather_shards, gradient_norm
+from .reduction import Reduction, gather_shards, gradient_norm, move_biases, runs_stock
 from .saving import checkpoint
 from .saving.states import optimizer_states
 from .setup import check_host, check_recipe
@@ -64,7 +67,13 @@ class MegatronHost(Host):
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
         self._last = parallel_state.is_pipeline_last_stage()
-        self._stages = parallel_state.get_pipeline_model_parallel_group()
+        # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
+        with_experts = self.layout.ep > 1
+        self._stages = (
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            if with_experts
+            else parallel_state.get_pipeline_model_parallel_group()
+        )
 
         config = transformer_config(recipe, self.layout)
         first = parallel_state.is_pipeline_first_stage()
@@ -75,6 +84,12 @@ class MegatronHost(Host):
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.of_all_stages({name: p.detach().cpu().clone() for name, p in global_parameters(self.model)})
+
+    def expert_biases(self) -> Mapping[int, Tensor]:
+        """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
+        own = {r.layer_number - 1: r.expert_bias.float().cpu() for r in routers(self.model) if r.enable_expert_bias}
+        stages = everyone(own, parallel_state.get_pipeline_model_parallel_group())
+        return {layer: bias_E.clone() for stage in stages for layer, bias_E in stage.items()}
 
     def optimizer_states(self) -> Mapping[str, AdamState]:
         return optimizer_states(self.model, self.optimizer)
@@ -99,6 +114,7 @@ class MegatronHost(Host):
             "tp": self.layout.tp,
             "pp": self.layout.pp,
             "dp": self.layout.dp,
+            "ep": self.layout.ep,
             "distributed_optimizer": self.ddp.ddp_config.use_distributed_optimizer,
             "overlap_grad_reduce": self.ddp.ddp_config.overlap_grad_reduce,
             "parameters_on_rank": sum(p.numel() for p in self.model.parameters()),
@@ -119,7 +135,7 @@ class MegatronHost(Host):
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if plan.in_host_schedule:
+        if runs_stock(plan):
             batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device)
             executed = run_stock(self.ddp, batches, forward, reduction, mark, clock)
         else:
@@ -136,13 +152,14 @@ class MegatronHost(Host):
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
-        plane = self._plane_of(plan)
+        plane, routing = self._plane_of(plan), StepRouting(plan.lengths)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
             pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane)
-            return Batch(pack, seq_params(pack))
+            return Batch(pack, seq_params(pack, routing=routing))
 
-        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
+        in_step = plan.limits.all_in_step
+        program = lower(plan, self.pipeline_stage, self.dp_cp_rank, "in step" if in_step else "none")
         trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last)
         place = plan, self.pipeline_stage, self.dp_cp_rank
         executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
@@ -157,11 +174,12 @@ class MegatronHost(Host):
         return {name: gradient.cpu().clone() for name, gradient in global_gradients(self.model)}
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        return gradient_norm(self.model, parallel_state.get_model_parallel_group(), self.tp_rank)
+        return gradient_norm(self.model, self.tp_rank)
 
     def _update(self, lr: float) -> float:
         set_lr(self.optimizer, lr)
         norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
+        move_biases(self.ddp)
         _, megatron_norm, _ = self.optimizer.step()
         return float(megatron_norm) if norm is None else norm
 

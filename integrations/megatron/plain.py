@@ -33,6 +33,7 @@ from ..exactness import largest_error
 from ..host import Host
 from .model.gpt import build_model, transformer_config
 from .model.weights import global_parameters
+from .plain_experts import TextbookRouters, refuse_grouped
 
 STOCK_ATTENTION = 2048
 """Longest sequence [tokens] that goes through Megatron's own DotProductAttention."""
@@ -50,17 +51,22 @@ class PlainModel:
     def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
         dtype = dtype or ("fp32" if recipe.train.dtype == "bf16" else recipe.train.dtype)
         recipe = recipe.changed({"train.recompute": False, "train.dtype": dtype})
+        refuse_grouped(recipe)
         self._alone, self._workers = _own_groups(host.layout)
         tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-        groups = ProcessGroupCollection(tp=tp, cp=cp, pp=self._alone, embd=None, pos_embd=None)
+        names = ("pp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
+        alone = dict.fromkeys(names, self._alone)
+        groups = ProcessGroupCollection(tp=tp, cp=cp, embd=None, pos_embd=None, **alone)
         config = transformer_config(recipe, Layout(tp=host.layout.tp), attention_softmax_in_fp32=False)
         model = build_model(recipe, config, first=True, last=True, packed=False, pg_collection=groups)
         self._model, self._config, self._device = model.to(host.device), config, host.device
         for layer in self._model.decoder.layers:
             attention = layer.self_attention
             attention.core_attention = _ByLength(attention.core_attention, config)
+        self.routers = TextbookRouters(self._model, recipe.model.moe)
         self._parameters = dict(global_parameters(self._model))
         self.load(host.weights())
+        self.routers.load(host.expert_biases())
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -74,18 +80,20 @@ class PlainModel:
         The loss is the sum of all token losses / target tokens, as `StepResult.loss`; tensor-parallel shards are those
         of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
         """
-        batch = [(i, n) for i, n in enumerate(lengths.tolist()) if n > 1]
+        batch = list(enumerate(lengths.tolist()))
+        self.routers.begin(lengths)
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for number, length in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
             tokens_L = torch.from_numpy(tokens_of(number)[:length]).to(self._device)
-            loss_sum = _whole_sequence(self._model, tokens_L)
+            loss_sum = self._whole_sequence(tokens_L)
             totals += torch.stack([loss_sum, totals.new_tensor(length - 1)])
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
                     parameter.grad = None
         dist.all_reduce(totals, group=self._workers)
+        self.routers.finish(self._workers)
         for name, total in sums.items():
             dist.all_reduce(total, group=self._workers)
             if "q_layernorm" in name or "k_layernorm" in name:
@@ -93,6 +101,18 @@ class PlainModel:
                 dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
             total /= totals[1]
         return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
+
+    def _whole_sequence(self, tokens_L: Tensor) -> Tensor:
+        """Sum of the token losses of one sequence, after its backward. The last token has no target."""
+        length = len(tokens_L)
+        mask_LL = None
+        if length <= STOCK_ATTENTION:
+            mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
+        positions = torch.arange(length, device=tokens_L.device)[None]
+        losses_1L: Tensor = self._model(tokens_L[None], positions, mask_LL, labels=tokens_L.roll(-1)[None])
+        loss = losses_1L[0, :-1].double().sum()
+        (loss + self.routers.losses()).backward()
+        return loss.detach()
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient, what tensor-parallel ranks hold alike counted once. Collective."""
@@ -116,6 +136,16 @@ class PlainModel:
         yield f"{name} (query)", rows[:, :heads]
         yield f"{name} (key)", rows[:, heads]
         yield f"{name} (value)", rows[:, heads + 1]
+
+    def route_as(self, other: PlainModel) -> None:
+        """Take the biases of experts that another model has."""
+        self.routers.load(other.routers.biases)
+
+    def update_routing(self, host: Host) -> list[str]:
+        """Move the biases of experts by the batch that has run; in words, where the host's are others after its update.
+        Collective."""
+        self.routers.move_biases()
+        return self.routers.differences(host.expert_biases())
 
     def close(self) -> None:
         """Give back its process groups. Collective."""
@@ -144,19 +174,6 @@ def _own_groups(layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     alone = [dist.new_group([rank]) for rank in range(len(rows))]
     workers = [dist.new_group([rank for rank, tp in enumerate(rows) if tp == index]) for index in range(layout.tp)]
     return alone[dist.get_rank()], workers[own]
-
-
-def _whole_sequence(model: Any, tokens_L: Tensor) -> Tensor:
-    """Sum of the token losses of one sequence, after its backward. The last token has no target."""
-    length = len(tokens_L)
-    mask_LL = None
-    if length <= STOCK_ATTENTION:
-        mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
-    positions = torch.arange(length, device=tokens_L.device)[None]
-    losses_1L: Tensor = model(tokens_L[None], positions, mask_LL, labels=tokens_L.roll(-1)[None])
-    loss = losses_1L[0, :-1].double().sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
 
 
 class _ByLength(MegatronModule):  # type: ignore[misc]

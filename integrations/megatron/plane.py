@@ -42,7 +42,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
     """
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
     there = current_layout()
     if there != layout:
         raise EvenloadError(
@@ -60,6 +60,7 @@ def current_layout() -> Layout:
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
 

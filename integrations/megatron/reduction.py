@@ -22,11 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 
 from ...core.plan.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
 from ...core.plan.step_plan import StepPlan
+from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
+from .model.experts import routers
 
 
 class Reduction:
@@ -36,9 +40,12 @@ class Reduction:
         self._ddp, self._clock = ddp, clock
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or not plan.in_host_schedule)
+        self.quiet = self.overlap and (idle or not runs_stock(plan))
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
+        for router in routers(ddp):
+            if router.local_tokens_per_expert is not None:
+                router.local_tokens_per_expert.zero_()
         self.totals: tuple[float, int] = (0.0, 0)
         """(sum of token losses, target tokens) of the global batch, once finalized."""
         self.local_loss: torch.Tensor | float = 0.0
@@ -70,10 +77,19 @@ class Reduction:
             if self.quiet:
                 for group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
                     group.start_grad_sync()
-            finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
+            # The bias of experts moves with the update (`move_biases`), and not where gradients alone are asked for.
+            with with_attributes(self._ddp.config, moe_router_enable_expert_bias=False):
+                finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])
+
+
+def runs_stock(plan: StepPlan) -> bool:
+    """Whether Megatron's own schedule runs the plan: there is no order, and ranks that run every pass together have
+    equally many micro-batches, so that nobody needs a dummy."""
+    numbers = {len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}
+    return plan.in_host_schedule and not (plan.limits.all_in_step and len(numbers) > 1)
 
 
 def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tuple[float, int]:
@@ -91,20 +107,30 @@ def gather_shards(ddp: Any) -> None:
     """
     if not ddp.ddp_config.use_distributed_optimizer:
         return
-    for group in ddp.bucket_groups:
+    for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             own = bucket.grad_data.chunk(dist.get_world_size(ranks))[dist.get_rank(ranks)]
             dist.all_gather_into_tensor(bucket.grad_data, own.clone(), group=ranks)
 
 
+def move_biases(ddp: Any) -> None:
+    """Megatron's update of the biases of experts, by the loads of the global batch that has just run. Collective."""
+    if ddp.config.moe_router_enable_expert_bias:
+        _update_router_expert_bias([ddp], ddp.config)
+
+
 @torch.no_grad()
-def gradient_norm(model: torch.nn.Module, model_parallel_group: Any, tp_rank: int) -> float:
-    """Norm of the whole model's gradient in float64, from ``main_grad`` that every data-parallel rank holds whole."""
+def gradient_norm(model: torch.nn.Module, tp_rank: int) -> float:
+    """Norm of the whole model's gradient in float64, from ``main_grad`` that every rank with the same part of the model
+    holds whole. Experts lie on expert-parallel ranks, whose other weights are alike."""
     parameters: list[Any] = list(model.parameters())
-    total = parameters[0].new_zeros((), dtype=torch.float64)
+    dense, experts = parameters[0].new_zeros(2, dtype=torch.float64)
     for parameter in parameters:
-        if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
-            total += parameter.main_grad.double().square().sum()
-    dist.all_reduce(total, group=model_parallel_group)
-    return float(total.sqrt())
+        if not getattr(parameter, "allreduce", True):
+            experts += parameter.main_grad.double().square().sum()
+        elif tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
+            dense += parameter.main_grad.double().square().sum()
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return float((dense + experts).sqrt())

@@ -24,6 +24,8 @@ from torch import Tensor
 from ....core.errors import EvenloadError, refuse_first
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attention.pack import Pack
+from ....runtime.experts.routing import StepRouting
+from .experts import block_spec, use_planned_router
 
 _SHARED_BY_MESH = "set it to 1; the mesh plugin shares sequences between ranks"
 
@@ -33,9 +35,13 @@ class PlannedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packed-sequence parameters plus the pack that they belong to. Make them with `seq_params`."""
 
     pack: Pack | None = None
+    routing: StepRouting | None = None
+    """What routers know of the step; only asked for where there are experts."""
 
 
-def seq_params(pack: Pack, borders: Tensor | None = None, longest: int = 0) -> PlannedSeqParams:
+def seq_params(
+    pack: Pack, borders: Tensor | None = None, longest: int = 0, *, routing: StepRouting | None = None
+) -> PlannedSeqParams:
     """Parameters for the whole pack as *one* Megatron document, or for documents with these borders.
 
     Else the borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings,
@@ -51,6 +57,7 @@ def seq_params(pack: Pack, borders: Tensor | None = None, longest: int = 0) -> P
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         pack=pack,
+        routing=routing,
     )
 
 
@@ -102,10 +109,20 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def packed_layer_spec(config: Any) -> Any:
-    """Megatron-Core's local layer spec for ``config`` with packed attention in its core-attention slot."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    """Megatron-Core's local layer spec for ``config`` with packed attention in its core-attention slot; with experts
+    the spec of all layers of this stage, with routers that know the pack."""
+    spec = stock_layer_spec(config)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        use_planned_router(layer)
     return spec
+
+
+def stock_layer_spec(config: Any) -> Any:
+    """Megatron-Core's local layer spec as it is; with experts that of all layers of this stage."""
+    if config.num_moe_experts is not None:
+        return block_spec(config)
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
 def _refuse_unsupported(config: Any, mask: AttnMaskType, kind: str, dropout: float) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -19,7 +18,8 @@ from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.stage.lookup import sum_in_float32
 from ..setup import check_recipe
-from .attention import packed_layer_spec
+from .attention import packed_layer_spec, stock_layer_spec
+from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
 
 log = logging.getLogger("evenload")
@@ -43,7 +43,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         "bias_activation_fusion": model.gated and torch.cuda.is_available(),
         "add_bias_linear": not model.gated,
         "add_qkv_bias": model.family == "qwen2",
-        "qk_layernorm": model.family == "qwen3",
+        "qk_layernorm": model.family in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
@@ -61,6 +61,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
     if layout.pp > 1:
         # Packs differ in length from one to the next. megatron-core 0.16 wants the dispatcher even without experts.
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    fields |= fields_of_experts(model, layout.ep, dtype)
     if recipe.train.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**(fields | changes))
@@ -85,10 +86,7 @@ def build_model(
         EvenloadError: the recipe describes a model that cannot be built here.
     """
     check_recipe(recipe)
-    if packed:
-        spec = packed_layer_spec(config)
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec = packed_layer_spec(config) if packed else stock_layer_spec(config)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -105,6 +103,7 @@ def build_model(
         model.double()  # torch's norms do not ask for params_dtype
     if not packed:
         return model
+    tell_routers(model)
     if first:
         sum_in_float32(model.embedding.word_embeddings)
     return use_token_positions(model)

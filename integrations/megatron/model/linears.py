@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
 from ....core.errors import EvenloadError
@@ -44,6 +46,8 @@ def why_in_backward(gpt: Any) -> str:
     if gpt.config.sequence_parallel and gpt.config.tensor_model_parallel_size > 1:
         return "sequence_parallel: the inputs of linear layers are not kept whole"
     known = {id(module.weight) for module in _linears(gpt)}
+    # Routers and experts have theirs in the backward: the exchange of its tokens is there.
+    known |= {id(weight) for m in gpt.modules() if isinstance(m, (Router, SequentialMLP)) for weight in m.parameters()}
     for number, layer in enumerate(layers_of(gpt)):
         odd = [name for name, weight in layer.named_parameters() if weight.dim() > 1 and id(weight) not in known]
         if odd:

@@ -1,8 +1,8 @@
 """Parameters by their global name, and the same initial weights on every layout.
 
 Megatron's own initialisation draws from a stream, so another number of tensor or pipeline ranks gives other weights.
-Here each matrix is drawn whole from a generator seeded by (seed, global name) and then cut as Megatron cuts it: DP, TP
-and PP variants of a recipe start from the same numbers, and their losses can be compared step by step.
+Here each matrix is drawn whole from a generator seeded by (seed, global name) and then cut as Megatron cuts it: DP, TP,
+PP and EP variants of a recipe start from the same numbers, and their losses can be compared step by step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..*)$")
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of this pipeline stage of a bare GPTModel, layers numbered over the whole model from 0."""
+    """(name, parameter) of this rank's part of a bare GPTModel; layers and experts are numbered over the whole model
+    from 0."""
     gpt: Any = model
     for name, parameter in model.named_parameters():
         if match := _LAYER.match(name):
             head, index, tail = match.groups()
-            name = f"{head}{gpt.decoder.layers[int(index)].layer_number - 1}{tail}"
+            layer = gpt.decoder.layers[int(index)]
+            if expert := _EXPERT.match(tail):
+                path, number, rest = expert.groups()
+                tail = f"{path}{layer.mlp.local_expert_indices[int(number)]}{rest}"
+            name = f"{head}{layer.layer_number - 1}{tail}"
         yield name, parameter
 
 

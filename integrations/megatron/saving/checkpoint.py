@@ -31,6 +31,7 @@ from ....core.errors import EvenloadError
 from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import everyone
 from ..model.gpt import torch_optimizers
+from .parts import states_of_parts
 from .storage import InProcessWriter
 
 Result = TypeVar("Result")
@@ -88,11 +89,16 @@ def load(host: Any, directory: Path) -> None:
 
 @torch.no_grad()
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)`` of a Megatron optimizer without experts, right with torch's Adam."""
-    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    """``optimizer.load_state_dict(state)`` of a Megatron optimizer, right with torch's Adam."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part, of_part in zip(parts, states_of_parts(parts, state), strict=True):
+        _load_part(part, of_part)
+
+
+def _load_part(part: Any, state: dict[str, Any]) -> None:
     tensors = state.pop("param_state", None)
     part.load_state_dict(state)
-    inner = torch_optimizers(optimizer)
+    inner = torch_optimizers(part)
     steps = [states.pop("step", None) for one in inner for states in one.state.values()]
     if tensors is not None:
         part.load_parameter_state_from_fully_reshardable(tensors)
@@ -157,7 +163,7 @@ def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dic
 def _about(host: Any) -> dict[str, Any]:
     layout = host.layout
     return {
-        "layout": [layout.tp, layout.pp, layout.dp],
+        "layout": [layout.tp, layout.pp, layout.dp, *([layout.ep] if layout.ep > 1 else [])],
         "dtype": host.recipe.train.dtype,
         "distributed_optimizer": bool(host.ddp.ddp_config.use_distributed_optimizer),
         "model": host.recipe.model.model_dump(mode="json"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
@@ -20,16 +19,24 @@ def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
 
     Tensor-parallel shards are those of this rank. Collective over the data-parallel ranks.
     """
-    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    get = _sharded if isinstance(part, DistributedOptimizer) else _whole
     return {
-        name: AdamState(*(row.cpu().view(parameter.shape) for row in get(part, parameter)))
+        name: AdamState(*(row.cpu().view(parameter.shape) for row in _rows(optimizer, parameter)))
         for name, parameter in global_parameters(model)
     }
 
 
+def _rows(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    """[3, values]: weight, first and second moment. Experts on expert-parallel ranks have an optimizer of their own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            if parameter in part.model_param_gbuf_map:
+                return _sharded(part, parameter)
+        elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
+            return _whole(part, parameter)
+    raise AssertionError("a parameter without an optimizer")
+
+
 def _whole(part: Any, parameter: nn.Parameter) -> Tensor:
-    """[3, values]: weight, first and second moment."""
     own = getattr(parameter, "main_param", parameter)  # a float32 copy where the model runs in half precision
     state = part.optimizer.state[own]
     return torch.stack([own.detach().flatten(), state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
@@ -43,5 +50,5 @@ def _sharded(part: Any, parameter: nn.Parameter) -> Tensor:
         held = part._get_main_param_and_optimizer_states(parameter)
         for row, name in zip(rows, ("param", "exp_avg", "exp_avg_sq"), strict=True):
             row[shard.start : shard.end] = held[name].flatten()
-    dist.all_reduce(rows, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(rows, group=part.data_parallel_group)
     return rows

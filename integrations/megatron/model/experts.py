@@ -1,0 +1,141 @@
+"""Experts in Megatron-Core's own MoE layers: fields of its config from ``model.moe``, and a router that knows the pack.
+
+Everything behind the router (dispatcher, experts, shared expert) is Megatron's. The router is its `TopKRouter`, whose
+parameters, buffers and gating stay, with a `routing` of its own: scores in the precision of the logits, float32 at
+least (Megatron's are float32 in a float64 run, too), losses that do not depend on the plan (`runtime.experts.routing`),
+and counts for the bias of experts without padding and dummies. What depends on the micro-batch anyway, the batch-wise
+loss and the capacity, is left to Megatron's functions.
+
+Shape legend: T = slots of a pack, E = experts, K = experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from ....core.recipe.sections import Model
+from ....runtime.attention.pack import Pack
+from ....runtime.experts.routing import Routed, StepRouting, is_token
+
+SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
+
+
+def fields_of_experts(model: Model, ep: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig for the experts of a model; none for a dense one."""
+    moe = model.moe
+    if moe is None:
+        return {}
+    losses = {SEQUENCE_LOSS: moe.sequence_aux_loss, BATCH_LOSS: moe.batch_aux_loss}
+    on = {name: coefficient for name, coefficient in losses.items() if coefficient}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [int(layer in model.moe_layers) for layer in range(model.num_layers)],
+        "moe_router_topk": moe.topk,
+        "moe_router_score_function": moe.score,
+        "moe_router_enable_expert_bias": moe.bias_rate > 0,
+        "moe_router_bias_update_rate": moe.bias_rate,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": list(on) or "none",
+        "moe_aux_loss_coeff": list(on.values()) or 0.0,
+        "moe_z_loss_coeff": moe.z_loss or None,
+        "moe_expert_capacity_factor": moe.capacity_factor or None,
+        "moe_token_dispatcher_type": moe.dispatcher,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def block_spec(config: Any) -> Any:
+    """Megatron's local spec of this stage's layers, of which some have experts and others may not."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+
+
+def use_planned_router(layer_spec: Any) -> None:
+    """Put `PlannedRouter` into the spec of a layer, if that has experts."""
+    if layer_spec.submodules.mlp.module is MoELayer:
+        layer_spec.submodules.mlp.submodules.router = PlannedRouter
+
+
+class PlannedRouter(TopKRouter):  # type: ignore[misc]
+    """Routes the tokens of a pack; the layer that it belongs to tells it which one before each of its forwards, those
+    of a recomputation included (`tell_routers`)."""
+
+    pack: Pack
+    step: StepRouting
+
+    def take_pack(self, _: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        """A forward pre-hook of the layer."""
+        params = arguments["packed_seq_params"]
+        self.pack, self.step = params.pack, params.routing
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and, as bool, choices of the experts of each slot [T, E] each."""
+        logits_TE = logits.view(-1, self.num_experts)
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        scores_TE = logits_TE.softmax(dim=-1) if self.score_function == "softmax" else logits_TE.sigmoid()
+        probs_TK, chosen_TK = self._choose(logits_TE, scores_TE)
+        probs_TE = torch.zeros_like(logits_TE).scatter(1, chosen_TK, probs_TK)
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
+        if self.config.moe_expert_capacity_factor is not None:
+            policy = self.config.moe_token_drop_policy
+            capacity = self.config.moe_expert_capacity_factor
+            probs_TE, chosen_TE = apply_router_token_dropping(probs_TE, chosen_TE, self.topk, capacity, policy)
+        if torch.is_grad_enabled():
+            self._count(chosen_TE)
+        return self._with_losses(probs_TE, logits_TE, scores_TE), chosen_TE
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and numbers of the chosen experts [T, K] each."""
+        if self.score_function == "softmax":
+            largest_TK, chosen_TK = logits_TE.topk(self.topk, dim=-1)
+            return largest_TK.softmax(dim=-1), chosen_TK
+        biased_TE = scores_TE if self.expert_bias is None else scores_TE + self.expert_bias
+        chosen_TK = biased_TE.topk(self.topk, dim=-1).indices
+        probs_TK = scores_TE.gather(1, chosen_TK)
+        return (probs_TK / (probs_TK.sum(dim=-1, keepdim=True) + 1e-20) if self.topk > 1 else probs_TK), chosen_TK
+
+    def _count(self, chosen_TE: Tensor) -> None:
+        """For the bias of experts, in passes with gradients alone: a token that runs again counts once."""
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert += (chosen_TE & is_token(self.pack)[:, None]).sum(dim=0)
+
+    def _with_losses(self, probs_TE: Tensor, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        """The probabilities, from which the backward of the losses starts, too."""
+        if self.config.moe_z_loss_coeff:
+            probs_TE = self.step.z_loss(probs_TE, logits_TE, self.pack, self.config.moe_z_loss_coeff)
+        sequence, batch = self.get_aux_loss_coeff(SEQUENCE_LOSS), self.get_aux_loss_coeff(BATCH_LOSS)
+        if not sequence and not batch:
+            return probs_TE
+        shares_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        choices_TK = shares_TE.topk(self.topk, dim=-1).indices
+        if sequence:
+            routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts)
+            probs_TE = self.step.sequence_loss(probs_TE, shares_TE, routed, sequence)
+        if batch and torch.is_grad_enabled():
+            tokens_T1 = is_token(self.pack)[:, None]
+            chosen_TE = torch.zeros_like(shares_TE, dtype=torch.bool).scatter(1, choices_TK, True)
+            probs_TE = self._apply_aux_loss(probs_TE, shares_TE * tokens_T1, chosen_TE & tokens_T1, True)
+        return probs_TE
+
+
+def routers(model: nn.Module) -> list[Any]:
+    """Megatron's routers of a GPTModel, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
+def tell_routers(gpt: Any) -> None:
+    """Let each layer that has a `PlannedRouter` tell it the pack that it runs."""
+    for layer in gpt.decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if isinstance(router, PlannedRouter):
+            layer.register_forward_pre_hook(router.take_pack, with_kwargs=True)

@@ -1,0 +1,164 @@
+"""Losses of a router that do not depend on how tokens are grouped: over slices, packs, micro-batches and ranks.
+
+    z-loss (Zoph et al., arXiv 2202.08906, section 3.1), of a layer, over the N tokens of the global batch
+
+        L = c / N  sum over tokens t of (log sum over experts e of exp x_te)^2
+
+    sequence loss (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), of a layer, over the S sequences of the batch
+
+        L = c / S  sum over sequences of  sum over experts e of f_e P_e
+        f_e = E / (K n) |{t : e is among the K largest of s_t}|     P_e = 1/n sum over t of s_te / (sum over i of s_ti)
+
+    x logits [tokens, E], s scores (softmax or sigmoid of x), n tokens of a sequence, E experts, K of them for a token
+
+Both are handed back times the number of target tokens of the batch, by which a trainer divides the summed gradient.
+Neither is added to the loss: a tensor on the way of the loss is given their gradients in the backward. A sequence's f
+is complete when its first backward runs, since all its tokens have had a forward by then, and the loss is linear in s:
+so each slice forms the gradient of its own s in its backward. Padding and dummies count in neither.
+
+Shape legend: T = slots of a pack, E = experts, K = experts of a token, L = tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import Lengths
+from ..attention.pack import PADDING, Pack, count_targets
+from ..world.plane import FIRST_TAG
+
+COUNTS_TAG = FIRST_TAG + 7
+"""Of the messages in which ranks that share a micro-batch tell how often each expert was chosen."""
+
+
+class Routed(NamedTuple):
+    """What a router did with a pack."""
+
+    pack: Pack
+    layer: int
+    choices_TK: Tensor
+    """The K experts with the largest scores (without any bias)."""
+    num_experts: int
+
+
+class StepRouting:
+    """The routing of one step on one rank: what all layers and passes of it have in common."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        targets = count_targets(lengths)
+        self.per_token = targets / max(1, int(lengths.sum()))
+        self.per_sequence = targets / max(1, len(lengths))
+        """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
+        self._choices: dict[tuple[int, int], Tensor] = {}
+        """By layer and sequence: the experts of each token that has had a forward here [L, K]; -1 of the others."""
+        self._counts: dict[tuple[int, int], Tensor] = {}
+        """By layer and sequence: complete counts of sequences that ranks share [E]."""
+
+    def z_loss(self, carrier: Tensor, logits_TE: Tensor, pack: Pack, coefficient: float) -> Tensor:
+        """``carrier``, whose backward also gives ``logits_TE`` the gradient of the z-loss of the pack's tokens."""
+        squares_T = logits_TE.logsumexp(dim=-1).square() * is_token(pack)
+        loss: Tensor = squares_T.sum() * (coefficient * self.per_token)
+        attached: Tensor = _Attached.apply(carrier, loss)  # type: ignore[no-untyped-call]
+        return attached
+
+    def sequence_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
+        """``carrier``, whose backward also gives ``scores_TE`` (each row sums to one) its part of the sequence loss."""
+        self._record(routed)
+        how = routed, coefficient
+        attached: Tensor = _Balanced.apply(carrier, scores_TE, self, *how)  # type: ignore[no-untyped-call]
+        return attached
+
+    def gradient(self, routed: Routed, coefficient: float) -> Tensor:
+        """Of the sequence loss, with respect to the scores of a pack [T, E]; float64."""
+        pack, num_experts, topk = routed.pack, routed.num_experts, routed.choices_TK.shape[1]
+        gradient_TE = torch.zeros(pack.num_padded_tokens, num_experts, dtype=torch.float64, device=pack.tokens_T.device)
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            length = int(self._lengths[piece.sequence])
+            factor = coefficient * self.per_sequence * num_experts / (topk * length * length)
+            counts_E = self._complete_counts(routed, piece.sequence)
+            gradient_TE[first : first + piece.length] = counts_E.double() * factor
+        return gradient_TE
+
+    def _record(self, routed: Routed) -> None:
+        """Note the choices of the pack's tokens, a second time where a pass runs again; ranks that share it exchange
+        their counts."""
+        pack, choices_TK = routed.pack, routed.choices_TK
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            key = routed.layer, piece.sequence
+            if key not in self._choices:
+                shape = int(self._lengths[piece.sequence]), choices_TK.shape[1]
+                self._choices[key] = choices_TK.new_full(shape, -1, dtype=torch.int16)
+            self._choices[key][piece.start : piece.stop] = choices_TK[first : first + piece.length].to(torch.int16)
+        if pack.shared is not None:
+            self._exchange(routed)
+
+    def _exchange(self, routed: Routed) -> None:
+        """Add up the counts of all ranks that share the micro-batch; those that are complete are kept."""
+        shared, topk = routed.pack.shared, routed.choices_TK.shape[1]
+        assert shared is not None
+        sequences = sorted({s.sequence for s in shared.micro_batch.slices})
+        own_SE = torch.stack([self._own_counts(routed, sequence) for sequence in sequences])
+        peers = [rank for rank in shared.micro_batch.ranks if rank != shared.plane.rank]
+        receives = [(rank, torch.empty_like(own_SE)) for rank in peers]
+        theirs = shared.plane.post([(rank, own_SE) for rank in peers], receives, COUNTS_TAG).wait()
+        total_SE = own_SE + sum(theirs.values())
+        for sequence, counts_E in zip(sequences, total_SE, strict=True):
+            if int(counts_E.sum()) == topk * int(self._lengths[sequence]):
+                self._counts[routed.layer, sequence] = counts_E
+
+    def _own_counts(self, routed: Routed, sequence: int) -> Tensor:
+        """How often this rank has seen each expert chosen by a token of a sequence [E]."""
+        choices = self._choices.get((routed.layer, sequence))
+        if choices is None:
+            return torch.zeros(routed.num_experts, dtype=torch.int64, device=routed.choices_TK.device)
+        # Tokens that have had no forward here count in a column of their own.
+        return torch.bincount(choices.flatten().long() + 1, minlength=routed.num_experts + 1)[1:]
+
+    def _complete_counts(self, routed: Routed, sequence: int) -> Tensor:
+        counts_E = self._counts.get((routed.layer, sequence))
+        if counts_E is None:
+            counts_E = self._own_counts(routed, sequence)
+            wanted = routed.choices_TK.shape[1] * int(self._lengths[sequence])
+            if int(counts_E.sum()) != wanted:
+                raise EvenloadError(
+                    "a backward begins before all tokens of its sequence have had a forward",
+                    f"sequence {sequence}, layer {routed.layer}: {int(counts_E.sum())} of {wanted} choices are known",
+                    "this is a fault of evenload's schedule; please report it with the plan (evenload plan --out)",
+                )
+        return counts_E
+
+
+def is_token(pack: Pack) -> Tensor:
+    """bool [T]: false on padding and in a dummy."""
+    return pack.sequence_ids_T != PADDING
+
+
+class _Attached(torch.autograd.Function):
+    """A tensor as it is; its backward starts that of a loss, too."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.new_ones(())
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.like
+
+
+class _Balanced(torch.autograd.Function):
+    """A tensor as it is; its backward gives the scores the gradient of the sequence loss, which is known only then."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, scores_TE: Tensor, step: StepRouting, *how: Any) -> Tensor:
+        ctx.step, ctx.how, ctx.dtype = step, how, scores_TE.dtype
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        return gradient, ctx.step.gradient(*ctx.how).to(ctx.dtype), None, None, None
