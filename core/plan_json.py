@@ -72,7 +72,7 @@ _OF_NAME: dict[str, Any] = {
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
-_limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False)}
+_limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False), "shares_experts": (StrictBool, False)}
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 
@@ -197,6 +197,8 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
     scalars = {f.name: getattr(limits, f.name) for f in _SCALARS} | {"equal_counts": limits.all_in_step}
     if limits.in_step == 1 or limits.all_in_step:
         del scalars["in_step"]
+    if not limits.shares_experts:
+        del scalars["shares_experts"]
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 

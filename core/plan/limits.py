@@ -99,6 +99,9 @@ class Limits:
     layers_per_stage: int = 1
     in_step: int = 1
     """So many neighbouring ranks run every pass together: 1, the ranks of expert parallelism, or all (ZeRO 3)."""
+    shares_experts: bool = False
+    """Ranks in step exchange tokens in every pass, so that backwards belong together whose forwards did, and the plan
+    itself has the dummies that it takes; without it ranks in step only have to be at passes of one kind."""
     max_activation_bytes: float = float("inf")
     """Activations and prefix KV that one rank of one stage may hold at once."""
     memory: MemoryCost = NO_MEMORY
@@ -123,8 +126,8 @@ class Limits:
 
     @property
     def all_in_step(self) -> bool:
-        """Whether all ranks run every pass together, without pipeline stages: the trainer fills gaps with dummies."""
-        return 1 < self.in_step == self.num_ranks and self.num_stages == 1
+        """Whether all ranks are at passes of one kind, without pipeline stages: the trainer fills gaps with dummies."""
+        return 1 < self.in_step == self.num_ranks and self.num_stages == 1 and not self.shares_experts
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -70,17 +70,21 @@ def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None,
 
 def exchanges(program: Program) -> tuple[str, ...]:
     """What a program exchanges with its group in layers that have experts, pass by pass, in words that two ranks have
-    in common where they can meet: the kind of pass, and how many layers a backward runs forward again."""
-    recomputed = {a.graph: a.recomputed for a in program if a.kind in ("forward", "recompute_forward")}
-    words = []
+    in common where they can meet: the kind of pass, of a backward the forward whose tokens it takes back, and how many
+    layers it runs forward again."""
+    recomputed: dict[int, int | None] = {}
+    of_graph: dict[int, int] = {}
+    words: list[str] = []
     for action in program:
         if action.kind == "backward":
             again = recomputed[action.graph]
             layers = (
                 "" if again == 0 else ", recomputing as the recipe says" if again is None else f", recomputing {again}"
             )
-            words.append(f"a backward{layers}")
+            words.append(f"the backward of pass {of_graph[action.graph]}{layers}")
         elif action.computes and action.kind != "weight_grads":
+            if action.kind != "forward_kv":
+                recomputed[action.graph], of_graph[action.graph] = action.recomputed, len(words)
             words.append("a forward")
     return tuple(words)
 

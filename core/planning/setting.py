@@ -90,6 +90,7 @@ def limits_of(recipe: Recipe, context: PlanningContext) -> Limits:
         num_stages=layout.pp,
         layers_per_stage=_layers_per_stage(recipe, layout),
         in_step=layout.dp_cp_size if traits.all_in_step else layout.ep,
+        shares_experts=layout.ep > 1,
         memory=context.costs.memory,
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),

@@ -29,7 +29,7 @@ class PlainModel:
     """
 
     def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
-        self._model = build_model(recipe, attn_implementation="sdpa")
+        self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
         self.load(host.weights())
