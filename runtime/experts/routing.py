@@ -82,7 +82,7 @@ class StepRouting:
         return attached
 
     def batch_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
-        """``carrier``, whose backward also gives ``scores_TE`` the gradient of the balance loss of the micro-batch, which
+        """``carrier``, whose backward also gives ``scores_TE`` the gradient of the micro-batch's balance loss, which
         weighs as much as its tokens do, as in Megatron-Core (Fedus et al., arXiv 2101.03961, section 2.2)."""
         tokens = is_token(routed.pack)
         counts_E, means_E = routed.counts(), (scores_TE * tokens[:, None]).sum(dim=0)
