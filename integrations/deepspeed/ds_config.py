@@ -34,7 +34,7 @@ OWNED: dict[str, str] = {
     "curriculum_learning": "leave it out: the plan decides which samples run when",
     "tensor_parallel": "use trainer: megatron for tensor parallelism",
     "pipeline": "set parallel.pp; plugins.pipeline decides what is recomputed",
-    "expert_parallel": "leave it out: dense models only",
+    "expert_parallel": "set parallel.ep",
     "sequence_parallel_size": "leave it out: a whole sequence runs on one rank",
     "data_parallel_size": "leave it out: every rank is data-parallel",
     "compile": "leave it out: a compiled step cannot change its micro-batches",

@@ -27,6 +27,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from ...core.recipe.recipe import Recipe
 from .ds_config import ds_config
+from .experts import parameter_groups, registry_by_name, section
 
 BUCKET = 500_000_000
 """DeepSpeed's ``reduce_bucket_size`` [values]."""
@@ -34,20 +35,20 @@ BUCKET = 500_000_000
 
 def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
     """A `DeepSpeedEngine` around `model` with torch's AdamW; biases and norms are not decayed, as in Megatron-Core.
-    Collective; needs a process group."""
+    Collective; needs a process group. With ``parallel.ep`` the model's experts are divided, see `experts`."""
     prepare_deepspeed()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    # The bf16 engine of ZeRO 0 runs one update on zero gradients when it is made: at a rate of 0 it moves nothing.
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": recipe.train.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=0.0,
-    )
-    config = ds_config(recipe, world_size)
+
+    def optimizer(_: Any) -> torch.optim.Optimizer:
+        # Called once experts are divided. The bf16 engine of ZeRO 0 runs one update on zero gradients when it is made:
+        # at a rate of 0 it moves nothing.
+        return torch.optim.AdamW(parameter_groups(model.parameters(), recipe.train.weight_decay), lr=0.0)
+
+    config = ds_config(recipe, world_size) | section(recipe, model)
     # ZeRO takes a bucket, in pipelines two, of its full size, 2 GB in float32, however small the model is.
     fitting = min(BUCKET, sum(p.numel() for p in model.parameters()))
     config["zero_optimization"].setdefault("reduce_bucket_size", fitting)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with registry_by_name():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # ... but counts as a step in AdamW's bias correction.
     engine.basic_optimizer.state.clear()
     return engine

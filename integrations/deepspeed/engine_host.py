@@ -49,11 +49,12 @@ class EngineHost(Host):
         return result, gradients
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.of_all_stages(full_weights(self.engine, self._own_parameters()))
+        return self.of_all_stages(self._whole(full_weights(self.engine, self._own_parameters())))
 
     def optimizer_states(self) -> dict[str, AdamState]:
         states = adam_states(self.engine, self._own_parameters())
-        return {name: AdamState(*state) for name, state in states.items()}
+        fields = [self._whole({name: state[i] for name, state in states.items()}) for i in range(3)]
+        return {name: AdamState(*(field[name] for field in fields)) for name in fields[0]}
 
     def save(self, directory: Path) -> None:
         checkpoint.save(self.engine, directory)
@@ -107,8 +108,13 @@ class EngineHost(Host):
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters of this rank's part of the model, under their global names."""
 
+    def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of this rank's parameters by the names of the model that the recipe asks for. Collective where ranks
+        hold parts of one."""
+        return tensors
+
     def _gradients(self) -> dict[str, Tensor]:
-        return full_gradients(self._own_parameters())
+        return dict(self._whole(full_gradients(self._own_parameters())))
 
     def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         """See `Host`; None among the gradients count as zeros."""
@@ -119,9 +125,13 @@ class EngineHost(Host):
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-        norm = self._norm({n: p.grad for n, p in self._own_parameters().items()}) if self.stage == 0 else None
+        norm = self._norm_of_own() if self.stage == 0 else None
         self._step()
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
+
+    def _norm_of_own(self) -> float:
+        """The norm of the whole model's gradient, from what the parameters of this rank hold. Collective."""
+        return self._norm({n: p.grad for n, p in self._own_parameters().items()})
 
     @abstractmethod
     def _step(self) -> None:
@@ -131,5 +141,5 @@ class EngineHost(Host):
 def _undivided(recipe: Recipe) -> Rule:
     """What can be planned, and no engine of DeepSpeed does here."""
     p = recipe.parallel
-    what = "trainer deepspeed divides a model over pipeline stages alone"
-    return p.cp > 1 or p.ep > 1, what, f"cp {p.cp}, ep {p.ep}", "set these parallel.* to 1, or use trainer: megatron"
+    what = "trainer deepspeed has no context parallelism of a fixed degree"
+    return p.cp > 1, what, f"parallel.cp {p.cp}", "set parallel.cp=1 (plugins.mesh shares sequences), or use megatron"

@@ -14,12 +14,14 @@ Measured against a plain run of the same weights, 2 gloo ranks, float32: see doc
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
+from ...core.errors import EvenloadError
 from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.program import lower
 from ...core.plan.step_plan import Slice, StepPlan
@@ -34,6 +36,7 @@ from ..host import Mark
 from ..huggingface.models import refuse_unsupported
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
+from .experts import DividedExperts
 from .model import build_model, recompute_layers
 from .stage import EngineStage
 
@@ -59,12 +62,22 @@ class DeepSpeedHost(EngineHost):
             recompute_layers(model)
         self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
+        self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
+        self._all_in_step = self.stage == 3 and self._experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
 
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.engine.module.named_parameters())
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._experts.whole(tensors) if self._experts else tensors
+
+    def _norm_of_own(self) -> float:
+        if self._experts is None:
+            return super()._norm_of_own()
+        return math.sqrt(self._experts.square_of({n: p.grad for n, p in self._own_parameters().items()}))
 
     def _step(self) -> None:
         self.engine.step()
@@ -73,8 +86,9 @@ class DeepSpeedHost(EngineHost):
         self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
-        program = lower(plan, 0, self.dp_cp_rank, "in step" if self.stage == 3 else "idle")
-        added = sum(action.op.micro_batch < 0 for action in program) if self.stage == 3 else 0
+        self._refuse_out_of_step(plan)
+        program = lower(plan, 0, self.dp_cp_rank, "in step" if self._all_in_step else "idle")
+        added = sum(action.op.micro_batch < 0 for action in program) if self._all_in_step else 0
         if added and not self._warned_of_dummies:
             self._warned_of_dummies = True
             log.warning(
@@ -98,6 +112,17 @@ class DeepSpeedHost(EngineHost):
             with clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
+
+    def _refuse_out_of_step(self, plan: StepPlan) -> None:
+        """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
+        have it."""
+        limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
+        if self._experts is not None and limits.in_step != ranks:
+            raise EvenloadError(
+                "the plan does not keep the ranks in step that share experts",
+                f"in_step {limits.in_step}, parallel.ep {self.layout.ep}",
+                f"plan under limits of in_step {ranks}",
+            )
 
     def _open_plane(self) -> Plane:
         return Plane.make([tuple(range(self.world.size))])

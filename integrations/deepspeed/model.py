@@ -15,12 +15,19 @@ import transformers
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sections import Model
 from ...runtime.attributes import with_attributes
 from ...runtime.stage.lookup import sum_in_float32
 from ..huggingface import attention
 from .partial import Parts, build_partly
 
-_FAMILIES: dict[str, str] = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_FAMILIES: dict[str, str] = {
+    "llama": "LlamaConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 
 
 def model_config(recipe: Recipe) -> Any:
@@ -64,17 +71,49 @@ def model_config(recipe: Recipe) -> Any:
         )
     kind = getattr(transformers, _FAMILIES[model.family])
     head_dim = model.hidden_size // model.num_attention_heads
-    return kind(**shape, num_key_value_heads=model.kv_heads, head_dim=head_dim, rope_parameters=rope)
+    return kind(
+        **{**shape, **_experts(model)}, num_key_value_heads=model.kv_heads, head_dim=head_dim, rope_parameters=rope
+    )
 
 
-def build_model(recipe: Recipe, *, attn_implementation: str = attention.NAME, parts: Parts | None = None) -> Any:
+def _experts(model: Model) -> dict[str, Any]:
+    """The fields that a config of Transformers has for experts; none for a dense model."""
+    if model.moe is None:
+        return {}
+    fields = {
+        "num_local_experts": model.moe.num_experts,
+        "num_experts_per_tok": model.moe.topk,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+    }
+    if model.family == "mixtral":
+        return {**fields, "intermediate_size": model.expert_ffn_size}
+    dense = sorted(set(range(model.num_layers)) - set(model.moe_layers))
+    # Scores over the sum of the chosen ones are the softmax over these alone.
+    return {**fields, "moe_intermediate_size": model.expert_ffn_size, "mlp_only_layers": dense, "norm_topk_prob": True}
+
+
+def build_model(
+    recipe: Recipe,
+    *,
+    attn_implementation: str = attention.NAME,
+    experts_implementation: str | None = None,
+    parts: Parts | None = None,
+) -> Any:
     """The model in float32 on the CPU, in training mode; equal on every rank that has the same recipe.
 
-    ``parts``: what of it is wanted, if not the whole; see `partial`. Raises EvenloadError: see `model_config`; or the
-    model has its own attention code.
+    Args:
+        experts_implementation: how Transformers runs experts; None: one product over groups of tokens, whose sums have
+            one order on every device.
+        parts: what of it is wanted, if not the whole; see `partial`.
+
+    Raises:
+        EvenloadError: see `model_config`; or the model has its own attention code.
     """
     attention.register()
     kind, config = transformers.AutoModelForCausalLM, model_config(recipe)
+    if experts_implementation:
+        config._experts_implementation = experts_implementation
     whole = partial(kind.from_config, config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)

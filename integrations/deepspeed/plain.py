@@ -29,7 +29,7 @@ class PlainModel:
     """
 
     def __init__(self, recipe: Recipe, host: Host, dtype: str | None = None) -> None:
-        self._model = build_model(recipe, attn_implementation="sdpa")
+        self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
         self.load(host.weights())
@@ -54,6 +54,14 @@ class PlainModel:
 
     def route_as(self, other: PlainModel) -> None:
         """Nothing: no router here has a state of its own."""
+
+    @property
+    def routes_differ(self) -> int:
+        """No routes are replayed."""
+        return 0
+
+    def replay_routes(self, host: Host) -> None:
+        """Nothing: tokens go where this model's own routers send them."""
 
     def update_routing(self, host: Host) -> list[str]:
         """Nothing differs: no router here has a state of its own."""

@@ -49,6 +49,7 @@ def rules(recipe: Recipe) -> list[Rule]:
     p, stage, dtype = recipe.parallel, recipe.deepspeed.zero_stage, recipe.train.dtype
     piped = p.pp > 1
     return [
+        *_rules_of_experts(recipe),
         (
             p.tp > 1,
             "trainer deepspeed runs without tensor parallelism here",
@@ -72,6 +73,47 @@ def rules(recipe: Recipe) -> list[Rule]:
             "DeepSpeed's engine cannot train in float64",
             "train.dtype fp64",
             "use fp32, or trainer: megatron for float64 proofs",
+        ),
+    ]
+
+
+def _rules_of_experts(recipe: Recipe) -> list[Rule]:
+    """What the blocks of Transformers and DeepSpeed's AutoEP cannot do with ``model.moe``."""
+    model, moe = recipe.model, recipe.model.moe
+    if moe is None:
+        return []
+    megatron = "use trainer: megatron, or "
+    unknown: list[tuple[str, object, object]] = [
+        ("score", moe.score, "softmax"),
+        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, 0),
+        ("bias_rate", moe.bias_rate, 0.0),
+        ("z_loss", moe.z_loss, 0.0),
+        ("sequence_aux_loss", moe.sequence_aux_loss, 0.0),
+        ("batch_aux_loss", moe.batch_aux_loss, 0.0),
+        ("capacity_factor", moe.capacity_factor, 0.0),
+        ("dispatcher", moe.dispatcher, "alltoall"),
+    ]
+    return [
+        *(
+            (
+                value != plain,
+                f"the experts of trainer deepspeed know no model.moe.{name}",
+                f"model.moe.{name} {value}",
+                f"{megatron}set it to {plain}",
+            )
+            for name, value, plain in unknown
+        ),
+        (
+            model.family == "mixtral" and moe.every > 1,
+            "every layer of Transformers' mixtral has experts",
+            f"model.moe.every {moe.every}",
+            f"{megatron}set model.family=qwen3_moe",
+        ),
+        (
+            recipe.parallel.pp > 1,
+            "pipelines of trainer deepspeed run dense models alone",
+            f"parallel.pp {recipe.parallel.pp}, model.moe set",
+            f"{megatron}set parallel.pp=1",
         ),
     ]
 

@@ -8,7 +8,7 @@ import pytest
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.order import in_slots
+from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.program import exchanges, forwards_that_run, lower
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -59,6 +59,28 @@ def test_unlike_counts_orders_replays_and_recomputed_layers_break_a_law_and_roun
     assert in_rounds(broken["layers"]).recompute == ((0, 0, 0, 0, 2, 2, 0, 0),)
     with pytest.raises(PlanError, match="run different passes"):
         check(each_alone((5, 4), (3,), (2,), (1,), in_step=2))
+
+
+def test_backwards_of_a_group_are_those_of_one_round_of_forwards() -> None:
+    """What came from a rank in a forward goes back to it in the backward, so that both must have run it together."""
+    batches = tuple(MicroBatch((Slice(i, 0, 8),), (i % 2,)) for i in range(4))
+    plan = StepPlan(as_lengths([8] * 4), batches, Limits(2, 100, 1, LAYERS, in_step=2))
+    crossed = replace(plan, order=(ops("F0 F2 B0 B2 F1 F3 B3 B1"),))
+    with pytest.raises(PlanError, match=r"pass 2 is the backward of pass 0, .* the backward of pass 1"):
+        check(crossed)
+    check(replace(crossed, limits=replace(plan.limits, in_step=1)))
+    rounds = check(in_rounds(crossed))
+    assert not rounds.replayed
+
+
+def test_dummies_run_backward_beside_what_they_ran_forward_beside() -> None:
+    """A chain of slices runs backward from its end, where a shorter one of a peer has a dummy."""
+    batches = tuple(MicroBatch((Slice(0, 4 * k, 4 * k + 4),), (0,)) for k in range(3))
+    limits = Limits(2, 100, 1, LAYERS, in_step=2)
+    plan = StepPlan(as_lengths([12, 5]), (*batches, MicroBatch((Slice(1, 0, 5),), (1,))), limits)
+    rounds = check(in_rounds(replace(plan, order=(ops("F0 F1 F2 B2 B1 B0 F3 B3"),))))
+    assert not rounds.replayed
+    assert [op.micro_batch for op in orders_of_stage(rounds, 0)[1]] == [3, 4, 5, 5, 4, 3]
 
 
 def test_a_forward_that_one_rank_may_skip_runs_where_its_peer_cannot() -> None:
@@ -122,18 +144,3 @@ def test_any_plan_in_rounds_is_lawful_and_does_the_same_work(plan: StepPlan) -> 
         # The slowest of a group sets the time of all of them.
         slowest = max(event.ranks[0] // size * size + size - 1, 0) + 1.0
         assert event.free_s - event.start_s == pytest.approx(slowest)
-
-
-def test_a_backward_meets_those_whom_its_forward_met() -> None:
-    """The gradients of experts come from the graphs of one round: crossed backwards would exchange other tokens."""
-    limits = Limits(4, 100, 1, LAYERS, in_step=2)
-    batches = tuple(MicroBatch((Slice(i, 0, 8),), (i // 2,)) for i in range(8))
-    plan = StepPlan(as_lengths([8] * 8), batches, limits)
-    straight = "F0 F1 B0 B1 F4 B4 F5 B5 F6 B6 F7 B7"
-    with pytest.raises(PlanError, match="run different passes") as caught:
-        check(replace(plan, order=(ops(f"{straight} F2 F3 B3 B2"),)))
-    assert "pass 2 is the backward of pass 0" in caught.value.found
-    assert "the backward of pass 1" in caught.value.found
-    check(replace(plan, order=(ops(f"{straight} F2 F3 B2 B3"),)))
-    crossed = replace(plan, order=(ops("F0 F1 B1 B0 F4 B4 F5 B5 F6 B6 F7 B7 F2 F3 B2 B3"),))
-    check(in_rounds(crossed))

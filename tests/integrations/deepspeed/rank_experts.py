@@ -1,0 +1,63 @@
+"""What the ranks of a test world run: every function here is a case of test_experts.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed.plain import reference, relative_error
+from evenload.runtime.world.world import init_world
+
+
+def _load(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file, Path(__file__).with_name(f"{file}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+slices, plans = _load("rank_slices"), _load("expert_plans")
+
+
+def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 0.0, **model: Any) -> Any:
+    zero = {"config": {"zero_optimization": slices.GATHERED}} if stage == 3 else {}
+    moe = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
+    return recipes.parse(
+        {
+            "trainer": "deepspeed",
+            "model": {**slices.MODEL, "family": "mixtral", "moe": moe, **model},
+            "data": {"max_length": 200},
+            "parallel": {"ep": ep},
+            "train": {"clip_grad": clip_grad, "recompute": recompute},
+            "deepspeed": {"zero_stage": stage, **zero},
+        }
+    )
+
+
+def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
+    """Errors of every plan against the plain reference, and what the rank ran."""
+    made = recipe(stage, **asked)
+    world = init_world()
+    host = open_host(made, world)
+    found: dict[str, Any] = {}
+    references: dict[Any, Any] = {}
+    for name in names:
+        plan = plans.named(name, world.size, world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep)
+        if plan.sequences not in references:
+            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
+        loss, wanted = references[plan.sequences]
+        result, gradients = host.gradients(plan, plans.tokens_of(plan))
+        norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
+        found[name] = {
+            "loss": abs(result.loss - loss) / loss,
+            "grad": relative_error(gradients, wanted),
+            "norm": abs(result.grad_norm - norm) / norm,
+            "executed": [tuple(piece) for piece in result.executed],
+        }
+    host.close()
+    return found
