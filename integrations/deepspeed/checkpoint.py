@@ -39,6 +39,7 @@ from ...runtime.attributes import with_attributes
 from ...runtime.unpickling import tensors_only
 from ...runtime.watchdog.watchdog import working
 from ...runtime.world.agreement import first_error
+from .experts import expert_ranks
 
 TAG = "state"
 UNIVERSAL = "universal"
@@ -68,12 +69,12 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
-    for key in ("zero_stage", "dtype", "pp"):
+    for key in ("zero_stage", "dtype", "pp", "ep"):
         if saved.get(key, 1) != shape[key]:
             raise EvenloadError(
                 f"the checkpoint {directory} was written under another {key}",
                 f"{saved.get(key, 1)} there, {shape[key]} in this recipe",
-                "resume with the same zero_stage, train.dtype and parallel.pp, or set checkpoint.resume=false",
+                "resume with the same zero_stage, train.dtype, parallel.pp and ep, or set checkpoint.resume=false",
             )
     if saved.get("world_size") == shape["world_size"] or shape["zero_stage"] == 0:
         _load(engine, directory, TAG, trust=trust)
@@ -171,6 +172,7 @@ def _shape(engine: Any) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "pp": getattr(engine, "num_stages", 1),
+        "ep": expert_ranks(engine.module),
         "deepspeed": deepspeed.__version__,
     }
 

@@ -16,6 +16,7 @@ model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +80,13 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
 
 
 _MATRIX = 2
+_EPSILON = 1e-6
+"""Added to a norm by which gradients are divided, as torch does."""
+
+
+def expert_ranks(module: torch.nn.Module) -> int:
+    """Over how many ranks AutoEP divides the experts of a model; 1 where it does not."""
+    return next((layer.ep_size for layer in module.modules() if isinstance(layer, AutoEPMoELayer)), 1)
 
 
 class DividedExperts:
@@ -116,6 +124,17 @@ class DividedExperts:
         of_experts = torch.tensor(squares[True], dtype=torch.float64, device=self._device)
         dist.all_reduce(of_experts, group=self._group)
         return squares[False] + float(of_experts)
+
+    def clip(self, parameters: Mapping[str, torch.nn.Parameter], most: float) -> None:
+        """Clip the gradients of this rank's parameters by the norm of the whole model's. Collective.
+
+        DeepSpeed's own for float32 under ZeRO 0 takes the mean of the ranks' norms, each over the rank's own experts.
+        """
+        norm = math.sqrt(self.square_of({name: p.grad for name, p in parameters.items()}))
+        if norm + _EPSILON > most:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(most / (norm + _EPSILON))
 
     def _split(self, name: str) -> tuple[str, str]:
         """The layer of AutoEP that a parameter is in, and its name there; both empty outside of one."""

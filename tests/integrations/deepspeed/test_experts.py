@@ -26,3 +26,12 @@ def test_blocks_of_transformers_are_exact(on_ranks, stage):
 def test_divided_experts_are_exact(on_ranks, stage):
     names = ["whole_sequences", "chains some", "regrouped", "random 3"]
     _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2), names)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_is_bit_equal_and_goes_on_with_more_ranks(on_ranks, tmp_path, stage):
+    went_on = on_ranks(2, "rank_experts.save_and_go_on", stage=stage, ep=2, folder=str(tmp_path))
+    assert on_ranks(2, "rank_experts.resume", stage=stage, ep=2, folder=str(tmp_path)) == went_on
+    more = on_ranks(4, "rank_experts.resume", stage=stage, ep=2, folder=str(tmp_path))
+    for wanted, found in zip(went_on[0], more[0], strict=True):
+        assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
