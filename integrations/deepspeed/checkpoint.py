@@ -69,14 +69,17 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
+    saved, shape = ({"pp": 1, "ep": 1, **one} for one in (saved, shape))
     for key in ("zero_stage", "dtype", "pp", "ep"):
-        if saved.get(key, 1) != shape[key]:
+        divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
+        if saved.get(key) != shape[key] and not divided:
             raise EvenloadError(
                 f"the checkpoint {directory} was written under another {key}",
-                f"{saved.get(key, 1)} there, {shape[key]} in this recipe",
+                f"{saved.get(key)} there, {shape[key]} in this recipe",
                 "resume with the same zero_stage, train.dtype, parallel.pp and ep, or set checkpoint.resume=false",
             )
-    if saved.get("world_size") == shape["world_size"] or shape["zero_stage"] == 0:
+    same = all(saved.get(key) == shape[key] for key in ("world_size", "ep"))
+    if same or shape["zero_stage"] == 0:
         _load(engine, directory, TAG, trust=trust)
         return
     with working("converting the checkpoint"):

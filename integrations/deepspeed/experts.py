@@ -26,6 +26,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
 from torch import Tensor
 from transformers.utils import output_capturing
 
@@ -69,14 +70,14 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
 def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """The groups of an optimizer: matrices are decayed, vectors are not; divided experts apart, as DeepSpeed's ZeRO
     wants them marked."""
-    groups: dict[tuple[str | None, bool], dict[str, Any]] = {}
+    by_kind: dict[tuple[str | None, bool], dict[str, Any]] = {}
     for parameter in parameters:
         name = parameter.group_name if is_moe_param(parameter) else None  # type: ignore[attr-defined]
         decays = len(getattr(parameter, "ds_shape", parameter.shape)) >= _MATRIX
         of_experts = {} if name is None else {"moe": True, "name": name}
         fresh = {"params": [], "weight_decay": weight_decay if decays else 0.0, **of_experts}
-        groups.setdefault((name, not decays), fresh)["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0] or "", key[1]))]
+        by_kind.setdefault((name, not decays), fresh)["params"].append(parameter)
+    return [by_kind[key] for key in sorted(by_kind, key=lambda key: (key[0] or "", key[1]))]
 
 
 _MATRIX = 2
@@ -135,6 +136,11 @@ class DividedExperts:
             for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(most / (norm + _EPSILON))
+
+    def close(self) -> None:
+        """Forget the groups of ranks: DeepSpeed would lay out the next engine of this process by the largest of all."""
+        for known in (groups._get_expert_parallel_group_dict(), groups._get_expert_data_parallel_group_dict()):
+            known.clear()
 
     def _split(self, name: str) -> tuple[str, str]:
         """The layer of AutoEP that a parameter is in, and its name there; both empty outside of one."""

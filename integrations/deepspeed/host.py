@@ -84,6 +84,11 @@ class DeepSpeedHost(EngineHost):
             return super()._norm_of_own()
         return math.sqrt(self._experts.square_of({n: p.grad for n, p in self._own_parameters().items()}))
 
+    def close(self) -> None:
+        super().close()
+        if self._experts is not None:
+            self._experts.close()
+
     def _clip(self) -> None:
         assert self._experts is not None
         self._experts.clip(self._own_parameters(), self.recipe.train.clip_grad)
