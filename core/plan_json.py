@@ -52,7 +52,9 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
-_MEMORY = tuple(f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred"))
+_MEMORY = tuple(
+    f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred", "expert")
+)
 """Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
 _BESIDE = (
     *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
@@ -73,6 +75,7 @@ _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
 _limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False), "shares_experts": (StrictBool, False)}
+_limits_fields |= {"expert_bytes_per_token": (Amount, 0.0)}
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 
@@ -205,7 +208,10 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
     def written(names: Iterable[str]) -> dict[str, float]:
         return {name: getattr(limits.memory, name) / _divisor(name, limits.layers_per_stage) for name in names}
 
-    return {**scalars, **written(_MEMORY), "beside": written(_BESIDE)}
+    of_layer = written(_MEMORY)
+    if not limits.memory.expert_bytes_per_token:
+        of_layer.pop("expert_bytes_per_token")  # as files of before have it
+    return {**scalars, **of_layer, "beside": written(_BESIDE)}
 
 
 def _limits(values: dict[str, Any]) -> Limits:

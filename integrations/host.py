@@ -85,6 +85,10 @@ class Host(ABC):
     device: torch.device
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
+    records_routes: bool = False
+    """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
+    routes: Mapping[tuple[int, int], Tensor] = {}
+    """Of the last step, by layer and sequence: the experts of each token that ran here [L, K], -1 of other tokens."""
     _stages: Any = None
     """Process group of the pipeline stages, and expert-parallel ranks, that hold the whole model together; only needed
     where there are several."""

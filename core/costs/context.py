@@ -41,6 +41,10 @@ class Traffic:
     """A stage of the host's own schedule goes on only when its output has arrived."""
     expert_bytes_per_token: float = 0.0
     """Hidden states a token sends to experts, all MoE layers together, one way; as much comes back."""
+    moe_layers: int = 0
+    """Layers of a stage that have experts: so often tokens go to them and back in a pass."""
+    expert_frac: float = 0.0
+    """Share of ``gradient_bytes`` and ``weight_bytes`` that is experts': only every ep-th rank has the same ones."""
     expert_weight_bytes: float = 0.0
     """Weights of experts that a rank takes in for one pass of a micro-batch."""
 
@@ -57,7 +61,7 @@ class PlanningContext:
     cluster: Cluster
     traffic: Traffic = NO_TRAFFIC
     head_frac: float = 0.0
-    """Share of the linear work that is the output layer's: the last pipeline stage has it alone."""
+    """Share of the linear work beside experts that is the output layer's: the last pipeline stage has it alone."""
 
 
 class Direction(NamedTuple):

@@ -2,10 +2,12 @@
 
 A pass over ``n`` tokens of one sequence that follow ``p`` earlier tokens of it costs
 
-    seconds(n, p) = launch_s / slices + token_s * n + pair_s * n * (p + n / 2)
+    seconds(n, p) = launch_s / slices + (token_s + expert_s) * n + pair_s * n * (p + n / 2)
 
-``token_s`` is the linear part (projections, MLP, norms, head) [s/token], ``pair_s`` the causal attention [s per
-(query, key) pair], ``launch_s`` the constant of one micro-batch [s]. Forward and backward have coefficients of their
+``token_s`` is the linear part of every token (projections, MLP, norms, routers, head) [s/token], ``expert_s`` a token's
+part at all experts to which it is routed [s/token], ``pair_s`` the causal attention [s per (query, key) pair],
+``launch_s`` the constant of one micro-batch [s]. Where ranks share experts, a rank has those parts of the tokens of all
+of them that fall to its own experts (`core.costs.rounds`). Forward and backward have coefficients of their
 own; where only totals are published, backward counts 2x the forward's linear part and 2.5x its attention
 (FlashAttention's backward multiplies five matrices where the forward multiplies two; Dao, arXiv 2307.08691, section 3).
 All sums over the passes of a rank are linear in the coefficients, so whole steps of any plan can be fitted (`fit`).
@@ -26,12 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from ..aliases import Floats
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
-from ..input.bounds import AmountOrNone, LayerCount, refuse_odd_numbers
+from ..input.bounds import AmountOrNone, LayerCount, RankCount, refuse_odd_numbers
 from ..input.validation import Frozen, described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
@@ -45,7 +47,7 @@ BACKWARD_ATTENTION = 2.5
 
 
 class Work(NamedTuple):
-    """What a rank computes in one direction of a step: the factors of the three coefficients."""
+    """What a rank computes in one direction of a step: the factors of the coefficients."""
 
     launches: float
     tokens: float
@@ -100,28 +102,36 @@ class PassCost(Frozen):
 
     launch_s: NonNegativeFloat = 0.0
     token_s: NonNegativeFloat
+    """Of a token beside the experts to which it is routed."""
+    expert_s: NonNegativeFloat = 0.0
+    """Of a token at all of these, in all layers."""
     pair_s: NonNegativeFloat = 0.0
+
+    @property
+    def linear_s(self) -> float:
+        """Of a token with its experts."""
+        return self.token_s + self.expert_s
 
     def seconds(self, length: Any, prefix: Any = 0) -> Any:
         """Seconds for ``length`` tokens after ``prefix`` tokens (arrays broadcast), launch left out."""
-        return self.token_s * length + self.pair_s * length * (prefix + 0.5 * length)
+        return self.linear_s * length + self.pair_s * length * (prefix + 0.5 * length)
 
     def tokens_within(self, prefix: int, budget_s: float) -> float:
         """How many tokens after ``prefix`` cost ``budget_s``."""
         if budget_s <= 0:
             return 0.0
         # The root that subtracts nothing, since after a long prefix ``linear`` is nearly the square root; per budget.
-        linear, square = (self.token_s + self.pair_s * prefix) / budget_s, self.pair_s / budget_s
+        linear, square = (self.linear_s + self.pair_s * prefix) / budget_s, self.pair_s / budget_s
         slope = linear + math.sqrt(linear * linear + 2 * square)
         return 2 / slope if slope else math.inf
 
     def of(self, work: Work) -> float:
         """Seconds of all of it."""
-        return self.launch_s * work.launches + self.token_s * work.tokens + self.pair_s * work.pairs
+        return self.launch_s * work.launches + self.linear_s * work.tokens + self.pair_s * work.pairs
 
     def of_each(self, works: Floats) -> Floats:
         """Seconds of each row of (launches, tokens, pairs), float64 [N, 3] -> [N]."""
-        seconds: Floats = self.launch_s * works[:, 0] + self.token_s * works[:, 1] + self.pair_s * works[:, 2]
+        seconds: Floats = self.launch_s * works[:, 0] + self.linear_s * works[:, 1] + self.pair_s * works[:, 2]
         return seconds
 
     def plus(self, other: PassCost) -> PassCost:
@@ -130,7 +140,12 @@ class PassCost(Frozen):
         return PassCost(**{name: own[name] + more[name] for name in own})
 
     def scaled(self, compute: float, launch: float) -> PassCost:
-        return PassCost(launch_s=self.launch_s * launch, token_s=self.token_s * compute, pair_s=self.pair_s * compute)
+        names = ("token_s", "expert_s", "pair_s")
+        return PassCost(launch_s=self.launch_s * launch, **{name: getattr(self, name) * compute for name in names})
+
+    def at_experts(self, share: float) -> PassCost:
+        """The same with this share of the seconds at experts."""
+        return self.model_copy(update={"expert_s": self.expert_s * share}) if self.expert_s else self
 
 
 class Costs(Frozen):
@@ -153,6 +168,10 @@ class Costs(Frozen):
     """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
+    ep: RankCount = Field(default=1, exclude=True)
+    """Neighbouring ranks that share the experts of a layer. It is the layout's, so in no cost model."""
+    expert_imbalance: float = Field(default=1.0, ge=1.0, exclude=True)
+    """Tokens of the busiest of these ranks' experts over those of the mean one; 1: routing is even."""
 
     def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
@@ -194,17 +213,19 @@ class Costs(Frozen):
     def layers_s(self, micro_batch: MicroBatch, head_frac: float = 0.0) -> float:
         """Forward seconds of a micro-batch without launch and without the output layer, on its busiest rank.
 
-        ``head_frac``: share of the linear work that is the output layer's.
+        ``head_frac``: share of ``token_s`` that is the output layer's.
         """
         works = [work_of([micro_batch])] if is_even(micro_batch) else rank_works(micro_batch).values()
         return max(self.layers_of(work, head_frac) for work in works)
 
     def layers_of(self, work: Work, head_frac: float) -> float:
-        return self.forward.token_s * (1.0 - head_frac) * work.tokens + self.forward.pair_s * work.pairs
+        linear_s = self.forward.token_s * (1.0 - head_frac) + self.forward.expert_s
+        return linear_s * work.tokens + self.forward.pair_s * work.pairs
 
     def weights_s(self, tokens: Any, head_frac: float = 0.0) -> Any:
         """Seconds of the weight gradients of ``tokens`` in all layers: a product of matrices for each of the forward's.
 
+        Those of experts are left out, since a backward computes them at once.
         Linear work of a backward is two such products and what is no product; of that nothing is counted here.
         """
         return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
@@ -231,8 +252,13 @@ class Costs(Frozen):
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
         compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
         forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
-        changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute}
+        changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
+
+    def at_experts(self, share: float) -> Costs:
+        """The same with this share of the seconds at experts."""
+        passes = {"forward": self.forward.at_experts(share), "backward": self.backward.at_experts(share)}
+        return self.model_copy(update=passes)
 
 
 def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float = 0.0, **rest: Any) -> Costs:
@@ -244,8 +270,8 @@ def from_totals(source: str, *, token_s: float, square_s: float, launch_s: float
 
 
 def _backward_of(forward: PassCost) -> PassCost:
-    linear, launch = BACKWARD_LINEAR * forward.token_s, BACKWARD_LINEAR * forward.launch_s
-    return PassCost(launch_s=launch, token_s=linear, pair_s=BACKWARD_ATTENTION * forward.pair_s)
+    linear = forward.scaled(BACKWARD_LINEAR, BACKWARD_LINEAR)
+    return linear.model_copy(update={"pair_s": BACKWARD_ATTENTION * forward.pair_s})
 
 
 def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
@@ -255,11 +281,16 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
     seconds are as good as that rate.
     """
     layers = shape.num_layers
-    token_s = 2 * shape.weights / cluster.flops_per_s
+    token_s, expert_s = (2 * weights / cluster.flops_per_s for weights in (shape.dense_weights, shape.routed_weights))
     pair_s = 4 * layers * shape.query_size / cluster.flops_per_s
-    forward = PassCost(launch_s=cluster.launch_s, token_s=token_s, pair_s=pair_s)
-    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix.
-    activation_bytes = 17 * bytes_per_value * shape.hidden_size * layers
+    forward = PassCost(launch_s=cluster.launch_s, token_s=token_s, expert_s=expert_s, pair_s=pair_s)
+    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix, of
+    # them 19 of the MLP, in whose place a layer may have experts.
+    activation_bytes = bytes_per_value * (
+        shape.hidden_size * (17 * layers - 9.5 * shape.moe_layers)
+        + shape.values_at_experts
+        + shape.values_beside_experts
+    )
     return Costs(
         source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
         forward=forward,
@@ -325,8 +356,11 @@ def load(name: str, folder: Path) -> Costs:
     if counted := sorted(COUNTED & (data.get("memory") or {}).keys()):
         raise EvenloadError(fault, f"memory.{counted[0]}, which is counted from the recipe", "leave it out")
     refuse_odd_numbers(data, file)
+    for name in ("ep", "expert_imbalance"):
+        if name in data:
+            raise EvenloadError(fault, f"{name}, which is the layout's", "leave it out")
     for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
-        if not (cost.token_s or cost.pair_s):
+        if not (cost.linear_s or cost.pair_s):
             raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)
     return costs
 

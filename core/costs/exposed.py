@@ -7,18 +7,20 @@
     attention      a micro-batch on several ranks of the plane, by cp_comm (`attention_comm`); with `MicroBatch.remap`
                    what moved tokens have goes there and back, in each direction
     host           activations that wait there for the backward, hidden behind compute
-    experts        tokens to their experts and back over ep ranks, not hidden; expert weights of a micro-batch, hidden
-                   behind its compute
-    gradients      at the end of a step over the plane: all-reduce; with a sharded optimizer reduce-scatter, and
-                   all-gather of the updated weights; with sharded parameters (ZeRO 3) instead all-gather of weights in
-                   every pass and reduce-scatter of gradients in every backward, hidden by nothing here
+    experts        tokens to their experts and back over ep ranks, in each layer that has any, by the rank of a round
+                   (`rounds`) that sends or receives most, not hidden; expert weights of a micro-batch, hidden behind
+                   its compute
+    gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded
+                   optimizer reduce-scatter, and all-gather of the updated weights; with sharded parameters (ZeRO 3)
+                   instead all-gather of weights in every pass and reduce-scatter of gradients in every backward, hidden
+                   by nothing here
 
 All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.context`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +35,19 @@ from .context import Direction, PlanningContext
 from .costs import is_even
 
 
-def exposed_s(context: PlanningContext, direction: Direction, micro_batch: MicroBatch) -> float:
-    """Seconds of communication inside one pass that no compute hides: on each rank, or the most of any."""
+def exposed_s(
+    context: PlanningContext, direction: Direction, micro_batch: MicroBatch, routed: float | None = None
+) -> float:
+    """Seconds of communication inside one pass that no compute hides: on each rank, or the most of any.
+
+    ``routed``: tokens of the rank of its round that sends or receives most; None: of a rank of the micro-batch.
+    """
     if not is_even(micro_batch):
-        return float(exposed_of_ranks(context, direction, micro_batch).max())
+        return float(exposed_of_ranks(context, direction, micro_batch, routed).max())
     degree = len(micro_batch.ranks)
     total = 0.0
     if context.layout.tp > 1 or context.layout.ep > 1:
-        total += _modules_s(context, direction, micro_batch.ranks[0], micro_batch.num_padded_tokens / degree)
+        total += _modules_s(context, direction, micro_batch.ranks[0], micro_batch.num_padded_tokens / degree, routed)
     if degree > 1:
         load = loads_of(micro_batch).get(micro_batch.ranks) or Load(1, 1, 0.0)
         times = times_of(context, direction, shared_load_of(micro_batch, micro_batch.ranks, load))
@@ -48,14 +55,16 @@ def exposed_s(context: PlanningContext, direction: Direction, micro_batch: Micro
     return total
 
 
-def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch: MicroBatch) -> Floats:
+def exposed_of_ranks(
+    context: PlanningContext, direction: Direction, micro_batch: MicroBatch, routed: float | None = None
+) -> Floats:
     """The same of each rank of a micro-batch, in their order: float64 [ranks]. A pass takes as long as its slowest."""
     ranks = micro_batch.ranks
     if is_even(micro_batch):
-        return np.full(len(ranks), exposed_s(context, direction, micro_batch))
+        return np.full(len(ranks), exposed_s(context, direction, micro_batch, routed))
     total = np.zeros(len(ranks))
     if context.layout.tp > 1 or context.layout.ep > 1:
-        total += _modules_s(context, direction, ranks[0], token_counts(micro_batch))
+        total += _modules_s(context, direction, ranks[0], token_counts(micro_batch), routed)
     number = {rank: i for i, rank in enumerate(ranks)}
     local_s = np.zeros(len(ranks))
     cp_groups = []
@@ -71,7 +80,7 @@ def exposed_of_ranks(context: PlanningContext, direction: Direction, micro_batch
     return total
 
 
-def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any) -> Any:
+def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any, routed: float | None) -> Any:
     """Tensor and expert parallelism of a rank of the plane that has so many tokens, a number or an array."""
     layout, cluster, traffic = context.layout, context.cluster, context.traffic
     cost, passes, stage = direction
@@ -86,9 +95,10 @@ def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens
     if layout.ep > 1 and traffic.expert_bytes_per_token:
         first = rank // layout.ep * layout.ep
         peers = layout.world_ranks(stage, range(first, first + layout.ep))
-        total = total + 2 * cluster.all_to_all_s(tokens * traffic.expert_bytes_per_token, peers)
+        sent_bytes = (tokens if routed is None else routed) * traffic.expert_bytes_per_token
+        total = total + 2 * cluster.all_to_all_s(sent_bytes, peers, max(1, traffic.moe_layers))
         weights_s = cluster.all_to_all_s(traffic.expert_weight_bytes, peers) if traffic.expert_weight_bytes else 0.0
-        total = total + np.maximum(0.0, weights_s - cost.launch_s - cost.token_s * tokens)
+        total = total + np.maximum(0.0, weights_s - cost.launch_s - cost.linear_s * tokens)
     return total
 
 
@@ -152,20 +162,29 @@ def links_up(context: PlanningContext, stage: int) -> list[Link]:
 
 def gradient_sum_s(context: PlanningContext, stage: int) -> float:
     """Seconds of the gradient sum of a stage at the end of a step, the gathering of updated weights included."""
-    traffic, n = context.traffic, context.layout.dp_cp_size
-    if n == 1 or traffic.sharding == "parameters":
-        return 0.0
-    link = context.cluster.link_among(context.layout.world_ranks(stage, range(n)))
-    if traffic.sharding == "optimizer":
-        return link.all_gather_s(traffic.gradient_bytes / n, n) + link.all_gather_s(traffic.weight_bytes / n, n)
-    return link.all_reduce_s(traffic.gradient_bytes, n)
+    traffic, total = context.traffic, 0.0
+    for share, n, link in _sharers(context, stage) if traffic.sharding != "parameters" else ():
+        gradient_bytes, weight_bytes = share * traffic.gradient_bytes, share * traffic.weight_bytes
+        if traffic.sharding == "optimizer":
+            total += link.all_gather_s(gradient_bytes / n, n) + link.all_gather_s(weight_bytes / n, n)
+        else:
+            total += link.all_reduce_s(gradient_bytes, n)
+    return total
 
 
 def gathering_s(context: PlanningContext, passes: int) -> float:
     """Seconds of weights gathered (and gradients scattered in a backward, ``passes`` 2) in a pass with ZeRO 3."""
-    traffic, n = context.traffic, context.layout.dp_cp_size
-    if n == 1 or traffic.sharding != "parameters":
-        return 0.0
-    link = context.cluster.link_among(context.layout.world_ranks(0, range(n)))
-    total = link.all_gather_s(traffic.weight_bytes / n, n)
-    return total + (link.all_gather_s(traffic.gradient_bytes / n, n) if passes > 1 else 0.0)
+    traffic, total = context.traffic, 0.0
+    for share, n, link in _sharers(context, 0) if traffic.sharding == "parameters" else ():
+        total += link.all_gather_s(share * traffic.weight_bytes / n, n)
+        total += link.all_gather_s(share * traffic.gradient_bytes / n, n) if passes > 1 else 0.0
+    return total
+
+
+def _sharers(context: PlanningContext, stage: int) -> Iterator[tuple[float, int, Link]]:
+    """Shares of a rank's weights, how many ranks have the same ones, and the link among these, where others have."""
+    layout, experts = context.layout, context.traffic.expert_frac
+    for share, apart in ((1.0 - experts, 1), (experts, layout.ep)):
+        ranks = range(0, layout.dp_cp_size, apart)
+        if share and len(ranks) > 1:
+            yield share, len(ranks), context.cluster.link_among(layout.world_ranks(stage, ranks))

@@ -10,6 +10,9 @@
 A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
 
+Where ranks share experts, a rank holds what lies at experts (`MemoryCost.expert_bytes_per_token`) of the mean tokens of
+its round (`rounds`), whatever its own are: routing is taken to be even, and under ZeRO 3 all ranks to be one group.
+
 Of a shared micro-batch a rank holds the activations of its own tokens (`parts.tokens_of_ranks`), and K and V of the
 slices of whose CP group it is a member. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's
 share on its way.

@@ -8,6 +8,7 @@ from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, StepPlan
 from .memory_parts import Part
 from .offload import KEPT_LAYERS, layers_on_device
+from .rounds import rounds_of
 
 
 def kept_share(plan: StepPlan, number: int) -> float:
@@ -43,6 +44,9 @@ class Walk:
         self._layer_input = memory.activation_bytes_per_token / self._layers
         if not self._recomputes_all:
             self._layer_input = memory.input_bytes_per_token
+        self._at_experts = memory.expert_bytes_per_token / self._layers
+        shares = limits.in_step > 1 and self._at_experts > 0
+        self._rounds = rounds_of(plan, stage, limits.in_step) if shares else {}
         self._saves = memory.cut_saves_bytes_per_token / self._layers
         self._attention = memory.kv_bytes_per_token / self._layers
         is_last = stage == limits.num_stages - 1
@@ -122,6 +126,10 @@ class Walk:
         to backward; the part of a layer that is on its way from host memory while another one computes.
         """
         layer, layer_input = part.tokens * self._layer, part.tokens * self._layer_input
+        if self._rounds:
+            # The tokens at a rank's experts are those of the round of its forward, if that is kept.
+            brought = self._rounds[Op("B", number) if forward is None else Op("F", forward)]
+            layer += (brought.mean - part.tokens) * self._at_experts
         if part.saving:
             layer -= part.saving * self._saves
         if self._recomputes_all:

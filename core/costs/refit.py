@@ -49,18 +49,21 @@ _ROUNDS = 20
 
 
 def coefficients(costs: Costs) -> Floats:
-    """Launch, token and pair seconds forward, then backward, then ``update_s``: float64 [7]."""
-    passes = [(c.launch_s, c.token_s, c.pair_s) for c in (costs.forward, costs.backward)]
+    """Launch, token (with its experts) and pair seconds forward, then backward, then ``update_s``: float64 [7]."""
+    passes = [(c.launch_s, c.linear_s, c.pair_s) for c in (costs.forward, costs.backward)]
     return np.array([*passes[0], *passes[1], costs.update_s])
 
 
 def with_coefficients(costs: Costs, values: Floats) -> Costs:
-    """The same costs with other coefficients."""
-    forward, backward = (
-        PassCost(launch_s=float(row[0]), token_s=float(row[1]), pair_s=float(row[2]))
-        for row in values[:6].reshape(2, 3)
-    )
+    """The same costs with other coefficients. Experts keep their share of a token's seconds: steps do not show it."""
+    rows = zip((costs.forward, costs.backward), values[:6].reshape(2, 3).tolist(), strict=True)
+    forward, backward = (_pass_cost(own, *row) for own, row in rows)
     return costs.model_copy(update={"forward": forward, "backward": backward, "update_s": float(values[6])})
+
+
+def _pass_cost(own: PassCost, launch_s: float, token_s: float, pair_s: float) -> PassCost:
+    expert_s = token_s * own.expert_s / own.linear_s if own.expert_s else 0.0
+    return PassCost(launch_s=launch_s, token_s=token_s - expert_s, expert_s=expert_s, pair_s=pair_s)
 
 
 def rows_of(plan: StepPlan, recompute: bool) -> Floats:

@@ -40,11 +40,6 @@ class Shape(NamedTuple):
     experts: Experts | None = None
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of the matrices of one dense layer."""
-        return self.attention_weights + self.mlp_weights(self.ffn_hidden_size)
-
-    @property
     def attention_weights(self) -> int:
         """Weights of the projections of one layer."""
         return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
@@ -77,12 +72,33 @@ class Shape(NamedTuple):
         )
 
     def linear_values(self, tp: int = 1) -> float:
-        """Values per token and layer that go into the products with weights (QKV, output, MLP) and come out of them.
+        """Values per token and mean layer that go into the products with weights and come out of them.
 
-        Of ``tp`` tensor-parallel ranks each has a part, but for what enters and leaves a block.
+        Products are those of QKV, output, MLP and shared experts, not those of routed experts. Of ``tp``
+        tensor-parallel ranks each has a part, but for what enters and leaves a block.
         """
-        parts = 2 * self.query_size + 2 * self.kv_size + (2 + self.gated) * self.ffn_hidden_size
-        return 4 * self.hidden_size + parts / tp
+        moe, shared = self.moe_layers / self.num_layers, self.experts.shared_ffn_hidden_size if self.experts else 0
+        units = (1 - moe) * self.ffn_hidden_size + moe * shared
+        ends = 2 + 2 * (1 - moe) + 2 * moe * (shared > 0)
+        parts = 2 * self.query_size + 2 * self.kv_size + (2 + self.gated) * units
+        return ends * self.hidden_size + parts / tp
+
+    def mlp_values(self, ffn_hidden_size: int) -> int:
+        """Values per token that go into the products of a feed-forward block, or of one expert, and come out."""
+        return 2 * self.hidden_size + (2 + self.gated) * ffn_hidden_size
+
+    @property
+    def values_at_experts(self) -> int:
+        """The same of the experts to which a token is routed, in all layers."""
+        return self.experts.routed_per_token * self.mlp_values(self.experts.ffn_hidden_size) if self.experts else 0
+
+    @property
+    def values_beside_experts(self) -> int:
+        """The same of routers, which compute in float32 and hold scores and probabilities, and of shared experts."""
+        if not self.experts:
+            return 0
+        shared = self.experts.shared_ffn_hidden_size
+        return self.moe_layers * (2 * self.experts.num_experts + (self.mlp_values(shared) if shared else 0))
 
     @property
     def dense_weights(self) -> int:

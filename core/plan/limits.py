@@ -51,11 +51,13 @@ class MemoryCost(Frozen):
     """All layers together, while a replayed micro-batch runs backward; 0 means ``activation_bytes_per_token``."""
     kv_grad_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
     """All layers together: dK and dV of a cut sequence, kept from its first backward to its last. Like the
-    other two of `COUNTED` in no cost model (`core.planning.setting.stage_costs`)."""
+    others of `COUNTED` in no cost model (`core.planning.setting.stage_costs`)."""
     input_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
     """The input of one layer; a replayed micro-batch keeps that of its stage (the first stage has the token ids)."""
     deferred_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
     """All layers together, kept from a split backward to its W: inputs of linear layers, gradients of their outputs."""
+    expert_bytes_per_token: NonNegativeFloat = Field(default=0.0, exclude=True)
+    """All layers together: the part of a token's activations that lies at its experts, where ranks share these."""
     fit_error: float | None = None
     """Mean absolute relative error of predicted peaks over the plans that were measured."""
 
@@ -83,7 +85,7 @@ AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
 _SINGLE = ("head", "head_working", "working", "input")
 NOT_OF_ALL_LAYERS = frozenset({"pass_bytes", *(f"{name}_bytes_per_token" for name in _SINGLE)})
 """The fields whose bytes are those of one layer, or of the head."""
-COUNTED = frozenset({"kv_grad_bytes_per_token", "input_bytes_per_token", "deferred_bytes_per_token"})
+COUNTED = frozenset(f"{name}_bytes_per_token" for name in ("kv_grad", "input", "deferred", "expert"))
 """The fields that no cost model gives, since a recipe's shape and precision say them."""
 NO_MEMORY = MemoryCost()
 

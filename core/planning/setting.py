@@ -20,7 +20,7 @@ def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     costs = costs_of(recipe, cluster)
     measured = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
     shape, traffic = shape_of(recipe.model), traffic_of(recipe, layout)
-    head_frac = shape.hidden_size * shape.vocab_size / shape.weights
+    head_frac = shape.hidden_size * shape.vocab_size / shape.dense_weights
     of_stage = stage_costs(recipe, costs, layout)
     return PlanningContext(of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac)
 
@@ -50,20 +50,47 @@ def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cos
     shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
     if recipe.train.recompute:
         costs = costs.recomputed(shape.num_layers * shape.hidden_size * value_bytes)
-    costs = costs.of_stage(layout)
+    costs = _with_own_experts(recipe, costs.of_stage(layout), layout)
     deferred_bytes = _layers_per_stage(recipe, layout) * shape.linear_values(layout.tp) * value_bytes
+    expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.pp) if layout.ep > 1 else 0.0
+    whole_bytes = costs.memory.replay_bytes_per_token or costs.memory.activation_bytes_per_token
     return costs.holding(
+        expert_bytes_per_token=min(float(expert_bytes), whole_bytes),
         kv_grad_bytes_per_token=costs.memory.kv_bytes_per_token * _kv_grad_frac(recipe),
         input_bytes_per_token=float(shape.hidden_size * value_bytes),
         deferred_bytes_per_token=float(deferred_bytes),
     )
 
 
+def _with_own_experts(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
+    """Costs of a stage whose ranks have an ep-th of the experts each.
+
+    What data-parallel ranks divide is the same on each for any ep, as so many more of them have the same experts.
+    """
+    if layout.ep == 1 or (shape := shape_of(recipe.model)).experts is None:
+        return costs
+    traits, memory, parts = traits_of(recipe), costs.memory, layout.tp * layout.pp
+    elsewhere = shape.expert_weights * (1.0 - 1.0 / layout.ep)
+    own, states = shape.parameters - elsewhere, traits.states
+    less_gathered = states.gathered_bytes(shape.parameters) - states.gathered_bytes(own)
+    update = 1.0 if traits.sharding != "none" else own / shape.parameters
+    of_others = {
+        "fixed_bytes": (states.fixed - states.sharded) * elsewhere,
+        "gradient_bytes": states.late * elsewhere,
+        "gathered_bytes": less_gathered,
+        "update_bytes": memory.update_bytes * parts * elsewhere / shape.parameters,
+    }
+    less = {name: max(0.0, getattr(memory, name) - each / parts) for name, each in of_others.items()}
+    return costs.holding(**less).model_copy(update={"update_s": costs.update_s * update})
+
+
 def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
     """What one stage of one tensor-parallel rank moves under the recipe's trainer."""
     shape, value_bytes = shape_of(recipe.model), VALUE_BYTES[recipe.train.dtype]
     layers = _layers_per_stage(recipe, layout)
-    weights = shape.parameters / (layout.tp * layout.pp)
+    experts = shape.expert_weights / layout.ep
+    weights = (shape.parameters - shape.expert_weights + experts) / (layout.tp * layout.pp)
+    routed = shape.experts.routed_per_token if shape.experts and layout.ep > 1 else 0
     attention = layers * value_bytes / layout.tp
     traits = traits_of(recipe)
     return Traffic(
@@ -75,6 +102,9 @@ def traffic_of(recipe: Recipe, layout: Layout) -> Traffic:
         heads=heads_of(recipe.model) // layout.tp,
         gradient_bytes=weights * traits.summed_bytes,
         weight_bytes=weights * value_bytes,
+        expert_frac=experts / (layout.tp * layout.pp) / weights,
+        expert_bytes_per_token=routed * shape.hidden_size * value_bytes / layout.pp,
+        moe_layers=-(-shape.moe_layers // layout.pp),
         sharding=traits.sharding,
         overlap_gradients=traits.overlaps_gradients,
         waits_for_sends=traits.waits_for_sends,

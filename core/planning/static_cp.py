@@ -2,8 +2,8 @@
 
 This is what trainers do by themselves, and what a planner that places work on single ranks amounts to there: a group is
 planned as one rank that computes cp times as fast and holds cp times as many tokens, then each of its ranks gets its
-share. What the sharing costs is said in `costs.exposed`; an all-to-all, which nothing hides and which grows with the
-tokens alone, counts as linear work of a group. One degree for all; `mesh` chooses one for each.
+share. What the sharing costs is said in `costs.exposed`; all-to-alls (to experts and back, too), which nothing hides
+and which grow with the tokens alone, count as linear work of a group. One degree for all; `mesh` chooses one for each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningC
     max_tokens, memory = limits.max_tokens * layout.cp, limits.memory.folded(layout)
     in_step = _groups_in_step(limits.in_step, layout)
     folded = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory, in_step=in_step)
-    ranks = Layout(layout.tp, layout.pp, 1, layout.ep, layout.dp)
+    ranks = Layout(layout.tp, layout.pp, 1, _groups_in_step(layout.ep, layout), layout.dp)
     # Each rank of a group hands over its own share, on the link of its own place.
-    traffic = replace(context.traffic, state_bytes_per_token=context.traffic.state_bytes_per_token / layout.cp)
+    state_bytes = context.traffic.state_bytes_per_token / layout.cp
+    traffic = replace(context.traffic, state_bytes_per_token=state_bytes, expert_bytes_per_token=0.0)
     nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
     return folded, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
 
@@ -78,18 +79,28 @@ def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
 
 
 def _shared(context: PlanningContext) -> Costs:
-    costs, moves, share = context.costs, _all_to_all(context), 1.0 / context.layout.cp
+    costs, moves, share = context.costs, _all_to_alls(context), 1.0 / context.layout.cp
     forward, backward = (cost.scaled(share, 1.0).plus(moves) for cost in (costs.forward, costs.backward))
     memory = costs.memory.folded(context.layout)
-    return costs.model_copy(update={"forward": forward, "backward": backward, "memory": memory})
+    ep = _groups_in_step(context.layout.ep, context.layout)
+    return costs.model_copy(update={"forward": forward, "backward": backward, "memory": memory, "ep": ep})
 
 
-def _all_to_all(context: PlanningContext) -> PassCost:
-    """What the ranks of a group exchange in a pass of either direction, where they share heads."""
-    traffic, cluster, layout = context.traffic, context.cluster, context.layout
-    if traffic.cp_comm != "all_to_all":
-        return PassCost(token_s=0.0)
-    peers = layout.world_ranks(0, range(layout.cp))
-    token_bytes = (2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token) / layout.cp
-    launch_s = cluster.all_to_all_s(0.0, peers)
-    return PassCost(launch_s=launch_s, token_s=cluster.all_to_all_s(token_bytes, peers) - launch_s)
+def _all_to_alls(context: PlanningContext) -> PassCost:
+    """What the ranks of a group exchange in a pass of either direction: heads where they share these, and tokens that
+    go to experts and back."""
+    traffic, layout = context.traffic, context.layout
+    moves = PassCost(token_s=0.0)
+    if traffic.cp_comm == "all_to_all":
+        token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
+        moves = moves.plus(_all_to_all(context, layout.cp, token_bytes / layout.cp, 1))
+    if layout.ep > 1 and traffic.expert_bytes_per_token:
+        token_bytes = 2 * traffic.expert_bytes_per_token / layout.cp
+        moves = moves.plus(_all_to_all(context, layout.ep, token_bytes, 2 * max(1, traffic.moe_layers)))
+    return moves
+
+
+def _all_to_all(context: PlanningContext, ranks: int, token_bytes: float, calls: int) -> PassCost:
+    peers = context.layout.world_ranks(0, range(ranks))
+    launch_s = context.cluster.all_to_all_s(0.0, peers, calls)
+    return PassCost(launch_s=launch_s, token_s=context.cluster.all_to_all_s(token_bytes, peers, calls) - launch_s)

@@ -32,8 +32,10 @@ class Event(NamedTuple):
     ranks: tuple[int, ...]
     start_s: float
     end_s: float
+    slowest_s: float
+    """When the last of the passes that run together with it ends."""
     free_s: float
-    """When its ranks go on: later than ``end_s`` where they wait for a send or for slower ranks."""
+    """When its ranks go on: later than ``slowest_s`` where they wait for a send."""
 
 
 Stuck = tuple[int, int, Op]
@@ -111,7 +113,7 @@ def _walk(
                 at[stage][r] += 1
                 ready.append((stage, r))
             left -= len(members)
-            yield Event(stage, other, members, start, start + each[other], goes_on)
+            yield Event(stage, other, members, start, start + each[other], end, goes_on)
     stuck += [
         (stage, rank, row[at[stage][rank]])
         for stage, rows in enumerate(orders if left else ())
@@ -191,5 +193,5 @@ def _rounds(plan: StepPlan, seconds: SecondsOf) -> Iterator[Event]:
         each = [seconds(0, op) for op in passes]
         after = now + max(each)
         for rank, (op, taken) in enumerate(zip(passes, each, strict=True)):
-            yield Event(0, op, (rank,), now, now + taken, after)
+            yield Event(0, op, (rank,), now, now + taken, after, after)
         now = after

@@ -1,9 +1,10 @@
 """What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
 
-Costs are those of a mean stage; the last one has the output layer, which the others have not. What runs is what the
-program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no slice. Ranks of a
-micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved: then each has its own
-seconds, and the pass takes as long as the slowest.
+Costs are those of a mean stage, experts among them; the last one has the output layer, which the others have not. What
+runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no
+slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved:
+then each has its own seconds, and the pass takes as long as the slowest. Where ranks share experts, each pass has the
+seconds of its round at them beside its own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from ..costs.costs import Costs, is_even, rank_works
 from ..costs.exposed import exposed_of_ranks, exposed_s, gathering_s, links_up, offload_s
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
+from ..costs.rounds import rounds_of
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
 from ..plan.token_layout import token_counts, tokens_of_ranks
-from .predict import busy_seconds, kv_seconds, layers_again, own_costs, pass_seconds, rank_seconds
+from .predict import (
+    beside_shared_experts,
+    busy_seconds,
+    expert_seconds,
+    kv_seconds,
+    layers_again,
+    own_costs,
+    pass_seconds,
+    rank_seconds,
+)
 
 Part = Literal["R", "F", "B", "W", "C"]
 _Seconds = dict[PassKind, list[float]]
@@ -45,7 +56,8 @@ class PassTimes:
 
     def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
         self._plan, self._at = plan, context
-        self._costs = own_costs(plan, context.costs)
+        full = own_costs(plan, context.costs)
+        self._costs, self._expert_s = beside_shared_experts(full), expert_seconds(plan, full)
         self._heads = _head_of_stages(context, plan.limits.num_stages)
         self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
         self._replayed = frozenset() if self._costs.recompute else frozenset(plan.replayed)
@@ -56,10 +68,12 @@ class PassTimes:
         self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
         backwards = range(len(plan.passes("B")))
         self._whole_again = frozenset(backwards if self._costs.recompute else plan.replayed)
+        self._expert_again_s = full.forward.expert_s * full.expert_imbalance
+        self._add_experts()
         self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
         layout, traffic = context.layout, context.traffic
-        experts = layout.ep > 1 and traffic.expert_bytes_per_token > 0
-        self._moves = layout.tp > 1 or plan.shared or experts or any(plan.offload)
+        self._routes = layout.ep > 1 and traffic.expert_bytes_per_token > 0
+        self._moves = layout.tp > 1 or plan.shared or self._routes or any(plan.offload)
         self._gathers = {k: gathering_s(context, n) for k, n in (("F", 1), ("B", 2))}
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
@@ -119,6 +133,16 @@ class PassTimes:
             rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
         return rows
 
+    def _add_experts(self) -> None:
+        """What the rounds of shared experts take, onto what passes take by themselves."""
+        for stage, expert_s in enumerate(self._expert_s if any(self._expert_s) else ()):
+            # Stages may have their numbers in common.
+            self.compute[stage] = {kind: list(row) for kind, row in self.compute[stage].items()}
+            for op, seconds in expert_s.items():
+                self.compute[stage][op.kind][op.micro_batch] += seconds
+                if op in self._of_ranks:
+                    self._of_ranks[op][stage] = self._of_ranks[op][stage] + seconds
+
     def seconds(self, stage: int, op: Op) -> float:
         """Compute and exposed communication of a pass, on the rank for which they are most."""
         if op in self._of_ranks:
@@ -142,12 +166,27 @@ class PassTimes:
         """Forward that runs again inside a pass: a number where its ranks have equal work, else float64 [ranks]."""
         if op.kind != "B":
             return 0.0
-        costs, micro_batch, again_s = self._costs, self._plan.passes("B")[op.micro_batch], 0.0
+        costs, micro_batch = self._costs, self._plan.passes("B")[op.micro_batch]
+        again_s: Any = self._experts_again_s(stage, op)
         if op.micro_batch in self._whole_again:
             forward_s = costs.micro_batch_s(micro_batch) if is_even(micro_batch) else costs.rank_s(micro_batch)
-            again_s = forward_s[0] + self._heads[stage] * costs.forward.token_s * _tokens_of(micro_batch)
+            again_s = again_s + forward_s[0] + self._heads[stage] * costs.forward.token_s * _tokens_of(micro_batch)
         share = self._layers_again[stage].get(op.micro_batch, 0.0)
         return again_s + share * _layers_of(micro_batch, self._at, costs) if share else again_s
+
+    def _experts_again_s(self, stage: int, op: Op) -> float:
+        """The part of the same that the pass's round has at shared experts."""
+        if op not in self._expert_s[stage]:
+            return 0.0
+        forwards = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
+        return forwards * self._expert_again_s * rounds_of(self._plan, stage, self._costs.ep)[op].mean
+
+    def _routed(self, stage: int, op: Op) -> float | None:
+        """Tokens of the rank of the pass's round that sends or receives most; None where experts are nobody's."""
+        if not self._routes:
+            return None
+        brought = rounds_of(self._plan, stage, self._at.layout.ep)[op]
+        return max(brought.most, self._costs.expert_imbalance * brought.mean)
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
@@ -202,7 +241,7 @@ class PassTimes:
         if key not in self._known:
             at, total = self._at, self._gathers[op.kind]
             for direction, share in self._directions(stage, op):
-                total += share * exposed_s(at, direction, micro_batch)
+                total += share * exposed_s(at, direction, micro_batch, self._routed(stage, op))
             if self._plan.offload:
                 total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
             self._known[key] = total
@@ -215,7 +254,7 @@ class PassTimes:
             runs = self._runs(stage, op) is not None
             exposed = np.full_like(compute_s, self._gathers[op.kind] if runs else 0.0)
             for direction, share in self._directions(stage, op) if runs else ():
-                exposed += share * exposed_of_ranks(at, direction, micro_batch)
+                exposed += share * exposed_of_ranks(at, direction, micro_batch, self._routed(stage, op))
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
             again = np.zeros_like(compute_s) + self._again_s(stage, op)

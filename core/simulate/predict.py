@@ -13,6 +13,7 @@ import numpy as np
 
 from ..aliases import Floats
 from ..costs.costs import Costs, is_even, rank_works
+from ..costs.rounds import rounds_of
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, PassKind, StepPlan
@@ -40,6 +41,7 @@ def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
     Stages are alike here: where they recompute different layers, or run less of a forward, each is taken to run the
     mean of them.
     """
+    together, costs = expert_seconds(plan, costs), beside_shared_experts(costs)
     forward, backward = map(list, pass_seconds(plan, costs))
     stages = plan.limits.num_stages
     for stage in range(stages) if plan.recompute else ():
@@ -50,9 +52,14 @@ def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
         forward[i] += (float(row.max()) - forward[i]) / stages
         if (op := Op("F", i)) in of_ranks:
             of_ranks[op] = of_ranks[op] + (row - of_ranks[op]) / stages
+    for of_stage in together:
+        for op, seconds_s in of_stage.items():
+            (forward if op.kind == "F" else backward)[op.micro_batch] += seconds_s / stages
+            if op in of_ranks:
+                of_ranks[op] = of_ranks[op] + seconds_s / stages
     busy = busy_seconds(plan, (forward, backward), of_ranks)
     limits = plan.limits
-    if limits.num_stages == 1 and not limits.all_in_step and all(len(m.ranks) == 1 for m in plan.micro_batches):
+    if limits.num_stages == limits.in_step == 1 and all(len(m.ranks) == 1 for m in plan.micro_batches):
         return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
     # A backward and its weight gradients are one pass here, whenever the latter run.
     seconds = {"F": forward, "B": backward, "W": [0.0] * len(backward)}
@@ -89,6 +96,33 @@ def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Floa
         elif i not in plan.kept:
             works = rank_works(runs).values()
             result[i] = np.array([costs.forward.launch_s + costs.layers_of(work, head_frac) for work in works])
+    return result
+
+
+def beside_shared_experts(costs: Costs) -> Costs:
+    """The same without what the ranks of a group have at the experts that they share: `expert_seconds` says that."""
+    return costs.at_experts(0.0) if costs.ep > 1 else costs
+
+
+def expert_seconds(plan: StepPlan, costs: Costs) -> list[dict[Op, float]]:
+    """What the busiest rank of a group has at shared experts in each pass of each stage, replays included.
+
+    Nothing where no experts are shared; else of every forward and backward.
+    """
+    costs, replayed = own_costs(plan, costs), frozenset(plan.replayed)
+    if costs.ep == 1 or not costs.both.expert_s:
+        return [{} for _ in range(plan.limits.num_stages)]
+    result = []
+    for stage in range(plan.limits.num_stages):
+        again = layers_again(plan, stage)
+        seconds = {}
+        for op, brought in rounds_of(plan, stage, costs.ep).items():
+            token_s = costs.forward.expert_s
+            if op.kind == "B":
+                forwards = (op.micro_batch in replayed and not costs.recompute) + again.get(op.micro_batch, 0.0)
+                token_s = costs.backward.expert_s + token_s * forwards
+            seconds[op] = token_s * costs.expert_imbalance * brought.mean
+        result.append(seconds)
     return result
 
 

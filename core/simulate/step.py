@@ -98,11 +98,11 @@ def simulate(plan: StepPlan, context: PlanningContext, *, record: bool = True) -
     spans: list[Span] = []
     waits = context.traffic.waits_for_sends and plan.in_host_schedule
     for event in play(plan, work.seconds, work.hand_over, waits=waits):
-        stage, op, ranks, start_s, end_s, free_s = event
+        stage, op, ranks, start_s, _, slowest_s, free_s = event
         for rank in ranks:
             free[stage][rank] = free_s
             if work.talks or waits:
-                exposed[stage, rank] += work.exposed_s(stage, op, rank) + (free_s - end_s if waits else 0.0)
+                exposed[stage, rank] += work.exposed_s(stage, op, rank) + (free_s - slowest_s if waits else 0.0)
             if record:
                 spans += _spans_of(event, rank, work.parts(stage, op, rank))
         if op.kind == "B":

@@ -131,15 +131,17 @@ class MegatronHost(Host):
     def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp, host_schedule=plan.in_host_schedule)
         reduction = Reduction(self.ddp, plan, clock)
+        routing = StepRouting(plan.lengths, record=self.records_routes)
+        self.routes = {} if routing.routes is None else routing.routes
         forward = Forward(reduction, books=self._last and self.tp_rank == 0)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         if runs_stock(plan):
-            batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device)
+            batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device, routing=routing)
             executed = run_stock(self.ddp, batches, forward, reduction, mark, clock)
         else:
-            executed = self._run_program(plan, tokens_of, forward, reduction, mark, clock)
+            executed = self._run_program(plan, tokens_of, routing, forward, reduction, mark, clock)
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
         loss = loss_sum / max(1, num_targets)
         return StepResult(
@@ -147,12 +149,19 @@ class MegatronHost(Host):
         )
 
     def _run_program(
-        self, plan: StepPlan, tokens_of: TokensOf, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        routing: StepRouting,
+        forward: Forward,
+        reduction: Reduction,
+        mark: Mark,
+        clock: BusyClock,
     ) -> list[Slice]:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
-        plane, routing = self._plane_of(plan), StepRouting(plan.lengths)
+        plane = self._plane_of(plan)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
             pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane)

@@ -19,6 +19,7 @@ fill the time that it takes. A millisecond, once `cost_table` has its table; tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -49,7 +50,10 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     """
     if not len(lengths):
         return 0.0
-    costs, ranks, cuts = context.costs, limits.num_ranks, not limits.whole_sequences
+    linear, ranks, cuts = context.costs.both.linear_s, limits.num_ranks, not limits.whole_sequences
+    # The rank of a sequence may have an ep-th of the sequence's parts at experts.
+    costs = context.costs.at_experts(1.0 / context.costs.ep)
+    context = replace(context, costs=costs) if costs.ep > 1 else context
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
     cap, total = float(limits.max_tokens), float(lengths.sum())
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
@@ -58,11 +62,10 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
     beside_s = launches_s if limits.in_step > 1 else cost_table.launch_s
 
-    linear = costs.forward.token_s + costs.backward.token_s
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
-    elsewhere, held = linear if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    elsewhere, held = costs.both.linear_s if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
     areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held)
     rest = float(alone[~long].sum())
 

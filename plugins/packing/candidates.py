@@ -100,7 +100,7 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
     own = cost_s > cost_s.sum() / limits.num_ranks
     # Outliers have ranks of their own; the mean is that of the others.
     mean_s = float(cost_s[~own].sum()) / max(1, limits.num_ranks - int(own.sum()))
-    token_s = costs.forward.token_s + costs.backward.token_s
+    token_s = costs.forward.linear_s + costs.backward.linear_s
     fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
     if token_s:
         fewest = max(fewest, min(2 * fewest, int(np.ceil(mean_s / (token_s * limits.max_tokens)))))

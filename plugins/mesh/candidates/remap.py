@@ -31,7 +31,7 @@ def remapped(lengths: Ints, numbers: Ints, shares: SequenceCosts, cost_table: Co
     total = int(lengths[numbers].sum())
     if not limits.num_ranks <= total <= limits.num_ranks * limits.max_tokens:
         return None
-    token_s = costs.forward.token_s + costs.backward.token_s
+    token_s = costs.forward.linear_s + costs.backward.linear_s
     linear = token_s * lengths[:, None] / shares.degrees
     by_kind = replace(shares, forward=shares.seconds - linear, backward=linear)  # infinite where it was
     assignment = placed(by_kind, numbers, Frame(limits.num_ranks, cost_table.node, _ANY))
