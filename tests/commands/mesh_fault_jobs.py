@@ -1,4 +1,4 @@
-"""Jobs of three ranks that share micro-batches, each with a fault in the middle of a ring.
+"""Jobs of three ranks that share micro-batches or experts, each with a fault in the middle of a ring or an all-to-all.
 
 mesh_fault_jobs.py FOLDER CASE ...   runs each case by itself; FOLDER/CASE.json tells how its ranks ended.
 
@@ -49,6 +49,33 @@ def the_plan() -> StepPlan:
     return check(StepPlan(as_lengths(LENGTHS), micro_batches, Limits(RANKS, 1 << 20)))
 
 
+def plan_of_experts() -> StepPlan:
+    """A micro-batch of its own for each rank, and a second one, in step."""
+    pieces = [Slice(i % 4, 0, LENGTHS[i % 4]) for i in range(4)]
+    batches = [MicroBatch((piece,), (rank,)) for piece, rank in zip(pieces, (0, 1, 2, 0), strict=True)]
+    batches += [MicroBatch((), (rank,)) for rank in (1, 2)]
+    return check(StepPlan(as_lengths(LENGTHS), tuple(batches), Limits(RANKS, 1 << 20, in_step=RANKS)))
+
+
+def at_all_to_all(number: int, act: Callable[[], None]) -> None:
+    """The rank does something else first when it is about to run its ``number``-th all-to-all from here on."""
+    exchange, exchanges = dist.all_to_all_single, [0]
+
+    def exchanging(*arguments: Any, **named: Any) -> Any:
+        exchanges[0] += 1
+        if exchanges[0] == number:
+            act()
+        return exchange(*arguments, **named)
+
+    dist.all_to_all_single = exchanging
+
+
+def killed() -> None:
+    """Long enough after its last mark that a heartbeat has told it."""
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def at_hop(number: int, act: Callable[[], None]) -> None:
     """The rank does something else first when it is about to post the ``number``-th messages from here on."""
     post, posts = Plane.post, [0]
@@ -93,23 +120,38 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow": slowed,
     "other order": reordered,
     "other plan": lambda: None,
+    "experts hung": lambda: at_all_to_all(5, lambda: time.sleep(1000)),
+    "experts killed": lambda: at_all_to_all(5, killed),
+    "experts other plan": lambda: None,
 }
 
 
 def work(case: str) -> None:
     rank = dist.get_rank()
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 96}
-    recipe = parse({"trainer": "megatron", "model": model, "train": {"dtype": "fp64", "seed": 7}})
+    experts = case.startswith("experts")
+    if experts:
+        model |= {"family": "mixtral", "moe": {"num_experts": 6, "topk": 2}}
+    recipe = parse(
+        {
+            "trainer": "megatron",
+            "model": model,
+            "parallel": {"ep": RANKS if experts else 1},
+            "train": {"dtype": "fp64", "seed": 7},
+        }
+    )
     samples = [np.random.default_rng(i).integers(0, 96, n) for i, n in enumerate(LENGTHS)]
     host = open_host(recipe, init_world())
-    plan = the_plan()
+    plan = plan_of_experts() if experts else the_plan()
     good, _ = host.gradients(plan, samples.__getitem__)  # undisturbed: the groups are there then, all are in step
     if rank == VICTIM:
         FAULTS[case]()
+        if case == "experts other plan":
+            plan = plan.revised(recompute=((1,) * len(plan.micro_batches),))
         if case == "other plan":
             order = plan.micro_batches
             plan = replace(plan, micro_batches=(order[0], order[3], order[2], order[1]))
-    stuck_s = 3.0 if case == "hung" else 60.0
+    stuck_s = 3.0 if case.endswith("hung") else 60.0
     with Watchdog(gone_s=4.0, stuck_s=stuck_s, every_s=0.2) as dog:
         result = host.train_step(plan, samples.__getitem__, lr=1e-3, mark=dog.at)
     print(json.dumps([[r.loss, r.grad_norm] for r in (good, result)]), flush=True)

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-CASES = ("slow", "hung", "other order", "other plan")
+CASES = ("slow", "hung", "other order", "other plan", "experts hung", "experts killed", "experts other plan")
 
 
 class Ended(NamedTuple):
@@ -73,3 +73,26 @@ def test_ranks_that_disagree_about_what_comes_next_end_with_what_each_runs(
     assert ended.codes == [1, 1, 1], ended
     assert "ranks that share a micro-batch run different passes" in ended.message
     assert "rank 1: " in ended.message
+
+
+def test_a_rank_that_hangs_in_an_all_to_all_of_experts_is_named_with_its_layer(job: Callable[[str], Ended]) -> None:
+    ended = job("experts hung")
+    assert ended.codes == [1, 1, 1], ended
+    assert "rank 1 of 3" in ended.message
+    assert "experts of layer 1'" in ended.message
+    assert "time.sleep(1000)" in ended.message
+
+
+def test_a_rank_that_is_killed_in_an_all_to_all_of_experts_is_named_with_its_layer(job: Callable[[str], Ended]) -> None:
+    ended = job("experts killed")
+    assert ended.codes[1] == -9, ended
+    assert {ended.codes[0], ended.codes[2]} == {1}, ended
+    assert "rank 1 of 3" in ended.message
+    assert "experts of layer 1'" in ended.message
+
+
+def test_ranks_that_share_experts_and_run_unlike_plans_end_before_a_token_moves(job: Callable[[str], Ended]) -> None:
+    ended = job("experts other plan")
+    assert ended.codes == [1, 1, 1], ended
+    assert "ranks that share experts run different passes" in ended.message
+    assert "rank 1 runs pass 0 of plan" in ended.message
