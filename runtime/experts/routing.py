@@ -61,13 +61,15 @@ class StepRouting:
     """The routing of one step on one rank: what all layers and passes of it have in common.
 
     ``record``: keep the experts to which tokens go, so that another model can send its tokens there, too.
+    ``weights``: for a loop whose losses are sums, what the z-loss of a token counts, and the loss of a sequence for
+    each of its tokens. None: both losses are means times the number of targets.
     """
 
-    def __init__(self, lengths: Lengths, *, record: bool = False) -> None:
-        self._lengths = lengths
+    def __init__(self, lengths: Lengths, *, record: bool = False, weights: tuple[float, float] | None = None) -> None:
+        self._lengths, self._weights = lengths, weights
         self.routes: Routes | None = {} if record else None
         targets = count_targets(lengths)
-        self.per_token = targets / max(1, int(lengths.sum()))
+        self.per_token = targets / max(1, int(lengths.sum())) if weights is None else weights[0]
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
         self._choices: Routes = {}
@@ -109,7 +111,8 @@ class StepRouting:
         gradient_TE = torch.zeros(pack.num_padded_tokens, num_experts, dtype=torch.float64, device=pack.tokens_T.device)
         for piece, first in zip(pack.slices, pack.segments, strict=False):
             length = int(self._lengths[piece.sequence])
-            factor = coefficient * self.per_sequence * num_experts / (topk * length * length)
+            weight = self.per_sequence if self._weights is None else self._weights[1] * length
+            factor = coefficient * weight * num_experts / (topk * length * length)
             counts_E = self._complete_counts(routed, piece.sequence)
             gradient_TE[first : first + piece.length] = counts_E.double() * factor
         return gradient_TE

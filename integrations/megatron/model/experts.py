@@ -110,6 +110,10 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
         if self.enable_expert_bias:
             self.local_tokens_per_expert += (chosen_TE & is_token(self.pack)[:, None]).sum(dim=0)
 
+    def _shares(self, scores_TE: Tensor) -> Tensor:
+        """The scores of a token over their sum."""
+        return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+
     def _with_losses(self, probs_TE: Tensor, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """The probabilities, from which the backward of the losses starts, too."""
         if self.config.moe_z_loss_coeff:
@@ -117,7 +121,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
         sequence, batch = self.get_aux_loss_coeff(SEQUENCE_LOSS), self.get_aux_loss_coeff(BATCH_LOSS)
         if not sequence and not batch:
             return probs_TE
-        shares_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        shares_TE = self._shares(scores_TE)
         choices_TK = shares_TE.topk(self.topk, dim=-1).indices
         routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts)
         if sequence:

@@ -18,8 +18,10 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.routing import StepRouting
 from ..model.attention import PlannedSeqParams, seq_params
 from ..model.rope import TokenRope
+from .experts import routing_packs
 from .samples import UserPack, one_batch
 from .supported import refuse_loss
 
@@ -32,10 +34,14 @@ class UserStep:
     Args:
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
+        routing: what routers know of the step, in a model that has some.
     """
 
-    def __init__(self, function: UserFunction, gpt: Any, *, by_token: bool, checks: bool) -> None:
+    def __init__(
+        self, function: UserFunction, gpt: Any, *, by_token: bool, checks: bool, routing: StepRouting | None = None
+    ) -> None:
         self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
+        self._routing = routing
         self._signature = inspect.signature(gpt.forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
@@ -49,11 +55,14 @@ class UserStep:
             undo.callback(self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
             if rope is not None and self._by_token and not isinstance(rope, TokenRope):
                 undo.enter_context(with_attributes(self._gpt, rotary_pos_emb=TokenRope(rope)))
+            if self._routing is not None:
+                undo.enter_context(routing_packs(self._gpt))
             yield
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         """(output, loss function) of the user's function for a pack."""
-        self._params = seq_params(packed.pack) if self._by_token else by_borders(packed.pack)
+        pack, routing = packed.pack, self._routing
+        self._params = seq_params(pack, routing=routing) if self._by_token else by_borders(pack, routing)
         output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed.fields["loss_mask"])
 
@@ -82,11 +91,12 @@ class UserStep:
         return checked
 
 
-def by_borders(pack: Pack) -> PlannedSeqParams:
+def by_borders(pack: Pack, routing: StepRouting | None = None) -> PlannedSeqParams:
     """Megatron's parameters of a pack of whole samples with a document per sample.
 
     ``max_seqlen`` is the longest sample and nothing else: where it equals the number of tokens, Megatron's rotary
     embeddings run on across borders (measured: 3e-9 in the gradients of a float64 step, since they are relative). The
     longest of several samples is always shorter than all of them together.
     """
-    return seq_params(pack, pack.cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments)))
+    longest = max(end - first for first, end in pairwise(pack.segments))
+    return seq_params(pack, pack.cu_seqlens_padded, longest, routing=routing)

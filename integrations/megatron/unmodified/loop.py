@@ -30,6 +30,7 @@ from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
@@ -40,12 +41,14 @@ from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
+from .experts import refuse_routers
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -124,6 +127,7 @@ class PlannedSteps:
         gpt, config = bare_model(chunk), get_model_config(chunk)
         if first := gpt not in self._loops:
             warn_of_dropout(config)
+            refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
         loop = self._loops[gpt]
@@ -134,7 +138,8 @@ class PlannedSteps:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
-        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first)
+        routing = _routing(plan, config, len(batches[0]["tokens"])) if config.num_moe_experts else None
+        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing)
         if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
@@ -242,6 +247,13 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) 
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
     return _Loop(chain, not borders, only_stock)
+
+
+def _routing(plan: StepPlan, config: Any, micro_batch_size: int) -> StepRouting:
+    """With the weights that Megatron gives the losses of routers: its balance loss of sequences is a mean over those of
+    a micro-batch, weighed by the tokens of one of them."""
+    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1)))
+    return StepRouting(plan.lengths, weights=(scale, scale / micro_batch_size))
 
 
 def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:

@@ -142,6 +142,8 @@ def with_dummies(plan: StepPlan) -> StepPlan:
             plan,
             micro_batches=plan.micro_batches + dummies,
             backward=plan.backward and plan.backward + dummies,
+            # Dummies of a rank are all alike: none could be told from those that the plan has of its own.
+            replayed=(*plan.replayed, *backward) if plan.backward else plan.replayed,
             order=tuple((*front, *row) for row in rows),
             recompute=tuple((*row, *(0 for _ in dummies)) for row in plan.recompute),
             offload=plan.offload and (*plan.offload, *(0.0 for _ in dummies)),

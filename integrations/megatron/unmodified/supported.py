@@ -21,6 +21,7 @@ from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ..model.attention import PackedCoreAttention, _refuse_unsupported
 from ..model.rope import TokenRope
+from .experts import recipe_of_experts, rules_of_experts
 
 log = logging.getLogger("evenload")
 
@@ -202,11 +203,12 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
     return recipe.changed(
         {
             "trainer": "megatron",
-            "parallel": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+            "parallel": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp},
             "train.dtype": dtypes.get(config.params_dtype, "bf16"),
             "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
             "model": {
                 "family": "llama" if config.gated_linear_unit else "gpt",
+                **(recipe_of_experts(config) if config.num_moe_experts else {}),
                 "num_layers": config.num_layers,
                 "hidden_size": config.hidden_size,
                 "ffn_hidden_size": config.ffn_hidden_size,
@@ -223,12 +225,12 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     settings = (
         ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
         ("virtual_pipeline_model_parallel_size", None, "the interleaved pipeline schedule is not planned for"),
-        ("num_moe_experts", None, "auxiliary losses of experts are averages over a micro-batch"),
         ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
         ("multi_latent_attention", False, "packed latent attention is not checked"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
+    yield from rules_of_experts(config)
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do

@@ -23,6 +23,7 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan.rounds import in_rounds
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.plane import leave_groups
@@ -32,6 +33,7 @@ from evenload.integrations.megatron.unmodified.forward_step import UserStep
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -60,11 +62,20 @@ def _norm_in_shares(cls: type, config: Any, *rest: Any, **named: Any) -> Any:
 _plain_norm = WrappedTorchNorm.__new__
 
 
+def words(index: int) -> Any:
+    """Tokens of a whole sample."""
+    length = importlib.import_module("user_script").SEQ_LENGTH
+    return torch.randint(1, 128, (length,), generator=torch.Generator().manual_seed(index))
+
+
 @contextmanager
-def user_loop(tp: int = 1, pp: int = 1, overlap: bool = False, frozen: str = "", **config: Any) -> Iterator[Loop]:
+def user_loop(
+    tp: int = 1, pp: int = 1, ep: int = 1, overlap: bool = False, frozen: str = "", full: bool = False, **config: Any
+) -> Iterator[Loop]:
     """The script's model on a layout of its own.
 
     Args:
+        full: no sample is padded.
         frozen: weights whose name holds this need no gradient; "": all do.
         config: changes fields of its TransformerConfig.
     """
@@ -73,7 +84,14 @@ def user_loop(tp: int = 1, pp: int = 1, overlap: bool = False, frozen: str = "",
     spec.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
-        parallel_state.initialize_model_parallel(tp, pp)
+        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        if full:
+            padded = script.sample
+            whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
+            script.sample = lambda index: {**padded(index), **whole, "tokens": words(index), "labels": words(index + 1)}
+        if experts := config.get("num_moe_experts"):
+            config |= {"expert_model_parallel_size": ep, "add_bias_linear": False, "bias_activation_fusion": False}
+            script.get_gpt_layer_local_spec = lambda: get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
         make, make_model = script.TransformerConfig, script.GPTModel
 
         def partly_frozen(**fields: Any) -> Any:
@@ -119,6 +137,11 @@ class Loop:
         )
         trained = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
         gradients = {name: p.main_grad.clone() for name, p in trained.items()}
+        # What finalize has made of the bias of experts.
+        biases = {name: b.clone() for name, b in self.model.module.named_buffers() if "expert_bias" in name}
+        for name, bias in biases.items():
+            self.model.module.get_buffer(name).zero_()
+            gradients[name] = bias
         return {"gradients": gradients, "reports": [r["lm loss"] for r in reports], "shapes": self.shapes}
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -171,7 +194,8 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "layers_per_stage": limits.layers_per_stage,
         }
         plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
-        plan = check(replace(plan, limits=replace(plan.limits, whole_sequences=limits.whole_sequences)))
+        own = replace(plan.limits, whole_sequences=limits.whole_sequences, in_step=limits.in_step)
+        plan = check(in_rounds(plan.revised(limits=own)))
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
     return make

@@ -30,6 +30,39 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(on_ranks, size, layou
         assert all(found["reports"] == found["losses"] for found in planned)
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+LOSSES = {
+    "full": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_dtype": "fp64",
+}
+PADDED = {"moe_router_load_balancing_type": "none"}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(2, {"ep": 2, **PADDED}, id="ep2, padded"),
+        pytest.param(2, {"ep": 2, **LOSSES}, id="ep2, losses"),
+        pytest.param(4, {"ep": 2, "pp": 2, **LOSSES}, id="ep2pp2, losses"),
+        pytest.param(4, {"ep": 2, "overlap": True, **PADDED}, id="ep2dp2, padded"),
+    ],
+)
+def test_random_plans_give_the_gradients_of_a_stock_loop_with_experts(on_ranks, size, layout):
+    for rank in on_ranks(size, "user_plans", seeds=SEEDS, **EXPERTS, **layout):
+        for found in rank:
+            assert "error" not in found, found
+            assert found["grad"] < 1e-9, found
+            assert found["loss"] < 1e-7, found
+        assert any(found["cut"] for found in rank[:-1])
+        assert any(found["replayed"] for found in rank[:-1])
+
+
 def test_the_pipeline_plugin_orders_a_users_loop(on_ranks):
     settings = [{"max_tokens": 32}, {"max_tokens": 32, "activation_gib": 1.5e-4}]
     for rank in on_ranks(4, "plugin_plans", settings=settings, pp=2, overlap=True):
