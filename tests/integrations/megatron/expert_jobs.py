@@ -94,8 +94,8 @@ def expert_steps(
 
 def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:
     """Whether Megatron's own model and loader, which know nothing of a plan, get the very weights and biases."""
-    from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: PLC0415
-    from evenload.integrations.megatron.model.attention import stock_layer_spec  # noqa: PLC0415
+    from evenload.integrations.megatron.model.attention import stock_layer_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
     with hosted(world, **small(**changes)) as host:
         host.load(Path(folder))
@@ -114,7 +114,7 @@ def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:
 
 def expert_refusal(**changes: Any) -> str:
     """What is said of a recipe; empty: nothing."""
-    from evenload.integrations.megatron.setup import check_recipe  # noqa: PLC0415
+    from evenload.integrations.megatron.setup import check_recipe
 
     try:
         check_recipe(recipe(**small(**changes)))
