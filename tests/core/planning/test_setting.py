@@ -79,8 +79,10 @@ def test_what_waits_for_weight_gradients_is_no_expert_s() -> None:
 def test_the_part_of_activations_at_experts() -> None:
     alone, shared = (context_of(recipe_of(), Layout(ep=ep, dp=2)).costs.memory for ep in (1, 2))
     assert alone.expert_bytes_per_token == 0
-    assert shared.expert_bytes_per_token == 4 * 4 * 2 * (2 * 64 + 3 * 96)
+    assert shared.expert_bytes_per_token == 4 * 4 * 2 * (2 * 64 + 5 * 96)
     assert shared.activation_bytes_per_token == alone.activation_bytes_per_token
+    # Tokens as they go out and as they are sorted by expert.
+    assert shared.working_bytes_per_token - alone.working_bytes_per_token == 2 * 2 * 64 * 4
 
 
 def test_a_cost_model_does_not_say_who_shares_experts(tmp_path: object) -> None:
