@@ -176,6 +176,7 @@ def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
         "update_rel_err": max(one.update_rel_err for one in proven),
         "tokens_missing": sum(one.tokens_missing for one in proven),
         "tokens_repeated": sum(one.tokens_repeated for one in proven),
+        "routes_differ": sum(one.routes_differ for one in proven),
         "samples_wrong": sum(one.samples_wrong for one in proven),
         "uncompared_parameters": sorted({name for one in proven for name in one.uncompared}),
         "not_finite": sorted({name for one in proven for name in one.not_finite}),

@@ -21,6 +21,7 @@ from ..core.machine.layout import Layout
 from ..core.plan.step_plan import Slice, StepPlan
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import Span
+from ..runtime.experts.gate import Load
 from ..runtime.measure.busy import BusyClock
 from ..runtime.stage.stage_links import StageLinks
 from ..runtime.world.agreement import everyone
@@ -61,6 +62,8 @@ class StepResult:
     """Slices this rank ran, for the count of tokens missing or repeated."""
     branches: tuple[str, ...]
     """What the host decided beyond the plan, in the words of `core.plan.branches`."""
+    expert_loads: tuple[Load, ...] = ()
+    """What the routers of this rank's layers did, by layer and pass; empty for a dense model."""
     grad_norm: float = 0.0
     """Norm of the global gradient before clipping; filled in last."""
     spans: tuple[Span, ...] = ()
@@ -85,6 +88,10 @@ class Host(ABC):
     device: torch.device
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
+    records_routes: bool = False
+    """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
+    routes: Mapping[tuple[int, int], Tensor] = {}
+    """Of the last step, by layer and sequence: the experts of each token that ran here [L, K], -1 of other tokens."""
     _stages: Any = None
     """Process group of the pipeline stages, and expert-parallel ranks, that hold the whole model together; only needed
     where there are several."""

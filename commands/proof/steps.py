@@ -61,6 +61,8 @@ class Proven:
     tokens_repeated: int
     samples_wrong: int
     """Samples that are not those of an undisturbed run, and samples of which a rank read other tokens."""
+    routes_differ: int
+    """Choices of experts that plain training has replayed and would not have made."""
     uncompared: tuple[str, ...]
     not_finite: tuple[str, ...]
     over: tuple[str, ...]
@@ -108,6 +110,7 @@ class Beside:
     def __post_init__(self) -> None:
         self.plain = integration(self.job.recipe.trainer).PlainModel(self.job.recipe, self.job.host)
         self.plain.load(self._rounded())
+        self.job.host.records_routes = self.job.recipe.train.dtype != "fp64"
 
     @classmethod
     def of(cls, job: Job) -> Beside:
@@ -124,6 +127,9 @@ class Beside:
             batch.plan, reader, lr=lr, mark=lambda where: job.watchdog.at(where, number), inspect=captured.update
         )
         with job.watchdog.working("plain step", number):
+            # In float64 both choose the same experts; below, a rounding error can turn a choice over.
+            if job.recipe.train.dtype != "fp64":
+                self.plain.replay_routes(job.host)
             loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths)
         judged = _Judged(self.tolerance, loss, gradients, self.plain)
         parts = parts_of(self.plain, captured)
@@ -193,6 +199,7 @@ class Beside:
             planner=batch.plan.made_by,
             tokens_missing=missing,
             tokens_repeated=repeated,
+            routes_differ=self.plain.routes_differ,
             samples_wrong=len(frozenset().union(*(one.wrong for one in ranks))),
             # A pipeline stage has gradients of its own layers alone; together the ranks must have all of them.
             uncompared=tuple(sorted(wanted - {name for one in ranks for name in one.names})),

@@ -39,6 +39,7 @@ from ...runtime.attributes import with_attributes
 from ...runtime.unpickling import tensors_only
 from ...runtime.watchdog.watchdog import working
 from ...runtime.world.agreement import first_error
+from .experts import expert_ranks
 
 TAG = "state"
 UNIVERSAL = "universal"
@@ -68,14 +69,17 @@ def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
     """
     saved = _read_shape(directory)
     shape = _shape(engine)
-    for key in ("zero_stage", "dtype", "pp"):
-        if saved.get(key, 1) != shape[key]:
+    saved, shape = ({"pp": 1, "ep": 1, **one} for one in (saved, shape))
+    for key in ("zero_stage", "dtype", "pp", "ep"):
+        divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
+        if saved.get(key) != shape[key] and not divided:
             raise EvenloadError(
                 f"the checkpoint {directory} was written under another {key}",
-                f"{saved.get(key, 1)} there, {shape[key]} in this recipe",
-                "resume with the same zero_stage, train.dtype and parallel.pp, or set checkpoint.resume=false",
+                f"{saved.get(key)} there, {shape[key]} in this recipe",
+                "resume with the same zero_stage, train.dtype, parallel.pp and ep, or set checkpoint.resume=false",
             )
-    if saved.get("world_size") == shape["world_size"] or shape["zero_stage"] == 0:
+    same = all(saved.get(key) == shape[key] for key in ("world_size", "ep"))
+    if same or shape["zero_stage"] == 0:
         _load(engine, directory, TAG, trust=trust)
         return
     with working("converting the checkpoint"):
@@ -171,6 +175,7 @@ def _shape(engine: Any) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "pp": getattr(engine, "num_stages", 1),
+        "ep": expert_ranks(engine.module),
         "deepspeed": deepspeed.__version__,
     }
 

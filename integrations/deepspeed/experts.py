@@ -16,6 +16,7 @@ model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
 from torch import Tensor
 from transformers.utils import output_capturing
 
@@ -68,17 +70,24 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
 def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """The groups of an optimizer: matrices are decayed, vectors are not; divided experts apart, as DeepSpeed's ZeRO
     wants them marked."""
-    groups: dict[tuple[str | None, bool], dict[str, Any]] = {}
+    by_kind: dict[tuple[str | None, bool], dict[str, Any]] = {}
     for parameter in parameters:
         name = parameter.group_name if is_moe_param(parameter) else None  # type: ignore[attr-defined]
         decays = len(getattr(parameter, "ds_shape", parameter.shape)) >= _MATRIX
         of_experts = {} if name is None else {"moe": True, "name": name}
         fresh = {"params": [], "weight_decay": weight_decay if decays else 0.0, **of_experts}
-        groups.setdefault((name, not decays), fresh)["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0] or "", key[1]))]
+        by_kind.setdefault((name, not decays), fresh)["params"].append(parameter)
+    return [by_kind[key] for key in sorted(by_kind, key=lambda key: (key[0] or "", key[1]))]
 
 
 _MATRIX = 2
+_EPSILON = 1e-6
+"""Added to a norm by which gradients are divided, as torch does."""
+
+
+def expert_ranks(module: torch.nn.Module) -> int:
+    """Over how many ranks AutoEP divides the experts of a model; 1 where it does not."""
+    return next((layer.ep_size for layer in module.modules() if isinstance(layer, AutoEPMoELayer)), 1)
 
 
 class DividedExperts:
@@ -116,6 +125,22 @@ class DividedExperts:
         of_experts = torch.tensor(squares[True], dtype=torch.float64, device=self._device)
         dist.all_reduce(of_experts, group=self._group)
         return squares[False] + float(of_experts)
+
+    def clip(self, parameters: Mapping[str, torch.nn.Parameter], most: float) -> None:
+        """Clip the gradients of this rank's parameters by the norm of the whole model's. Collective.
+
+        DeepSpeed's own for float32 under ZeRO 0 takes the mean of the ranks' norms, each over the rank's own experts.
+        """
+        norm = math.sqrt(self.square_of({name: p.grad for name, p in parameters.items()}))
+        if norm + _EPSILON > most:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(most / (norm + _EPSILON))
+
+    def close(self) -> None:
+        """Forget the groups of ranks: DeepSpeed would lay out the next engine of this process by the largest of all."""
+        for known in (groups._get_expert_parallel_group_dict(), groups._get_expert_data_parallel_group_dict()):
+            known.clear()
 
     def _split(self, name: str) -> tuple[str, str]:
         """The layer of AutoEP that a parameter is in, and its name there; both empty outside of one."""

@@ -63,6 +63,8 @@ class DeepSpeedHost(EngineHost):
         self.engine = make_engine(model, recipe, world.size)
         self.stage = int(self.engine.zero_optimization_stage())
         self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
+        if self._experts is not None:
+            self.engine.clip_fp32_gradients = self._clip
         self._all_in_step = self.stage == 3 and self._experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
@@ -74,10 +76,22 @@ class DeepSpeedHost(EngineHost):
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self._experts.whole(tensors) if self._experts else tensors
 
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return tensors
+
     def _norm_of_own(self) -> float:
         if self._experts is None:
             return super()._norm_of_own()
         return math.sqrt(self._experts.square_of({n: p.grad for n, p in self._own_parameters().items()}))
+
+    def close(self) -> None:
+        super().close()
+        if self._experts is not None:
+            self._experts.close()
+
+    def _clip(self) -> None:
+        assert self._experts is not None
+        self._experts.clip(self._own_parameters(), self.recipe.train.clip_grad)
 
     def _step(self) -> None:
         self.engine.step()
@@ -117,11 +131,11 @@ class DeepSpeedHost(EngineHost):
         """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
         have it."""
         limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
-        if self._experts is not None and not (limits.shares_experts and limits.in_step == ranks):
+        if self._experts is not None and limits.in_step != ranks:
             raise EvenloadError(
                 "the plan does not keep the ranks in step that share experts",
-                f"in_step {limits.in_step}, shares_experts {limits.shares_experts}, parallel.ep {self.layout.ep}",
-                f"plan under limits of in_step {ranks} and shares_experts true",
+                f"in_step {limits.in_step}, parallel.ep {self.layout.ep}",
+                f"plan under limits of in_step {ranks}",
             )
 
     def _open_plane(self) -> Plane:

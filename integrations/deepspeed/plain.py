@@ -55,6 +55,14 @@ class PlainModel:
     def route_as(self, other: PlainModel) -> None:
         """Nothing: no router here has a state of its own."""
 
+    @property
+    def routes_differ(self) -> int:
+        """No routes are replayed."""
+        return 0
+
+    def replay_routes(self, host: Host) -> None:
+        """Nothing: tokens go where this model's own routers send them."""
+
     def update_routing(self, host: Host) -> list[str]:
         """Nothing differs: no router here has a state of its own."""
         return []

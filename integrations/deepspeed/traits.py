@@ -51,6 +51,12 @@ def rules(recipe: Recipe) -> list[Rule]:
     return [
         *_rules_of_experts(recipe),
         (
+            p.ep > 1 and stage == 0 and dtype == "bf16",
+            "DeepSpeed's bfloat16 under ZeRO 0 does not know divided experts",
+            f"train.dtype bf16, deepspeed.zero_stage 0, parallel.ep {p.ep}",
+            "set deepspeed.zero_stage=1, or train.dtype=fp32",
+        ),
+        (
             p.tp > 1,
             "trainer deepspeed runs without tensor parallelism here",
             f"parallel.tp {p.tp}",
@@ -115,7 +121,16 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
             f"parallel.pp {recipe.parallel.pp}, model.moe set",
             f"{megatron}set parallel.pp=1",
         ),
+        (
+            bool(model.hidden_size % _ALIGNED or model.expert_ffn_size % _ALIGNED),
+            "grouped products want rows of whole 16 bytes",
+            f"model.hidden_size {model.hidden_size}, ffn_hidden_size of an expert {model.expert_ffn_size}",
+            f"choose sizes that {_ALIGNED} divides",
+        ),
     ]
+
+
+_ALIGNED = 8
 
 
 DEEPSPEED = Trainer(traits, rules)

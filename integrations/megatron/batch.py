@@ -63,12 +63,13 @@ class PlannedBatches(Iterator[Batch]):
         tokens_of: TokensOf,
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
+        routing: StepRouting | None = None,
     ) -> PlannedBatches:
         """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run. Ranks
         share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only."""
         refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
         micro_batches = [plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)]
-        batches = cls(micro_batches, tokens_of, device, plane, StepRouting(plan.lengths))
+        batches = cls(micro_batches, tokens_of, device, plane, routing or StepRouting(plan.lengths))
         batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
 

@@ -28,6 +28,7 @@ from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
+from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
 from ..exactness import largest_error
 from ..host import Host
@@ -86,6 +87,7 @@ class PlainModel:
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for number, length in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
             tokens_L = torch.from_numpy(tokens_of(number)[:length]).to(self._device)
+            self.routers.run(number)
             loss_sum = self._whole_sequence(tokens_L)
             totals += torch.stack([loss_sum, totals.new_tensor(length - 1)])
             for name, parameter in self._parameters.items():
@@ -138,8 +140,22 @@ class PlainModel:
         yield f"{name} (value)", rows[:, heads + 1]
 
     def route_as(self, other: PlainModel) -> None:
-        """Take the biases of experts that another model has."""
+        """Take the biases of experts that another model has, and the routes that it replays."""
         self.routers.load(other.routers.biases)
+        self.routers.replay(other.routers.routes)
+
+    def replay_routes(self, host: Host) -> None:
+        """Send tokens to the experts to which the host's last step sent them. Collective."""
+        routes: Routes = {}
+        for of_rank in everyone({key: choices.cpu() for key, choices in host.routes.items()}):
+            for key, choices_LK in of_rank.items():
+                routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # -1: had no forward there
+        self.routers.replay(routes)
+
+    @property
+    def routes_differ(self) -> int:
+        """Routes of the last batch that were replayed, and that this model would not have taken."""
+        return self.routers.routes_differ
 
     def update_routing(self, host: Host) -> list[str]:
         """Move the biases of experts by the batch that has run; in words, where the host's are others after its update.

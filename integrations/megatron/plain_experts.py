@@ -20,6 +20,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sections import Experts
+from ...runtime.experts.routing import Routes
 from .model.experts import routers
 
 
@@ -39,6 +40,7 @@ class TextbookRouters:
 
     def __init__(self, model: Any, moe: Experts | None) -> None:
         self._layers = [_TextbookRouter(router, moe) for router in routers(model)] if moe else []
+        self._routes: Routes = {}
 
     def begin(self, lengths: Lengths) -> None:
         """A global batch of sequences of these lengths."""
@@ -46,6 +48,7 @@ class TextbookRouters:
             layer.num_tokens, layer.num_sequences = int(lengths.sum()), len(lengths)
             layer.num_targets = int(sum(n - 1 for n in lengths.tolist()))
             layer.loads_E.zero_()
+            layer.differ.zero_()
 
     def losses(self) -> Any:
         """What the sequence that has just run adds to the sum of its token losses."""
@@ -54,10 +57,29 @@ class TextbookRouters:
             layer.loss = 0.0
         return sum(losses)
 
+    def run(self, sequence: int) -> None:
+        """The sequence that runs next."""
+        for layer in self._layers:
+            layer.replayed_LK = self._routes.get((layer.number, sequence))
+
+    def replay(self, routes: Routes) -> None:
+        """Send the tokens of the next batches to these experts, whatever the scores say; empty: by the scores."""
+        self._routes = routes
+
+    @property
+    def routes(self) -> Routes:
+        return self._routes
+
+    @property
+    def routes_differ(self) -> int:
+        """Routes of the batch that were replayed, and that the scores here would not have taken, of all ranks."""
+        return int(sum(layer.differ for layer in self._layers))
+
     def finish(self, workers: dist.ProcessGroup) -> None:
         """Add up the loads of the ranks that have divided the batch. Collective."""
         for layer in self._layers:
             dist.all_reduce(layer.loads_E, group=workers)
+            dist.all_reduce(layer.differ, group=workers)
 
     def move_biases(self) -> None:
         """As an update does, by the loads of the batch that has run."""
@@ -89,6 +111,8 @@ class _TextbookRouter:
         self.bias_rate = moe.bias_rate
         self.bias_E = torch.zeros(moe.num_experts, dtype=torch.float32, device=router.weight.device)
         self.loads_E = torch.zeros(moe.num_experts, dtype=torch.float64, device=router.weight.device)
+        self.differ = torch.zeros((), dtype=torch.int64, device=router.weight.device)
+        self.replayed_LK: Tensor | None = None
         self.num_tokens = self.num_sequences = self.num_targets = 0
         self.loss: Any = 0.0
         router.routing = self.routing
@@ -99,23 +123,28 @@ class _TextbookRouter:
         exp_LE = (x_LE - x_LE.max(dim=1, keepdim=True).values).exp()
         s_LE = exp_LE / exp_LE.sum(dim=1, keepdim=True) if moe.score == "softmax" else 1 / (1 + (-x_LE).exp())
         chosen_LE = _largest(s_LE.detach() + (self.bias_E if self.bias_rate else 0.0), moe.topk)
+        if self.replayed_LK is not None:
+            replayed_LE = torch.zeros_like(chosen_LE).scatter(1, self.replayed_LK.to(x_LE.device).long(), True)
+            self.differ += (replayed_LE != chosen_LE).any(dim=1).sum()
+            chosen_LE = replayed_LE
         weights_LE = s_LE * chosen_LE
         if moe.score == "softmax" or moe.topk > 1:
             weights_LE = weights_LE / weights_LE.sum(dim=1, keepdim=True)
         self.loads_E += chosen_LE.sum(dim=0)
-        self._add_losses(x_LE, s_LE)
+        # Without biases the largest scores are the choices, and a replayed choice is the largest score, too.
+        self._add_losses(x_LE, s_LE, _largest(s_LE.detach(), moe.topk) if self.bias_rate else chosen_LE)
         if moe.capacity_factor:
             kept_LE = _within_capacity(weights_LE.detach(), moe)
             weights_LE, chosen_LE = weights_LE * kept_LE, chosen_LE & kept_LE
         return weights_LE, chosen_LE
 
-    def _add_losses(self, x_LE: Tensor, s_LE: Tensor) -> None:
+    def _add_losses(self, x_LE: Tensor, s_LE: Tensor, largest_LE: Tensor) -> None:
         moe, (length, num_experts) = self._moe, s_LE.shape
         if moe.z_loss:
             z_loss = x_LE.exp().sum(dim=1).log().square().sum() / self.num_tokens
             self.loss = self.loss + moe.z_loss * z_loss * self.num_targets
         if moe.sequence_aux_loss or moe.batch_aux_loss:
-            f_E = num_experts / (moe.topk * length) * _largest(s_LE.detach(), moe.topk).sum(dim=0).double()
+            f_E = num_experts / (moe.topk * length) * largest_LE.sum(dim=0).double()
             p_E = (s_LE / s_LE.sum(dim=1, keepdim=True)).mean(dim=0)
             balance = (f_E * p_E).sum()
             of_sequences = moe.sequence_aux_loss * self.num_targets / self.num_sequences

@@ -73,9 +73,10 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
             "set parallel.tp=1, and parallel.ep to divide the experts",
         ),
         (
-            moe.dispatcher == "allgather" and (p.ep > 1 or p.pp > 1),
-            "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks, and packs differ in length",
-            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}",
+            moe.dispatcher == "allgather" and (p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
+            "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks in all micro-batches, and "
+            "packs of plugins and of pipelines differ in length",
+            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}, {len(recipe.enabled())} plugins",
             "set model.moe.dispatcher=alltoall",
         ),
         (

@@ -35,6 +35,13 @@ COUNTS_TAG = FIRST_TAG + 7
 """Of the messages in which ranks that share a micro-batch tell how often each expert was chosen."""
 
 
+UNKNOWN = -1
+"""In place of the experts of a token that has had no forward here."""
+
+Routes = dict[tuple[int, int], Tensor]
+"""By layer and sequence: the experts of each token, int16 [L, K]."""
+
+
 class Routed(NamedTuple):
     """What a router did with a pack."""
 
@@ -44,18 +51,26 @@ class Routed(NamedTuple):
     """The K experts with the largest scores (without any bias)."""
     num_experts: int
 
+    def counts(self) -> Tensor:
+        """How often each expert is among the choices of the pack's tokens [E]."""
+        choices = torch.where(is_token(self.pack)[:, None], self.choices_TK, self.num_experts).flatten()
+        return torch.bincount(choices, minlength=self.num_experts + 1)[:-1]
+
 
 class StepRouting:
-    """The routing of one step on one rank: what all layers and passes of it have in common."""
+    """The routing of one step on one rank: what all layers and passes of it have in common.
 
-    def __init__(self, lengths: Lengths) -> None:
+    ``record``: keep the experts to which tokens go, so that another model can send its tokens there, too.
+    """
+
+    def __init__(self, lengths: Lengths, *, record: bool = False) -> None:
         self._lengths = lengths
+        self.routes: Routes | None = {} if record else None
         targets = count_targets(lengths)
         self.per_token = targets / max(1, int(lengths.sum()))
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
-        self._choices: dict[tuple[int, int], Tensor] = {}
-        """By layer and sequence: the experts of each token that has had a forward here [L, K]; -1 of the others."""
+        self._choices: Routes = {}
         self._counts: dict[tuple[int, int], Tensor] = {}
         """By layer and sequence: complete counts of sequences that ranks share [E]."""
 
@@ -65,6 +80,21 @@ class StepRouting:
         loss: Tensor = squares_T.sum() * (coefficient * self.per_token)
         attached: Tensor = _Attached.apply(carrier, loss)  # type: ignore[no-untyped-call]
         return attached
+
+    def batch_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
+        """``carrier``, whose backward also gives ``scores_TE`` the gradient of the micro-batch's balance loss, which
+        weighs as much as its tokens do, as in Megatron-Core (Fedus et al., arXiv 2101.03961, section 2.2)."""
+        tokens = is_token(routed.pack)
+        counts_E, means_E = routed.counts(), (scores_TE * tokens[:, None]).sum(dim=0)
+        topk, number = routed.choices_TK.shape[1], max(1, sum(s.length for s in routed.pack.slices))
+        loss = (counts_E * means_E).sum() * (coefficient * routed.num_experts / (topk * number))
+        attached: Tensor = _Attached.apply(carrier, loss)  # type: ignore[no-untyped-call]
+        return attached
+
+    def record(self, pack: Pack, layer: int, chosen_TK: Tensor) -> None:
+        """Note to which experts the tokens of a pack go, if that is wanted."""
+        if self.routes is not None:
+            self._write(self.routes, pack, layer, chosen_TK)
 
     def sequence_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
         """``carrier``, whose backward also gives ``scores_TE`` (each row sums to one) its part of the sequence loss."""
@@ -87,15 +117,17 @@ class StepRouting:
     def _record(self, routed: Routed) -> None:
         """Note the choices of the pack's tokens, a second time where a pass runs again; ranks that share it exchange
         their counts."""
-        pack, choices_TK = routed.pack, routed.choices_TK
-        for piece, first in zip(pack.slices, pack.segments, strict=False):
-            key = routed.layer, piece.sequence
-            if key not in self._choices:
-                shape = int(self._lengths[piece.sequence]), choices_TK.shape[1]
-                self._choices[key] = choices_TK.new_full(shape, -1, dtype=torch.int16)
-            self._choices[key][piece.start : piece.stop] = choices_TK[first : first + piece.length].to(torch.int16)
-        if pack.shared is not None:
+        self._write(self._choices, routed.pack, routed.layer, routed.choices_TK)
+        if routed.pack.shared is not None:
             self._exchange(routed)
+
+    def _write(self, routes: Routes, pack: Pack, layer: int, choices_TK: Tensor) -> None:
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            key = layer, piece.sequence
+            if key not in routes:
+                shape = int(self._lengths[piece.sequence]), choices_TK.shape[1]
+                routes[key] = choices_TK.new_full(shape, UNKNOWN, dtype=torch.int16)
+            routes[key][piece.start : piece.stop] = choices_TK[first : first + piece.length].to(torch.int16)
 
     def _exchange(self, routed: Routed) -> None:
         """Add up the counts of all ranks that share the micro-batch; those that are complete are kept."""
@@ -116,8 +148,8 @@ class StepRouting:
         choices = self._choices.get((routed.layer, sequence))
         if choices is None:
             return torch.zeros(routed.num_experts, dtype=torch.int64, device=routed.choices_TK.device)
-        # Tokens that have had no forward here count in a column of their own.
-        return torch.bincount(choices.flatten().long() + 1, minlength=routed.num_experts + 1)[1:]
+        known = choices[choices != UNKNOWN].long()
+        return torch.bincount(known, minlength=routed.num_experts)
 
     def _complete_counts(self, routed: Routed, sequence: int) -> Tensor:
         counts_E = self._counts.get((routed.layer, sequence))

@@ -3,8 +3,8 @@
 Everything behind the router (dispatcher, experts, shared expert) is Megatron's. The router is its `TopKRouter`, whose
 parameters, buffers and gating stay, with a `routing` of its own: scores in the precision of the logits, float32 at
 least (Megatron's are float32 in a float64 run, too), losses that do not depend on the plan (`runtime.experts.routing`),
-and counts for the bias of experts without padding and dummies. What depends on the micro-batch anyway, the batch-wise
-loss and the capacity, is left to Megatron's functions.
+and counts for the bias of experts without padding and dummies. What is over an expert's capacity Megatron's function
+drops.
 
 Shape legend: T = slots of a pack, E = experts, K = experts of a token.
 """
@@ -90,6 +90,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             policy = self.config.moe_token_drop_policy
             capacity = self.config.moe_expert_capacity_factor
             probs_TE, chosen_TE = apply_router_token_dropping(probs_TE, chosen_TE, self.topk, capacity, policy)
+        self.step.record(self.pack, self.layer_number - 1, chosen_TK)
         if torch.is_grad_enabled():
             self._count(chosen_TE)
         return self._with_losses(probs_TE, logits_TE, scores_TE), chosen_TE
@@ -118,13 +119,11 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             return probs_TE
         shares_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
         choices_TK = shares_TE.topk(self.topk, dim=-1).indices
+        routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts)
         if sequence:
-            routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts)
             probs_TE = self.step.sequence_loss(probs_TE, shares_TE, routed, sequence)
-        if batch and torch.is_grad_enabled():
-            tokens_T1 = is_token(self.pack)[:, None]
-            chosen_TE = torch.zeros_like(shares_TE, dtype=torch.bool).scatter(1, choices_TK, True)
-            probs_TE = self._apply_aux_loss(probs_TE, shares_TE * tokens_T1, chosen_TE & tokens_T1, True)
+        if batch:
+            probs_TE = self.step.batch_loss(probs_TE, shares_TE, routed, batch)
         return probs_TE
 
 

@@ -29,7 +29,7 @@ def _rows(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """[3, values]: weight, first and second moment. Experts on expert-parallel ranks have an optimizer of their own."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
-            if parameter in part.model_param_gbuf_map:
+            if any(parameter in buffer.param_index_map for buffer in part.buffers):
                 return _sharded(part, parameter)
         elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
             return _whole(part, parameter)

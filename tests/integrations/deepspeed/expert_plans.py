@@ -19,6 +19,9 @@ tokens_of = slices.tokens_of
 def named(name: str, ranks: int, in_step: int) -> StepPlan:
     """A plan of slice_plans, ``chains some`` or ``random 7``, in rounds of so many ranks."""
     kind, *words = name.split()
-    made = slices.random_plan(int(words[0]), ranks) if kind == "random" else getattr(slices, kind)(*words)
-    limits = replace(made.limits, in_step=in_step, shares_experts=in_step > 1)
+    if kind == "random":
+        made = slices.random_plan(int(words[0]), ranks)
+    else:
+        made = slices.whole_sequences(ranks) if kind == "whole_sequences" else getattr(slices, kind)(*words)
+    limits = replace(made.limits, in_step=in_step)
     return check(in_rounds(made.revised(limits=limits)))

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.plain import reference, relative_error
@@ -61,3 +62,31 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
         }
     host.close()
     return found
+
+
+def save_and_go_on(stage: int, ep: int, folder: str) -> list[str]:
+    """Losses of three steps behind a checkpoint after two."""
+    host = open_host(recipe(stage, ep, clip_grad=1.0), init_world())
+    _steps(host, 2)
+    host.save(Path(folder))
+    losses = _steps(host, 3)
+    host.close()
+    return losses
+
+
+def resume(stage: int, ep: int, folder: str) -> list[str]:
+    """The same three losses from the checkpoint, or why it is refused."""
+    host = open_host(recipe(stage, ep, clip_grad=1.0), init_world())
+    try:
+        host.load(Path(folder))
+        return _steps(host, 3)
+    except EvenloadError as error:
+        return [str(error)]
+    finally:
+        host.close()
+
+
+def _steps(host: Any, count: int) -> list[str]:
+    ranks = host.world.size
+    plan = plans.named("whole_sequences", ranks, ranks if host.stage == 3 and host.layout.ep > 1 else host.layout.ep)
+    return [host.train_step(plan, plans.tokens_of(plan), lr=1e-2).loss.hex() for _ in range(count)]
