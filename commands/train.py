@@ -21,6 +21,7 @@ from ..core.errors import EvenloadError, RankError
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
 from ._shared.drawing import num_waiting
+from ._shared.expert_loads import loads_writer
 from ._shared.job import Job, logger, open_host, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Row, Taken, summary, writer
@@ -122,6 +123,7 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe if job.leads else None))
+        write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
         bar = opened.enter_context(progress(job.leads))
         ticks = {name: opened.enter_context(bar.task(name, recipe.train.steps - first)) for name in variants}
         for step in range(first, recipe.train.steps):
@@ -138,6 +140,7 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
                 row = variant.rows[-1]
                 ticks[name](f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
             write(own.rows[-1], planned[OURS])
+            write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)
             done = step + 1
             due = done % recipe.checkpoint.every == 0 or done == recipe.train.steps
@@ -190,4 +193,5 @@ def _row(planned: Planned, taken: Taken, step: int, lr: float, predicted_step: P
         predicted_s=predicted_step.step_s if predicted_step else 0.0,
         bubble_frac=float(idle.mean()),
         bubble_worst=float(idle.max()),
+        moe=taken.moe,
     )

@@ -244,6 +244,8 @@ def _all_in_step(plan: StepPlan) -> None:
     """Where all ranks meet in every pass: equal counts, one pattern; the trainer's dummies do the rest."""
     if not plan.limits.all_in_step:
         return
+    if plan.limits.num_stages > 1:
+        raise PlanError("ranks that run in step have no pipeline stages", f"{plan.limits.num_stages} stages")
     for kind in ("F", "B"):
         counts = [len(plan.of_rank(rank, kind)) for rank in range(plan.limits.num_ranks)]
         if len(set(counts)) > 1:
@@ -266,9 +268,10 @@ def _all_in_step(plan: StepPlan) -> None:
 
 def _groups_in_step(plan: StepPlan) -> None:
     """What the ranks of a group really run at a stage is alike, pass by pass: every layer with experts is an exchange
-    of all of them, forward, backward and recomputed. Weight gradients exchange nothing."""
+    of all of them, forward, recomputed, and backward with those with whom it was forward. Weight gradients exchange
+    nothing."""
     size, limits = plan.limits.in_step, plan.limits
-    if size == 1 or limits.all_in_step:
+    if size == 1:
         return
     if limits.num_ranks % size:
         raise PlanError("groups of ranks in step do not divide the ranks", f"{size} of {limits.num_ranks}")

@@ -74,8 +74,9 @@ _OF_NAME: dict[str, Any] = {
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
-_limits_fields |= {"in_step": (Whole, 0), "equal_counts": (StrictBool, False), "shares_experts": (StrictBool, False)}
-_limits_fields |= {"expert_bytes_per_token": (Amount, 0.0)}
+_limits_fields["in_step"] = (Whole, 1)
+_limits_fields["equal_counts"] = _limits_fields.pop("all_in_step")
+_limits_fields["expert_bytes_per_token"] = (Amount, 0.0)
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 
@@ -197,11 +198,10 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
 
 
 def _limits_json(limits: Limits) -> dict[str, Any]:
-    scalars = {f.name: getattr(limits, f.name) for f in _SCALARS} | {"equal_counts": limits.all_in_step}
-    if limits.in_step == 1 or limits.all_in_step:
+    scalars = {f.name: getattr(limits, f.name) for f in _SCALARS}
+    scalars["equal_counts"] = scalars.pop("all_in_step")
+    if limits.in_step == 1:
         del scalars["in_step"]
-    if not limits.shares_experts:
-        del scalars["shares_experts"]
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 
@@ -218,9 +218,7 @@ def _limits(values: dict[str, Any]) -> Limits:
     form = described(values, _Limits, "the limits in plan.json are none", _DO, PlanError).model_dump()
     amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
     layers = form["layers_per_stage"]
-    # Files from before groups of ranks in step say whether all ranks are.
-    all_in_step = form.pop("equal_counts")
-    form["in_step"] = form["in_step"] or (form["num_ranks"] if all_in_step else 1)
+    form["all_in_step"] = form.pop("equal_counts")
     memory = MemoryCost(**{name: value * _divisor(name, layers) for name, value in amounts.items()})
     if form["max_activation_bytes"] is None:
         form["max_activation_bytes"] = float("inf")

@@ -21,6 +21,7 @@ from ..core.machine.layout import Layout
 from ..core.plan.step_plan import Slice, StepPlan
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import Span
+from ..runtime.experts.gate import Load
 from ..runtime.measure.busy import BusyClock
 from ..runtime.stage.stage_links import StageLinks
 from ..runtime.world.agreement import everyone
@@ -61,6 +62,8 @@ class StepResult:
     """Slices this rank ran, for the count of tokens missing or repeated."""
     branches: tuple[str, ...]
     """What the host decided beyond the plan, in the words of `core.plan.branches`."""
+    expert_loads: tuple[Load, ...] = ()
+    """What the routers of this rank's layers did, by layer and pass; empty for a dense model."""
     grad_norm: float = 0.0
     """Norm of the global gradient before clipping; filled in last."""
     spans: tuple[Span, ...] = ()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planner
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
 from ...data.order import SampleOrder
 from ...data.sources import Source
 from ...integrations.host import Host, TokensOf
@@ -47,6 +48,11 @@ class Job:
     chain: PlanChain
     source: Source
     watchdog: Watchdog
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers of the model have experts."""
+        return shape_of(self.recipe.model).experts is not None
 
     @property
     def leads(self) -> bool:

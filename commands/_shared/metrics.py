@@ -52,6 +52,9 @@ class Row:
     """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
     bubble_worst: float = 0.0
     """Of the stage and rank that idles most."""
+    moe: dict[str, float] | None = None
+    """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, over all layers and
+    passes (imbalance_p50, imbalance_p95, imbalance_max)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Taken:
     """For the plan."""
     busy_s: Floats
     forward_s: Floats
+    moe: dict[str, float] | None = None
+    """`Row.moe`."""
     spans: Sequence[Span] = ()
     """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
 
@@ -131,9 +136,10 @@ def _board(folder: Path, every: int) -> Iterator[Write]:
         if row.step % every:
             return
         board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
-        for name, value in asdict(row).items():
-            if name not in ("step", "tokens"):
-                board.add_scalar(f"evenload/{name}", value, row.step)
+        scalars = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "moe")}
+        scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
+        for name, value in scalars.items():
+            board.add_scalar(f"evenload/{name}", value, row.step)
 
     yield write
     with suppress(OSError):

@@ -100,10 +100,10 @@ class Limits:
     num_stages: int = 1
     layers_per_stage: int = 1
     in_step: int = 1
-    """So many neighbouring ranks run every pass together: 1, the ranks of expert parallelism, or all (ZeRO 3)."""
-    shares_experts: bool = False
-    """Ranks in step exchange tokens in every pass, so that backwards belong together whose forwards did, and the plan
-    itself has the dummies that it takes; without it ranks in step only have to be at passes of one kind."""
+    """So many neighbouring ranks run every pass together, as they share experts; 1: none do."""
+    all_in_step: bool = False
+    """All ranks run passes of one kind together, without pipeline stages; the trainer fills gaps with dummies (ZeRO
+    3)."""
     max_activation_bytes: float = float("inf")
     """Activations and prefix KV that one rank of one stage may hold at once."""
     memory: MemoryCost = NO_MEMORY
@@ -127,9 +127,9 @@ class Limits:
         )
 
     @property
-    def all_in_step(self) -> bool:
-        """Whether all ranks are at passes of one kind, without pipeline stages: the trainer fills gaps with dummies."""
-        return 1 < self.in_step == self.num_ranks and self.num_stages == 1 and not self.shares_experts
+    def together(self) -> int:
+        """So many neighbouring ranks wait for each other in every pass, for whatever reason."""
+        return self.num_ranks if self.all_in_step else self.in_step
 
     @property
     def shape(self) -> tuple[int, int, int]:

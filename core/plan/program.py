@@ -60,7 +60,7 @@ def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None,
         return plan.micro_batches
     end = _written_by_forwards(plan)
     runs = [m if i in plan.kept else _wanted(m, end) for i, m in enumerate(plan.micro_batches)]
-    if plan.limits.in_step > 1 and not plan.limits.all_in_step:
+    if plan.limits.in_step > 1:
         for together in _forwards_together(plan):
             if any(runs[i] is not None for i in together):
                 for i in together:
@@ -70,21 +70,19 @@ def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None,
 
 def exchanges(program: Program) -> tuple[str, ...]:
     """What a program exchanges with its group in layers that have experts, pass by pass, in words that two ranks have
-    in common where they can meet: the kind of pass, of a backward the forward whose tokens it takes back, and how many
-    layers it runs forward again."""
-    recomputed: dict[int, int | None] = {}
-    of_graph: dict[int, int] = {}
+    in common where they can meet: the kind of pass; of a backward the number of the pass whose tokens came to the
+    rank's experts, and how many layers run forward again."""
+    graphs: dict[int, tuple[int, int | None]] = {}
     words: list[str] = []
     for action in program:
         if action.kind == "backward":
-            again = recomputed[action.graph]
+            number, again = graphs[action.graph]
             layers = (
                 "" if again == 0 else ", recomputing as the recipe says" if again is None else f", recomputing {again}"
             )
-            words.append(f"the backward of pass {of_graph[action.graph]}{layers}")
+            words.append(f"the backward of pass {number}{layers}")
         elif action.computes and action.kind != "weight_grads":
-            if action.kind != "forward_kv":
-                recomputed[action.graph], of_graph[action.graph] = action.recomputed, len(words)
+            graphs[action.graph] = len(words), action.recomputed
             words.append("a forward")
     return tuple(words)
 

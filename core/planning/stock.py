@@ -22,7 +22,7 @@ def stock_plan(lengths: Lengths, limits: Limits, micro_batch_size: int = 1) -> S
         for rank in range(limits.num_ranks):
             begin = first + rank * micro_batch_size
             samples = lengths[begin : begin + micro_batch_size].tolist()
-            if samples or limits.in_step > 1 or first == 0:
+            if samples or limits.together > 1 or first == 0:
                 pad_to = max(samples) if len(samples) > 1 else 0
                 slices = tuple(Slice(begin + i, 0, n) for i, n in enumerate(samples))
                 rounds.append(MicroBatch(slices, (rank,), pad_to))

@@ -162,6 +162,8 @@ class Log(Section):
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
     trace_steps: bounds.Count = 4
     """How many steps it holds."""
+    loads: FilePath | None = None
+    """File that gets, of every step, how many tokens of each rank the routers sent to each expert, layer by layer."""
     jsonl: FilePath | None = None
     """File that gets one JSON object a step, with the numbers of the step's samples."""
 

@@ -59,7 +59,7 @@ def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
                 of_ranks[op] = of_ranks[op] + seconds_s / stages
     busy = busy_seconds(plan, (forward, backward), of_ranks)
     limits = plan.limits
-    if limits.num_stages == limits.in_step == 1 and all(len(m.ranks) == 1 for m in plan.micro_batches):
+    if limits.num_stages == limits.together == 1 and all(len(m.ranks) == 1 for m in plan.micro_batches):
         return Prediction(max(busy), tuple(busy))  # nobody waits for anybody
     # A backward and its weight gradients are one pass here, whenever the latter run.
     seconds = {"F": forward, "B": backward, "W": [0.0] * len(backward)}

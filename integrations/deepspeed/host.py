@@ -151,11 +151,11 @@ class DeepSpeedHost(EngineHost):
         """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
         have it."""
         limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
-        if self._experts is not None and not (limits.shares_experts and limits.in_step == ranks):
+        if self._experts is not None and limits.in_step != ranks:
             raise EvenloadError(
                 "the plan does not keep the ranks in step that share experts",
-                f"in_step {limits.in_step}, shares_experts {limits.shares_experts}, parallel.ep {self.layout.ep}",
-                f"plan under limits of in_step {ranks} and shares_experts true",
+                f"in_step {limits.in_step}, parallel.ep {self.layout.ep}",
+                f"plan under limits of in_step {ranks}",
             )
 
     def _open_plane(self) -> Plane:

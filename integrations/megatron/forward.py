@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core.plan.step_plan import Slice
 from ...runtime.attributes import with_attributes
+from ...runtime.experts.gate import ExpertGate
 from ...runtime.measure.busy import BusyClock
 from ..host import Mark
 from .batch import Batch, LossFunc, PlannedBatches, run_batch
@@ -71,7 +72,13 @@ def reaching_recomputed(gpt: Any) -> Iterator[None]:
 
 
 def run_stock(
-    ddp: Any, batches: PlannedBatches, forward: Forward, reduction: Reduction, mark: Mark, clock: BusyClock
+    ddp: Any,
+    batches: PlannedBatches,
+    forward: Forward,
+    reduction: Reduction,
+    mark: Mark,
+    clock: BusyClock,
+    gate: ExpertGate | None = None,
 ) -> list[Slice]:
     """Megatron's own schedule over a rank's micro-batches in launch order, for plans without an order, and the gradient
     sum; the slices that ran."""
@@ -80,6 +87,8 @@ def run_stock(
     def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
         batch, number = next(data), next(numbers, -1)
         mark("forward and backward")
+        if gate:
+            gate.enter(f"forward and backward of micro-batch {number}")
         with clock.running("F", number):
             output, loss_func = forward(batch, model)
         clock.watch_backward(output, number)

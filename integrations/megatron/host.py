@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
+from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
 from ...runtime.stage.executor import Executor
@@ -29,11 +31,12 @@ from ..textbook import AdamState
 from .batch import Batch, PlannedBatches
 from .forward import Forward, run_stock
 from .model.attention import seq_params
+from .model.expert_gate import bind_gate
 from .model.experts import routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
 from .plane import join_groups, leave_groups, open_plane, stage_links
-from .reduction import Reduction, gather_shards, gradient_norm, move_biases, runs_stock
+from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
 from .saving.states import optimizer_states
 from .setup import check_host, check_recipe
@@ -79,8 +82,16 @@ class MegatronHost(Host):
         first = parallel_state.is_pipeline_first_stage()
         self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
         initialise(self.model, config, recipe.train.seed, self.tp_rank)
+        self._gate = self._open_gate() if recipe.model.moe else None
         self.ddp: Any = wrap_model(recipe, config, self.model)
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
+
+    def _open_gate(self) -> ExpertGate:
+        """Of the layers with experts of this rank's stage."""
+        group = parallel_state.get_expert_model_parallel_group()
+        gate = ExpertGate(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+        bind_gate(self.model, gate)
+        return gate
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.of_all_stages({name: p.detach().cpu().clone() for name, p in global_parameters(self.model)})
@@ -134,19 +145,20 @@ class MegatronHost(Host):
         routing = StepRouting(plan.lengths, record=self.records_routes)
         self.routes = {} if routing.routes is None else routing.routes
         forward = Forward(reduction, books=self._last and self.tp_rank == 0)
+        if self._gate:
+            self._gate.begin(plan.digest, mark)
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if runs_stock(plan):
+        if plan.in_host_schedule:
             batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device, routing=routing)
-            executed = run_stock(self.ddp, batches, forward, reduction, mark, clock)
+            executed = run_stock(self.ddp, batches, forward, reduction, mark, clock, self._gate)
         else:
             executed = self._run_program(plan, tokens_of, routing, forward, reduction, mark, clock)
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
-        loss = loss_sum / max(1, num_targets)
-        return StepResult(
-            loss, num_targets, busy.total_s, busy.forward_s, tuple(executed), branches=(reduction.branch,)
-        )
+        loss, branches = loss_sum / max(1, num_targets), (reduction.branch,)
+        loads = tuple(self._gate.loads) if self._gate else ()
+        return StepResult(loss, num_targets, busy.total_s, busy.forward_s, tuple(executed), branches, loads)
 
     def _run_program(
         self,
@@ -167,9 +179,8 @@ class MegatronHost(Host):
             pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane)
             return Batch(pack, seq_params(pack, routing=routing))
 
-        in_step = plan.limits.all_in_step
-        program = lower(plan, self.pipeline_stage, self.dp_cp_rank, "in step" if in_step else "none")
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last)
+        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last, gate=self._gate)
         place = plan, self.pipeline_stage, self.dp_cp_rank
         executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
         with reduction.computing():

@@ -40,7 +40,7 @@ class Reduction:
         self._ddp, self._clock = ddp, clock
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
-        self.quiet = self.overlap and (idle or not runs_stock(plan))
+        self.quiet = self.overlap and (idle or not plan.in_host_schedule)
         ddp.config.no_sync_func = ddp.no_sync if self.overlap and not self.quiet else None
         ddp.config.finalize_model_grads_func = self.finalize
         for router in routers(ddp):
@@ -83,13 +83,6 @@ class Reduction:
         self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])
-
-
-def runs_stock(plan: StepPlan) -> bool:
-    """Whether Megatron's own schedule runs the plan: there is no order, and ranks that run every pass together have
-    equally many micro-batches, so that nobody needs a dummy."""
-    numbers = {len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}
-    return plan.in_host_schedule and not (plan.limits.all_in_step and len(numbers) > 1)
 
 
 def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tuple[float, int]:

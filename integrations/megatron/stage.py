@@ -22,6 +22,7 @@ from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
+from ...runtime.experts.gate import ExpertGate
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
@@ -37,6 +38,7 @@ class MegatronStage(StageTrainer):
         step: Megatron's ``forward_step_func``: of what was loaded and the model (output, loss function).
         last: whether it is the last stage.
         shares: tensor-parallel ranks over which the tokens of a stage's input are divided (sequence parallelism).
+        gate: of the layers with experts, if there are any.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class MegatronStage(StageTrainer):
         step: Callable[..., tuple[Any, Any]],
         last: bool,
         shares: int = 1,
+        gate: ExpertGate | None = None,
     ) -> None:
         super().__init__(layers_of(gpt), next(gpt.parameters()).device)
         self._model, self._gpt, self._config = model, gpt, get_model_config(model)
-        self._load, self._step, self._last, self._shares = load, step, last, shares
+        self._load, self._step, self._last, self._shares, self._gate = load, step, last, shares, gate
 
     @contextmanager
     def prepared(self, program: Program, wgrads: WgradStore) -> Iterator[None]:
@@ -63,6 +66,10 @@ class MegatronStage(StageTrainer):
             if recomputed:
                 stack.enter_context(reaching_recomputed(self._gpt))
             yield
+
+    def entering(self, where: str) -> None:
+        if self._gate:
+            self._gate.enter(where)
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:
         return self._load(micro_batch, prefix)

@@ -58,9 +58,9 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     cap, total = float(limits.max_tokens), float(lengths.sum())
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
     rounds = float(np.ceil(total / (ranks * cap)))
-    launches_s = cost_table.launch_s * (rounds if limits.in_step > 1 else max(1.0, total / (ranks * cap)))
+    launches_s = cost_table.launch_s * (rounds if limits.together > 1 else max(1.0, total / (ranks * cap)))
     # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
-    beside_s = launches_s if limits.in_step > 1 else cost_table.launch_s
+    beside_s = launches_s if limits.together > 1 else cost_table.launch_s
 
     alone = costs.sequence_s(lengths)
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
@@ -74,7 +74,7 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
         return rest + area + ranks * launches_s <= ranks * seconds
 
     bound_s = max(linear * total / ranks + rounds * cost_table.launch_s, search(possible, rest / ranks + launches_s))
-    if limits.in_step > 1 and bound_to_ranks and long.any():
+    if limits.together > 1 and bound_to_ranks and long.any():
         bound_s = max(bound_s, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
     return bound_s
 

@@ -148,7 +148,7 @@ def _on_single_ranks(incoming: StepPlan, limits: Limits, context: PlanningContex
 
 def _baselines(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> dict[str, StepPlan]:
     """Baselines that keep caps and settings. With many sequences degrees by memory alone may level best."""
-    few, free = len(incoming.lengths) <= _FEW * limits.num_ranks, limits.in_step == 1 and limits.num_stages == 1
+    few, free = len(incoming.lengths) <= _FEW * limits.num_ranks, limits.together == 1 and limits.num_stages == 1
     plans = {
         name: BASELINES[name](incoming, context, config)
         for name in BASELINES

@@ -146,7 +146,7 @@ def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple
     items = [order[places].tolist() for places in dispatch(weights, slots_of)]
     fits, grouped = True, []
     for own, price in zip(slots_of, prices, strict=True):
-        wanted = _in_groups(own.counts, limits.in_step)
+        wanted = _in_groups(own.counts, limits.together)
         packs = _filled(task, items, wanted, price)
         fits = fits and all(len(of_rank) <= count for of_rank, count in zip(packs, wanted, strict=True))
         grouped.append(packs)

@@ -24,7 +24,7 @@ from ...core.plan.limits import Limits
 def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:
     """``result[r][k]``: the sequences of micro-batch k of rank r. lengths int64 [K], none over the cap."""
     seconds = costs.sequence_s(lengths)
-    if limits.in_step > 1:
+    if limits.together > 1:
         return _in_rounds(seconds, lengths, limits)
     items = by_launches(lengths, limits, costs, bound_s)
     return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]
@@ -66,7 +66,7 @@ def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list
     while (bins := into_bins(cost, tokens, limits.max_tokens, rounds * ranks)) is None:
         rounds += 1
     bins.sort(key=lambda b: -sum(cost[i] for i in b))
-    size, groups = limits.in_step, ranks // limits.in_step
+    size, groups = limits.together, ranks // limits.together
     together = [bins[k * size : (k + 1) * size] for k in range(rounds * groups)]
     packs: list[list[list[int]]] = [[] for _ in range(ranks)]
     for k in range(rounds):

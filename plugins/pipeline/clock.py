@@ -8,7 +8,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...core.costs.context import PlanningContext
-from ...core.plan.order import orders_of_stage
+from ...core.plan.order import DIRECTIONS, orders_of_stage
 from ...core.plan.step_plan import Op, PassKind, StepPlan
 from ...core.simulate.passes import PassTimes
 
@@ -59,7 +59,8 @@ def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
     splits = plan.limits.splits_backward
     # Only a plan that has W passes is told what they take.
     listed = tuple(Op("W", j) for j in range(counts["B"])) if splits else ()
-    times = PassTimes(replace(plan, order=(listed,) * len(stages)), context)
+    launched = tuple(Op(kind, j) for kind in DIRECTIONS for j in range(counts[kind]))
+    times = PassTimes(replace(plan, order=((*launched, *listed),) * len(stages)), context)
     weights = tuple(times.seconds(0, op) for op in listed) or (0.0,) * counts["B"]
 
     def moving(kind: PassKind) -> Table:

@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
 from ...core.plan.order import in_slots
+from ...core.plan.rounds import Round, backwards_of, reach_of
 from ...core.plan.step_plan import Op, StepPlan
 from .clock import Clock, clock_of, end_of, reordered
 
@@ -74,10 +75,6 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
     return reordered(plan, orders)
 
 
-Round = tuple[int, ...]
-"""Numbers of the micro-batches, one of each rank, that run at once."""
-
-
 def _rows(plan: StepPlan, group: range) -> list[list[Round]]:
     """The rounds of a group of ranks; where counts differ, those of each rank by itself."""
     numbers = [plan.of_rank(rank) for rank in group]
@@ -107,29 +104,11 @@ def lines_of(plan: StepPlan, rank: int) -> Lines:
 
 def _lines(plan: StepPlan, rounds: list[Round]) -> Lines:
     """The same of rounds, by their places."""
-    members = zip(*rounds, strict=True)
-    reach = [max(each) for each in zip(*(_reach(plan, list(row)) for row in members), strict=True)]
-    back = sorted(range(len(rounds)), key=lambda place: (reach[place], -place))
+    reach = reach_of(plan, rounds)
+    back = backwards_of(reach)
     need = [reach[place] + 1 for place in back]
     owed = list(accumulate(reversed(need), lambda behind, own: max(own, behind - 1)))[::-1]
     return Lines(list(range(len(rounds))), back, need, owed if plan.limits.num_stages > 1 else need)
-
-
-def _reach(plan: StepPlan, forward: list[int]) -> list[int]:
-    """For each place in the forward order the last one whose backward must come before its own, or itself."""
-    reach = list(range(len(forward)))
-    chains: dict[int, list[int]] = {}
-    for place, number in enumerate(forward) if plan.cut else ():
-        for s in plan.micro_batches[number].slices:
-            if s.sequence in plan.cut:
-                chains.setdefault(s.sequence, []).append(place)
-    behind: dict[int, list[int]] = {}
-    for chain in chains.values():
-        for earlier, later in pairwise(chain):
-            behind.setdefault(earlier, []).append(later)
-    for place in sorted(behind, reverse=True):
-        reach[place] = max(reach[later] for later in behind[place])
-    return reach
 
 
 def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:

@@ -1,1 +1,1 @@
-"""What the routers of a model with experts need to know of a pack, and the losses that do not depend on the plan."""
+"""What layers with experts need beside a trainer's own code: losses that depend on no plan, and seals of counts."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...core.plan.action import Action, ActionKind
 from ...core.plan.in_step import Program
 from ...core.plan.order import orders_of_stage
-from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.simulate.step import SpanKind
 from ..attention.pack import Pack
 from ..attention.prefix import PrefixStore
@@ -70,6 +70,10 @@ class StageTrainer(ABC):
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around all actions of a program; ``wgrads`` takes the weight gradients that backwards leave."""
         return nullcontext()
+
+    def entering(self, where: str) -> None:
+        """Before each pass that runs through the layers; ``where`` is what the watchdog says of it."""
+        return
 
     @abstractmethod
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Loaded:
@@ -146,13 +150,16 @@ class Executor:
         }
         if self._links:
             self._links.begin()
-        at: Op | None = None
+        at, where = None, ""
         with self._trainer.prepared(self._program, self.wgrads):
             for action in self._program:
                 if action.op != at or action.op.micro_batch < 0:
                     at, self._loaded, self._received, self._result = action.op, None, None, None
                     number = at.micro_batch
-                    self._mark(f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}")
+                    where = f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}"
+                    self._mark(where)
+                if action.computes and action.kind != "weight_grads":
+                    self._trainer.entering(where)
                 verbs[action.kind](action)
         self._loaded = self._received = self._result = None
         self.wgrads.check_empty()

@@ -126,7 +126,7 @@ BROKEN = {
         with_batches(*WHOLE.micro_batches, MicroBatch((), (0,))).__class__(
             WHOLE.lengths,
             (*WHOLE.micro_batches, MicroBatch((), (0,))),
-            replace(WHOLE.limits, in_step=WHOLE.limits.num_ranks),
+            replace(WHOLE.limits, all_in_step=True),
         ),
         "equal micro-batch counts",
     ),
@@ -182,12 +182,13 @@ BROKEN = {
         ),
         "not among the ranks",
     ),
-    "in step with stages": (replace(LAWFUL, limits=replace(LIMITS, in_step=LIMITS.num_ranks)), "run different passes"),
+    "in step with stages": (replace(LAWFUL, limits=replace(LIMITS, all_in_step=True)), "no pipeline stages"),
+    "a group in step": (replace(LAWFUL, limits=replace(LIMITS, in_step=LIMITS.num_ranks)), "run different passes"),
     "in step, a pass of nothing": (
         replace(
             WHOLE,
             micro_batches=(MicroBatch((Slice(0, 0, 4), Slice(1, 0, 4)), (0, 1), cp_comm="ring"),),
-            limits=replace(WHOLE.limits, in_step=WHOLE.limits.num_ranks),
+            limits=replace(WHOLE.limits, all_in_step=True),
             order=(ops("F0 B1"),),
         ),
         "exactly once",
@@ -360,7 +361,7 @@ def test_the_same_work_runs_in_an_order_of_the_whole_plane() -> None:
 def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
     """Equal counts: a dummy puts both ranks' shared micro-batches at one place, or at two."""
     dummy = MicroBatch((), (0,))
-    in_step = replace(LIMITS, num_stages=1, in_step=LIMITS.num_ranks)
+    in_step = replace(LIMITS, num_stages=1, all_in_step=True)
     check(replace(STUCK, micro_batches=(SHARED[0], dummy, *SHARED[1:]), limits=in_step))
     with pytest.raises(PlanError, match="runs all ranks in step"):
         check(replace(STUCK, micro_batches=(*SHARED, dummy), limits=in_step))
@@ -374,7 +375,7 @@ def test_ranks_that_run_in_step_refuse_what_is_shared_out_of_step() -> None:
 
 def test_ranks_that_run_in_step_run_passes_of_one_kind_at_a_time() -> None:
     """Every pass gathers weights from all ranks, forwards from the first layer on and backwards from the last."""
-    in_step = replace(LIMITS, num_stages=1, in_step=LIMITS.num_ranks)
+    in_step = replace(LIMITS, num_stages=1, all_in_step=True)
     alone = tuple(MicroBatch((Slice(i, 0, 8),), (i % 2,)) for i in range(4))
     plan = StepPlan(as_lengths([8] * 4), alone, in_step, order=(ops("F0 F1 F2 F3 B0 B1 B2 B3"),))
     assert not check(plan).shared

@@ -352,7 +352,7 @@ def _carry_out(plan: Plan, facts: Facts, rows: Rows, twins: dict[int, int]) -> N
     if facts.in_step and facts.ranks > 1:
         _refuse_out_of_step(plan, facts, rows)
     elif facts.together > 1:
-        _refuse_groups_out_of_step(plan, facts, rows)
+        _refuse_groups_out_of_step(plan, facts, rows, twins)
     stages = [_Stage(plan, facts, number, twins) for number in range(facts.stages)]
     lists = [[deque(row) for row in of_stage] for of_stage in rows]
     queues: dict[Any, deque[int]] = defaultdict(deque)
@@ -410,19 +410,23 @@ def _finish(facts: Facts, stage: int, lists: Any, op: tuple[str, int], members: 
             queues[kind, target, rank].append(i)
 
 
-def _refuse_groups_out_of_step(plan: Plan, facts: Facts, rows: Rows) -> None:
+def _refuse_groups_out_of_step(plan: Plan, facts: Facts, rows: Rows, twins: dict[int, int]) -> None:
     """Ranks that share experts meet in every layer: forward, backward, and where either runs a second time."""
     replayed, size = set(plan["replayed"]), facts.together
-    # The trainer itself fills what is missing for replays with passes of nothing, where all ranks are one group.
-    fills = facts.ranks == size and facts.stages == 1
     for stage, of_stage in enumerate(rows):
         again = plan["recompute"][stage] if plan["recompute"] else None
 
-        def met(kind: str, i: int, again: list[int] | None = again) -> Any:
-            return kind if fills or kind == "F" else (kind, i in replayed, again and again[i])
+        def met(row: list[tuple[str, int]], again: list[int] | None = again) -> list[Any]:
+            forwards = [i for kind, i in row if kind == "F"]
+            # A backward meets those whom its forward met, unless that runs again right before it.
+            return [
+                kind if kind == "F" else (i in replayed or forwards.index(twins[i]), again and again[i])
+                for kind, i in row
+                if kind != "W"
+            ]
 
         for first in range(0, facts.ranks, size):
-            seen = [[met(*op) for op in row if op[0] != "W"] for row in of_stage[first : first + size]]
+            seen = [met(row) for row in of_stage[first : first + size]]
             for rank, other in enumerate(seen, first):
                 require(other == seen[0], "stage", stage, "ranks", first, rank, "meet in unlike passes")
 

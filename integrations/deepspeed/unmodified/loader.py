@@ -183,8 +183,7 @@ class PlannedLoader:
             warn_once(plan, self._warned)
         if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
             # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
-            limits = self._chain.limits
-            plan = replace(self._chain, limits=replace(limits, in_step=limits.num_ranks)).plan(batch)
+            plan = replace(self._chain, limits=replace(self._chain.limits, all_in_step=True)).plan(batch)
         rows = into_exactly(plan, self._num_micro_batches, self._chain.context.costs)
         report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
         return rows[dist.get_rank()]

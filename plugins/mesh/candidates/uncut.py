@@ -69,7 +69,7 @@ def _rounds(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each round of the best division; nothing where none was found."""
     shares, frame = anywhere.under(limits.max_tokens), Frame(limits.num_ranks, cost_table.node, limits.max_tokens)
-    dummies = limits.in_step > 1 or limits.num_stages > 1
+    dummies = limits.together > 1 or limits.num_stages > 1
     rounds: list[list[MicroBatch]] = []
     for one in _best_rounds(lengths, limits, cost_table, anywhere, config):
         micro_batches = _launched(lengths, one, shares, cost_table, frame, dummies=dummies)

@@ -55,7 +55,7 @@ def step(incoming: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch]
     Pipelines that share micro-batches run in step too: else stages that run ahead might wait in a circle.
     """
     launched = list(micro_batches)
-    if limits.in_step > 1 or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in launched)):
+    if limits.together > 1 or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in launched)):
         launched = in_step(launched, limits.num_ranks)
     launched += idle(launched, limits.num_ranks)
     return incoming.with_micro_batches(launched, limits, name)

@@ -45,9 +45,7 @@ def plan_of(*ranks: list[int], stages: int = 1, in_step: int = 2, layers: int = 
     batches = tuple(
         MicroBatch((Slice(i, 0, n),), (rank,)) for i, (n, rank) in enumerate(zip(lengths, owners, strict=True))
     )
-    limits = Limits(
-        len(ranks), max(lengths), num_stages=stages, in_step=in_step, layers_per_stage=layers, shares_experts=True
-    )
+    limits = Limits(len(ranks), max(lengths), num_stages=stages, in_step=in_step, layers_per_stage=layers)
     return check(in_rounds(StepPlan(as_lengths(lengths), batches, limits)))
 
 

@@ -36,7 +36,7 @@ def test_a_group_waits_for_its_last_member() -> None:
 def test_equal_counts_synchronise_every_round() -> None:
     lengths, ranks = [4, 1, 1, 4], [(0,), (1,), (0,), (1,)]
     free = predict(plan(lengths, ranks, Limits(2, 10)), ONE)
-    rounds = predict(plan(lengths, ranks, Limits(2, 10, in_step=2)), ONE)
+    rounds = predict(plan(lengths, ranks, Limits(2, 10, all_in_step=True)), ONE)
     assert (free.step_s, rounds.step_s) == (15, 24)
 
 

@@ -252,7 +252,7 @@ def test_a_gradient_sum_hides_behind_the_last_backward_of_the_hosts_own_schedule
 
 
 def test_with_sharded_parameters_every_pass_gathers_and_all_keep_step() -> None:
-    limits = Limits(2, 10, in_step=2)
+    limits = Limits(2, 10, all_in_step=True)
     made = plan([4, 1, 1, 4], [(0,), (1,), (0,), (1,)], limits)
     bare = simulate(made, context(Layout(dp=2)))
     assert bare.step_s == 24
@@ -338,7 +338,7 @@ def test_only_the_hosts_own_schedule_waits_for_its_sends() -> None:
 
 
 def test_ranks_in_step_with_unlike_counts_are_refused() -> None:
-    limits = Limits(2, 100, in_step=2)
+    limits = Limits(2, 100, all_in_step=True)
     plan = StepPlan(as_lengths([5, 6, 7]), tuple(MicroBatch((Slice(i, 0, 5 + i),), (i % 2,)) for i in range(3)), limits)
     with pytest.raises(PlanError, match=r"unlike numbers of passes\n  found: 2 on rank 1, 4 on rank 0"):
         list(play(plan, lambda stage, op: 1.0))
@@ -411,7 +411,7 @@ def test_moved_tokens_even_all_modules_but_attention() -> None:
 
 def test_with_sharded_parameters_homes_keep_step() -> None:
     traffic = {"sharding": "parameters", "weight_bytes": 3.0, "gradient_bytes": 6.0}
-    bare = homes_plan(Limits(3, 12, in_step=3))
+    bare = homes_plan(Limits(3, 12, all_in_step=True))
     costs = Costs(source="test", forward=RING, backward=RING)
     result = simulate(bare, context(Layout(dp=3), costs, **traffic))
     assert result.step_s == 2 * 19.125 + 2 + 2 + 4

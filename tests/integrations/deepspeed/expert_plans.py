@@ -23,5 +23,5 @@ def named(name: str, ranks: int, in_step: int) -> StepPlan:
         made = slices.random_plan(int(words[0]), ranks)
     else:
         made = slices.whole_sequences(ranks) if kind == "whole_sequences" else getattr(slices, kind)(*words)
-    limits = replace(made.limits, in_step=in_step, shares_experts=in_step > 1)
+    limits = replace(made.limits, in_step=in_step)
     return check(in_rounds(made.revised(limits=limits)))

@@ -152,7 +152,7 @@ def _group(pieces: list[Slice], chosen: dict[str, Any], rng: random.Random) -> M
 
 
 def _limits(equal: bool = False, node_ranks: int = 2) -> Limits:
-    return Limits(4, 10**6, in_step=4 if equal else 1, heads=HEADS, node_ranks=node_ranks)
+    return Limits(4, 10**6, all_in_step=equal, heads=HEADS, node_ranks=node_ranks)
 
 
 def ordered(

@@ -116,7 +116,7 @@ def make(
         rng: draws the order of passes; None runs all forwards first, then backwards in reverse.
         again: backward micro-batches to be replayed.
     """
-    limits = Limits(len(forward), 10**6, in_step=len(forward) if equal else 1)
+    limits = Limits(len(forward), 10**6, all_in_step=equal)
     groups, groups_back = _launched(forward), _launched(backward or [])
     known = {m[:2] for m in groups}
     replayed = {j for j, m in enumerate(groups_back) if m[:2] not in known} | set(again)

@@ -79,7 +79,7 @@ def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = Fal
         middle = [s._replace(stop=s.length // 2) for s in mine]
         made.append(shared(middle, cp_groups, cp_comm))
         made.append(shared([Slice(i, n, lengths[i]) for i, _, n in middle], cp_groups, cp_comm))
-    if limits.in_step > 1:
+    if limits.together > 1:
         made = in_step(made, RANKS)
     busy = {rank for m in made for rank in m.ranks}
     made += [MicroBatch((), (rank,)) for rank in range(RANKS) if rank not in busy]

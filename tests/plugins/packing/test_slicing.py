@@ -47,7 +47,7 @@ def planned(
     limits: Limits | None = None,
     **config: object,
 ) -> StepPlan:
-    limits = limits or Limits(ranks, 1 << 40, num_stages=pp, in_step=ranks if in_step else 1)
+    limits = limits or Limits(ranks, 1 << 40, num_stages=pp, all_in_step=in_step)
     context = PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     section = PackingConfig(**{"enabled": True, "slices": "even", **config})
     return check(plan(StepPlan(as_lengths(lengths), (), limits), context, section))
@@ -239,7 +239,7 @@ def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
 
 
 def test_replays_are_the_same_on_ranks_in_step() -> None:
-    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, in_step=2), memory=MEMORY)
+    limits = replace(Limits(2, 1 << 40, layers_per_stage=1, all_in_step=True), memory=MEMORY)
     made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
     rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
     assert rows[0]

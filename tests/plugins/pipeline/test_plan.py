@@ -208,7 +208,7 @@ def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does() -> None:
 
 def test_trainers_in_step_are_left_to_packing() -> None:
     of = chain(1, 2)
-    in_step = replace(of, limits=replace(of.limits, in_step=of.limits.num_ranks))
+    in_step = replace(of, limits=replace(of.limits, all_in_step=True))
     with pytest.raises(EvenloadError, match=r"plugins\.packing"):
         in_step.plan(as_lengths([5, 6]))
 

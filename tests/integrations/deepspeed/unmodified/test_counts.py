@@ -24,7 +24,7 @@ def _plan(packs_of_ranks, *, together=False, pad_to=0):
             slices = tuple(Slice(len(lengths) + place, 0, length) for place, length in enumerate(pack))
             lengths += pack
             micro_batches.append(MicroBatch(slices, (rank,), pad_to))
-    limits = Limits(len(packs_of_ranks), 10_000, in_step=len(packs_of_ranks) if together else 1)
+    limits = Limits(len(packs_of_ranks), 10_000, all_in_step=together)
     return StepPlan(as_lengths(lengths), tuple(micro_batches), limits)
 
 

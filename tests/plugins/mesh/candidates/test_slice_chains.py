@@ -64,7 +64,7 @@ def test_a_pipeline_waits_less_with_slices() -> None:
 )
 def test_every_way_of_cutting_is_lawful(lengths: list[int], cap: int, plane: tuple[int, int], equal: bool) -> None:
     planner = chain(cap, *plane)
-    limits = replace(planner.limits, max_tokens=cap, in_step=planner.limits.num_ranks if equal and plane[1] == 1 else 1)
+    limits = replace(planner.limits, max_tokens=cap, all_in_step=equal and plane[1] == 1)
     values = np.array(lengths, dtype=np.int64)
     cost_table = cost_table_of(planner.context, limits, MeshConfig(), int(values.max()))
     bare = StepPlan(as_lengths(lengths), (), limits)

@@ -1,0 +1,105 @@
+"""What the ranks of an expert-parallel group tell each other in every layer before a token moves.
+
+A rank that runs another pass, or another plan, than its peers would exchange tokens with them that do not belong
+together, or wait for ever. Counts of tokens are gathered in each layer anyway; a seal of four numbers rides on them:
+two of the plan's digest, the number of the pass among those of the step that exchange, and the layer. Ranks whose seals
+differ are named. While experts exchange, the rank's mark says in which layer, so that a rank that hangs or dies there
+is named together with it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.aliases import Ranks
+from ...core.errors import RankError
+
+SEAL = 4
+"""Numbers that stand before the counts."""
+
+
+class Load(NamedTuple):
+    """What the ranks of a group sent to the experts of a layer in one pass, padding and dummies left out."""
+
+    number: int
+    """Of the pass, among those of the step that exchange tokens."""
+    layer: int
+    """Of the whole model, from 0."""
+    counts: tuple[int, ...]
+    """Tokens of this rank for each expert."""
+    imbalance: float
+    """Tokens for the busiest rank of the group over those for its mean rank."""
+
+
+class ExpertGate:
+    """The seals and marks of one rank, and the loads of its step.
+
+    Args:
+        ranks: the world ranks of its group, in the group's order.
+        place: this rank's among them.
+    """
+
+    def __init__(self, ranks: Ranks, place: int) -> None:
+        self._ranks, self._place = ranks, place
+        self.loads: list[Load] = []
+        """Of the passes of the step so far that have gradients."""
+        self._number, self._where = -1, "a pass"
+        self._digest = b"\0" * 16
+        self._mark: Callable[[str], None] = lambda _: None
+
+    def begin(self, digest: bytes, mark: Callable[[str], None]) -> None:
+        """Before the first pass of a step that runs the plan of this digest (16 bytes)."""
+        self._digest, self._mark = digest, mark
+        self._number, self.loads = -1, []
+
+    def enter(self, where: str) -> None:
+        """Before each pass that exchanges tokens; ``where`` is what the watchdog says of it."""
+        self._number, self._where = self._number + 1, where
+
+    def at_layer(self, layer: int) -> None:
+        """Before the experts of a layer, forward or backward."""
+        self._mark(f"{self._where}, experts of layer {layer}")
+
+    def behind_layer(self) -> None:
+        """Behind them."""
+        self._mark(self._where)
+
+    def sealed(self, layer: int, sent_E: Tensor, counted_E: Tensor) -> Tensor:
+        """This rank's seal before its counts of a layer, int64 [4 + 2 E].
+
+        ``sent_E``: tokens for each expert; ``counted_E``: those among them that are no padding and no dummies.
+        """
+        seal = [*struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16]), self._number, layer]
+        return torch.cat([torch.tensor(seal, dtype=sent_E.dtype, device=sent_E.device), sent_E, counted_E])
+
+    def opened(self, rows: Tensor, *, book: bool) -> Tensor:
+        """What all ranks of the group send [R, E], from what they have sealed [R, 4 + 2 E].
+
+        ``book``: whether the pass counts: of passes that run a second time one does. Raises RankError where a rank runs
+        another plan, pass or layer than this one.
+        """
+        seals = [tuple(row) for row in rows[:, :SEAL].tolist()]
+        if len(set(seals)) > 1:
+            words = [f"rank {rank} {_said(seal)}" for rank, seal in zip(self._ranks, seals, strict=True)]
+            raise RankError(
+                "ranks that share experts run different passes",
+                f"{'; '.join(words[:8])}; this rank: {self._where}",
+                "give every rank the same recipe and data, and run its passes in the order of the plan",
+            )
+        sent_RE, counted_RE = rows[:, SEAL:].chunk(2, dim=1)
+        if book:
+            loads_R = counted_RE.sum(dim=0).view(len(self._ranks), -1).sum(dim=1)
+            mean = float(loads_R.double().mean())
+            own = tuple(counted_RE[self._place].tolist())
+            self.loads.append(Load(self._number, seals[0][3], own, float(loads_R.max()) / mean if mean else 1.0))
+        return sent_RE
+
+
+def _said(seal: tuple[int, ...]) -> str:
+    digest = struct.pack("<qq", *seal[:2]).hex()[:12]
+    return f"runs pass {seal[2]} of plan {digest}, layer {seal[3]}"

@@ -1,0 +1,54 @@
+"""The seal that rides on the counts of a layer: who runs another pass is named, and loads leave dummies out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from evenload.core.errors import RankError
+from evenload.runtime.experts.gate import ExpertGate
+
+SENT, COUNTED = torch.tensor([4, 1, 0, 3]), torch.tensor([4, 0, 0, 2])
+
+
+def gates(digests: tuple[bytes, bytes] = (b"a" * 16, b"a" * 16)) -> tuple[ExpertGate, ExpertGate, list[str]]:
+    marks: list[str] = []
+    pair = ExpertGate((4, 7), 0), ExpertGate((4, 7), 1)
+    for gate, digest in zip(pair, digests, strict=True):
+        gate.begin(digest, marks.append)
+    return *pair, marks
+
+
+def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_dummies() -> None:
+    first, second, _ = gates()
+    for gate in (first, second):
+        gate.enter("forward of micro-batch 0")
+    rows = torch.stack([first.sealed(2, SENT, COUNTED), second.sealed(2, SENT * 2, COUNTED * 3)])
+    assert second.opened(rows, book=True).tolist() == [SENT.tolist(), (2 * SENT).tolist()]
+    (load,) = second.loads
+    assert (load.number, load.layer, load.counts) == (0, 2, (12, 0, 0, 6))
+    assert load.imbalance == 16 / 12  # 16 of 24 tokens for the two experts of the first rank
+    assert first.opened(rows, book=False).shape == (2, 4)
+    assert not first.loads
+
+
+@pytest.mark.parametrize("what", ["pass", "plan", "layer"])
+def test_a_rank_that_runs_another_pass_plan_or_layer_is_named(what: str) -> None:
+    first, second, _ = gates((b"a" * 16, b"b" * 16) if what == "plan" else (b"a" * 16, b"a" * 16))
+    first.enter("forward of micro-batch 0")
+    second.enter("forward of micro-batch 0")
+    if what == "pass":
+        second.enter("forward of micro-batch 3")
+    rows = torch.stack([first.sealed(0, SENT, SENT), second.sealed(int(what == "layer"), SENT, SENT)])
+    with pytest.raises(RankError, match="run different passes") as caught:
+        second.opened(rows, book=True)
+    assert "rank 4 runs pass 0" in caught.value.found
+    assert f"rank 7 runs pass {int(what == 'pass')}" in caught.value.found
+    assert not second.loads
+
+
+def test_marks_name_the_layer_and_go_back_behind_it() -> None:
+    first, _, marks = gates()
+    first.enter("backward of micro-batch 5")
+    first.at_layer(3)
+    first.behind_layer()
+    assert marks == ["backward of micro-batch 5, experts of layer 3", "backward of micro-batch 5"]
