@@ -35,7 +35,7 @@ def into_exactly(plan: StepPlan, count: int, costs: Costs) -> list[Row]:
         return [row + [MicroBatch((), (rank,))] * (count - len(row)) for rank, row in enumerate(rows)]
 
     dummies, real = with_dummies(own), with_dummies([_cut(row, count, seconds) for row in own])
-    together = plan.limits.in_step > 1
+    together = plan.limits.together > 1
     # The same seconds are summed in another order.
     slower = _step_s(real, seconds, together) > _step_s(dummies, seconds, together) * (1 + 1e-12)
     return dummies if slower else real
