@@ -38,7 +38,7 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     layout = host.layout
     drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 2 // layout.pp}
     plan = random_plan(seed, lengths, **drawn)
-    limits = replace(plan.limits, in_step=layout.ep, shares_experts=layout.ep > 1)
+    limits = replace(plan.limits, in_step=layout.ep)
     return check(in_rounds(replace(plan, limits=limits)))
 
 

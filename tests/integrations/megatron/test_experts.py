@@ -73,9 +73,20 @@ def test_orders_of_the_pipeline_plugin(on_ranks):
     exact(on_ranks(4, "routed", moe=BIASED, plugins=STAGES, **layout), branch="an order of the plan's own")
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})],
+    ids=["ranks2", "ranks4"],
+)
 def test_random_plans(on_ranks, size, layout):
     exact(on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), **layout))
+
+
+@pytest.mark.parametrize("plugins", [{}, PACKS], ids=["stock", "packs"])
+def test_dummies_and_padding_count_in_nothing(on_ranks, plugins):
+    """One rank has no sample at all; in the stock plan a micro-batch of the other is padded."""
+    rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=plugins, lengths=[40], train__global_batch_size=2)
+    exact(rows, branch="dummies")
 
 
 def test_biases_move(on_ranks):
