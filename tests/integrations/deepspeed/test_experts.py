@@ -39,3 +39,10 @@ def test_resume_is_bit_equal_and_goes_on_on_other_ranks(on_ranks, tmp_path, stag
             continue
         for wanted, found in zip(went_on[0], more[0], strict=True):
             assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "ranks", "ep"), [(0, 2, 2), (2, 4, 2), (3, 2, 2)])
+def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, ep):
+    for result in on_ranks(ranks, "rank_experts.unmodified", stage=stage, ep=ep):
+        assert result["named"]
+        assert result["error"] <= 1e-5
