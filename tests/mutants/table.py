@@ -64,7 +64,12 @@ KILLERS: dict[str, Words] = {
     + ("model.num_attention_heads=8",)
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
-    "experts": ("pytest", "tests/integrations/megatron/test_experts.py", "-k", "ep2-slices or ep4-packs or dummies or recompute"),
+    "experts": (
+        "pytest",
+        "tests/integrations/megatron/test_experts.py",
+        "-k",
+        "ep2-slices or ep4-packs or dummies or recompute",
+    ),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),

@@ -122,7 +122,7 @@ def test_start_losses_and_resume_are_equal_on_other_numbers_of_expert_ranks(on_r
         first = on_ranks(size, "expert_steps", steps=2, write=there, parallel__ep=ep, **common)[0]
         assert first["start"] == whole["start"]
         assert first["losses"] == pytest.approx(whole["losses"][:2], rel=near)
-        for to, ranks in ((1, 2), (2, 2), (2, 4), (4, 4)):
+        for to, ranks in ((1, 2), (2, 4), (4, 4)):
             then = on_ranks(ranks, "expert_steps", first=2, steps=2, read=there, parallel__ep=to, **common)[0]
             assert then["losses"] == pytest.approx(whole["losses"][2:], rel=near)
             assert then["norms"] == pytest.approx(whole["norms"][2:], rel=near)
