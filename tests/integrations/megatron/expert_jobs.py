@@ -16,7 +16,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.integrations.exactness import relative_error
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.model.experts import routers
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron_jobs import LENGTHS, VOCABULARY, hosted, recipe, tokens
 from megatron_random_plans import random_plan
 
@@ -38,7 +38,7 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     layout = host.layout
     drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 2 // layout.pp}
     plan = random_plan(seed, lengths, **drawn)
-    limits = replace(plan.limits, in_step=layout.ep, shares_experts=layout.ep > 1)
+    limits = replace(plan.limits, in_step=layout.ep)
     return check(in_rounds(replace(plan, limits=limits)))
 
 
@@ -59,6 +59,7 @@ def routed(world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, **change
                     "grad": max(relative_error(g, expected[name]) for name, g in gradients.items()),
                     "norm": abs(result.grad_norm / plain.norm(expected) - 1),
                     "biases": plain.update_routing(host),
+                    "miscounted": miscounted(host, plain),
                     "moved": float(sum(b.abs().sum() for b in host.expert_biases().values())),
                     "names": sorted(gradients),
                     "expected": sorted(expected),
@@ -67,6 +68,18 @@ def routed(world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, **change
             )
         plain.close()
     return rows
+
+
+def miscounted(host: Any, plain: Any) -> list[int]:
+    """Layers of this stage in which the counts for the biases are not those of plain training."""
+    wrong = []
+    expected = {layer.number + 1: layer.loads_E for layer in plain.routers._layers}
+    for router in routers(host.model):
+        if router.enable_expert_bias:
+            counts = router.local_tokens_per_expert.double()
+            torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+            wrong += [router.layer_number] * (not torch.equal(counts, expected[router.layer_number]))
+    return wrong
 
 
 def expert_steps(

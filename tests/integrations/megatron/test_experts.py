@@ -33,6 +33,7 @@ def exact(rows, *, branch=""):
             assert one["loss"] < 1e-12
             assert one["norm"] < 1e-9
             assert one["biases"] == []
+            assert one["miscounted"] == []
             assert branch in ("", *one["branches"])
 
 
@@ -47,7 +48,7 @@ def test_float64_is_that_of_plain_training(on_ranks, size, layout, plugins):
     "changes",
     [
         {"moe": {}},
-        {"moe": LOSSES, "train__recompute": True},
+        {"moe": BIASED, "train__recompute": True},
         {"moe": {"score": "sigmoid", "topk": 1, "shared_ffn_hidden_size": 16}},
         {"moe": {"num_experts": 6, "topk": 3, "every": 2, **BIASED}, "model__family": "qwen3_moe"},
         {"moe": LOSSES, "megatron__overlap_grad_reduce": True},
@@ -73,9 +74,20 @@ def test_orders_of_the_pipeline_plugin(on_ranks):
     exact(on_ranks(4, "routed", moe=BIASED, plugins=STAGES, **layout), branch="an order of the plan's own")
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})],
+    ids=["ranks2", "ranks4"],
+)
 def test_random_plans(on_ranks, size, layout):
     exact(on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), **layout))
+
+
+@pytest.mark.parametrize("plugins", [{}, PACKS], ids=["stock", "packs"])
+def test_dummies_and_padding_count_in_nothing(on_ranks, plugins):
+    """One rank has no sample at all; in the stock plan a micro-batch of the other is padded."""
+    rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=plugins, lengths=[40], train__global_batch_size=2)
+    exact(rows, branch="dummies")
 
 
 def test_biases_move(on_ranks):
