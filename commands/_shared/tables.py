@@ -214,11 +214,13 @@ def plan(result: Result) -> Group:
     steps = result["steps"]
     notes = {note for step in steps for note in step["notes"] if not note.startswith("micro-batches")}
     shown = sorted(notes, key=lambda note: (not note.startswith(WARNINGS), note))
-    about = (
+    about = [
         f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
-    )
+    ]
+    if (ep := result["layout"]["ep"]) > 1:
+        about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")
     pipelines = [step["pipeline"] for step in steps if step["pipeline"]]
     programs = [
         plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step

@@ -29,7 +29,7 @@ def shape_of(model: Model) -> Shape:
     return Shape(
         _size(fields, "num_hidden_layers"),
         hidden,
-        _size(fields, "intermediate_size"),
+        _size(fields, "intermediate_size", fields.get("moe_intermediate_size") or None),
         head * heads,
         head * _size(fields, "num_key_value_heads", heads),
         _size(fields, "vocab_size"),
@@ -47,7 +47,7 @@ def experts_in(fields: dict[str, Any]) -> Experts | None:
     layers = range(_size(fields, "num_hidden_layers"))
     if key is None or not (sparse := [layer for layer in layers if _has_experts(fields, layer)]):
         return None
-    ffn = _size(fields, "moe_intermediate_size", _size(fields, "intermediate_size"))
+    ffn = _size(fields, "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size")
     shared = _size(fields, "shared_expert_intermediate_size", ffn * int(fields.get("n_shared_experts") or 0))
     return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, len(sparse))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import VALUE_BYTES
+from ...core.recipe.sizes import VALUE_BYTES, shape_of
 from ...core.recipe.traits import States, Trainer, TrainerTraits
 
 LIVE_WEIGHTS = 1_000_000_000
@@ -85,7 +85,12 @@ def rules(recipe: Recipe) -> list[Rule]:
 
 def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     """What the blocks of Transformers and DeepSpeed's AutoEP cannot do with ``model.moe``."""
-    model, moe = recipe.model, recipe.model.moe
+    model, moe, ep = recipe.model, recipe.model.moe, recipe.parallel.ep
+    if model.config is not None and ep > 1:
+        experts = shape_of(model).experts
+        number = experts.num_experts if experts else 0
+        what = "parallel.ep does not divide the experts of model.config"
+        return [(not number or number % ep != 0, what, f"{number} experts, ep {ep}", "choose an ep that divides them")]
     if moe is None:
         return []
     megatron = "use trainer: megatron, or "

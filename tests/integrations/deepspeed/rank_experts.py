@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,6 +91,28 @@ def resume(stage: int, ep: int, folder: str) -> list[str]:
         return _steps(host, 3)
     except EvenloadError as error:
         return [str(error)]
+    finally:
+        host.close()
+
+
+def trained(stage: int, ep: int) -> tuple[dict[str, str], list[float]]:
+    """Digests of the weights at the start, and losses of four clipped steps."""
+    host = open_host(recipe(stage, ep, clip_grad=0.5), init_world())
+    start = {name: sha256(weight.numpy().tobytes()).hexdigest() for name, weight in host.weights().items()}
+    losses = [float.fromhex(loss) for loss in _steps(host, 4)]
+    host.close()
+    return start, losses
+
+
+def out_of_step() -> str:
+    """Why a plan whose ranks run as they like is refused."""
+    host = open_host(recipe(1, 2), init_world())
+    plan = slices.plans.chains("some")
+    try:
+        host.gradients(plan, plans.tokens_of(plan))
+        return ""
+    except EvenloadError as error:
+        return str(error)
     finally:
         host.close()
 
