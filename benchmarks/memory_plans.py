@@ -41,6 +41,7 @@ from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits, MemoryCost
+from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
@@ -86,10 +87,13 @@ class Case(NamedTuple):
     def costs(self) -> str:
         """What its costs belong to."""
         recipe = self.recipe
-        return f"{self.trainer} {recipe.train.dtype} {recipe.deepspeed.zero_stage}"
+        experts = " experts" if recipe.model.moe else ""
+        return f"{self.trainer} {recipe.train.dtype} {recipe.deepspeed.zero_stage}{experts}"
 
 
 PP2 = (("parallel.dp", 1), ("parallel.pp", 2))
+MOE = (("model.family", "mixtral"), ("model.moe", {"num_experts": 8, "topk": 2, "ffn_hidden_size": 256}))
+EP2 = (*MOE, ("parallel.ep", 2))
 CASES = (
     Case("megatron", "megatron", profile=True),
     Case("megatron, bf16", "megatron", changes=(("train.dtype", "bf16"),), plans=("slices",), profile=True),
@@ -100,15 +104,23 @@ CASES = (
     Case("zero 0, recompute", "deepspeed", changes=(("train.recompute", True),)),
     *(Case(f"zero {n}", "deepspeed", changes=(("deepspeed.zero_stage", n),), profile=True) for n in (1, 2, 3)),
     *(Case(f"zero {n}, DP 2", "deepspeed", ranks=2, changes=(("deepspeed.zero_stage", n),)) for n in (1, 2, 3)),
+    Case("megatron, experts", "megatron", changes=MOE, profile=True),
+    Case("megatron, experts, recompute", "megatron", changes=(*MOE, ("train.recompute", True))),
+    Case("megatron, experts, EP 2", "megatron", ranks=2, changes=EP2),
+    Case("megatron, experts, EP 2, recompute", "megatron", ranks=2, changes=(*EP2, ("train.recompute", True))),
+    Case("megatron, experts, EP 2 x DP 2", "megatron", ranks=4, changes=EP2),
+    Case("megatron, experts, PP 2 x EP 2", "megatron", 4, (*EP2, ("parallel.dp", 2), ("parallel.pp", 2))),
+    Case("zero 1, experts", "deepspeed", changes=(*MOE, ("deepspeed.zero_stage", 1)), profile=True),
+    Case("zero 1, experts, EP 2", "deepspeed", ranks=2, changes=(*EP2, ("deepspeed.zero_stage", 1))),
 )
 
 
 def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
     """A plan of each kind for the plane's ranks; ranks have different work."""
     if kind in ("packs", "stock"):
-        lengths = [[[700, 200], [350, 150, 100]], [[500], [300, 250, 200]]]
+        lengths = 2 * [[[700, 200], [350, 150, 100]], [[500], [300, 250, 200]]]
         if kind == "stock":
-            lengths = [[[250], [400, 100], [500], [150, 150], [350]]]
+            lengths = 4 * [[[250], [400, 100], [500], [150, 150], [350]]]
         rows, batch = [], []
         for own in lengths[:num_ranks]:
             rows.append([[Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)] for pack in own])
@@ -116,15 +128,15 @@ def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
                 rows[-1][k] = [Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)]
                 batch += pack
     else:
-        batch = [1800, 900][:num_ranks]
-        rows = [_pieces(i, n, (6, 4)[i]) for i, n in enumerate(batch)]
+        batch = [1800, 900, 1200, 600][:num_ranks]
+        rows = [_pieces(i, n, (6, 4)[i % 2]) for i, n in enumerate(batch)]
         rows[0][-1].append(Slice(len(batch), 0, 200))
         batch.append(200)
     plan = assemble(StepPlan(as_lengths(batch), (), limits), limits, rows)
     if kind == "replays":
         kept = max(2 * num_ranks, 1)
         plan = replace(plan, replayed=tuple(range(len(plan.micro_batches) - kept)))
-    return check(plan)
+    return check(in_rounds(plan))
 
 
 def _pieces(sequence: int, length: int, count: int) -> list[list[Slice]]:

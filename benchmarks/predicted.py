@@ -9,7 +9,8 @@ slowest rank from lining up to the end of the update, the median of the repeats,
 a batch; a step of warm-up comes first. Batches are those of the recipe's data in the order of its seed (`SEED`).
 
 ZeRO 3 has a profile of its own, as its hooks gather weights in every layer; ZeRO 0 and 1 use that of ZeRO 2. Pipelines
-of Megatron-Core use the profile of 2 data-parallel ranks, tensor-parallel ranks one of their own. Nothing else should
+of Megatron-Core use the profile of 2 data-parallel ranks, tensor-parallel ranks one of their own. A model with experts
+is profiled on as many data-parallel ranks as run it, each with all experts. Nothing else should
 run: predictions know no other load. Where something does, "busiest" still compares CPU seconds of the busiest rank, as
 predicted, with those measured.
 """
@@ -53,9 +54,13 @@ class Scenario(NamedTuple):
     against: str = "in_order"
 
 
+MOE = ("model.family=mixtral", "model.moe={num_experts: 8, topk: 2, ffn_hidden_size: 256}")
+
 PROFILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "megatron": ("quickstart.yaml", ()),
     "megatron tp 2": ("quickstart.yaml", ("parallel.dp=1", "parallel.tp=2")),
+    "megatron experts": ("quickstart.yaml", MOE),
+    "megatron experts, 4 ranks": ("quickstart.yaml", (*MOE, "parallel.dp=4")),
     "deepspeed": ("deepspeed.yaml", ("deepspeed.zero_stage=2",)),
     "deepspeed zero 3": ("deepspeed.yaml", ("deepspeed.zero_stage=3",)),
 }
@@ -65,6 +70,7 @@ SLICES = "plugins.packing.max_tokens=1024"
 TP = ("parallel.dp=1", "parallel.tp=2")
 PP = ("parallel.dp=1", "parallel.pp=2")
 REPLAYS = (SLICES, "plugins.packing.activation_gib=0.06")
+EP = (*MOE, "parallel.ep=2")
 
 SCENARIOS = (
     Scenario("megatron", "dp 2", "megatron", against="stock,in_order"),
@@ -75,6 +81,13 @@ SCENARIOS = (
     Scenario("megatron", "pp 2, slices", "megatron", (*PP, SLICES)),
     Scenario("megatron", "pp 2, replays", "megatron", (*PP, *REPLAYS)),
     Scenario("megatron", "tp 2", "megatron tp 2", TP),
+    Scenario("megatron", "experts, dp 2", "megatron experts", MOE),
+    Scenario("megatron", "experts, ep 2", "megatron experts", EP, "stock,in_order"),
+    Scenario("megatron", "experts, ep 2, slices", "megatron experts", (*EP, SLICES)),
+    Scenario("megatron", "experts, ep 2, replays", "megatron experts", (*EP, *REPLAYS)),
+    Scenario("megatron", "experts, ep 2, recompute", "megatron experts", (*EP, "train.recompute=true")),
+    Scenario("megatron", "experts, ep 2 x dp 2", "megatron experts, 4 ranks", (*EP, "parallel.dp=4")),
+    Scenario("megatron", "experts, pp 2 x ep 2", "megatron experts, 4 ranks", (*EP, "parallel.pp=2")),
     Scenario("deepspeed", "zero 0", "deepspeed", ("deepspeed.zero_stage=0",)),
     Scenario("deepspeed", "zero 1", "deepspeed", ("deepspeed.zero_stage=1",)),
     Scenario("deepspeed", "zero 2", "deepspeed", ("deepspeed.zero_stage=2",), "stock,in_order"),
@@ -104,7 +117,7 @@ def benchmark(scenarios: tuple[Scenario, ...], steps: int, repeats: int) -> dict
 
 
 def evenload(verb: str, recipe: str, overrides: list[str], options: list[str]) -> Any:
-    """The JSON of one command on 2 ranks with one thread each; its progress goes to stderr."""
+    """The JSON of one command on the recipe's ranks with one thread each; its progress goes to stderr."""
     command = [sys.executable, "-m", "evenload", verb, str(RECIPES / recipe), *overrides, *options, "--json"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)

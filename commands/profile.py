@@ -5,6 +5,7 @@ contention between the ranks of a host is in the coefficients. Little work first
 the least counts. What is measured of a step, and what it gives:
 
     forward, backward   busy seconds (`runtime.measure.busy`), linear in launches, tokens and pairs: the coefficients
+    experts             the part of them inside modules of experts, linear in launches and tokens: ``expert_s``
     rest                all else that the rank computes: loading, the schedule, clearing gradients, clipping, the
                         optimizer. Linear in launches and tokens, half to each direction, and a constant: ``update_s``
     collectives         by themselves (`runtime.measure.links`): latency and bandwidth of the links
@@ -38,6 +39,7 @@ import numpy as np
 import torch
 import yaml
 
+from ..core.aliases import Floats
 from ..core.costs.context import PlanningContext
 from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
 from ..core.errors import EvenloadError, RankError
@@ -55,6 +57,7 @@ from ._shared.job import Job, logger, run_rank
 from ._shared.show import progress
 from .pictures.files import whole
 from .profiling.cases import Case, cases
+from .profiling.experts import timing_experts
 from .profiling.memory import measure_memory, random_tokens
 
 BUDGET_S = 60.0
@@ -71,7 +74,7 @@ MEMORY_SHARE = 0.6
 Numbers = TypeVar("Numbers", PassCost, Link)
 
 _FEWEST = 4
-_SECONDS = ("forward_s", "backward_s", "rest_s", "step_s")
+_SECONDS = ("forward_s", "backward_s", "rest_s", "experts_forward_s", "experts_backward_s", "step_s")
 _UNWRITABLE = "the costs cannot be written"
 
 
@@ -82,6 +85,9 @@ class Sample(Case):
     forward_s: float
     backward_s: float
     rest_s: float
+    experts_forward_s: float = 0.0
+    """The part of ``forward_s`` in which experts compute."""
+    experts_backward_s: float = 0.0
     step_s: float
     """By the wall, of the slowest rank."""
     runs: int
@@ -189,8 +195,8 @@ def fit_samples(samples: list[Sample], context: PlanningContext, *, waiting_coun
         raise RankError("too few shapes could be measured to fit three coefficients", detail, do)
     num_ranks, tp = context.layout.dp_cp_size, context.layout.tp
     work = np.array([sample.work for sample in samples])
-    forward, forward_error = fit(work, [s.forward_s for s in samples])
-    backward, backward_error = fit(work, [s.backward_s for s in samples])
+    forward, forward_error = _fit_pass(work, *np.array([(s.forward_s, s.experts_forward_s) for s in samples]).T)
+    backward, backward_error = _fit_pass(work, *np.array([(s.backward_s, s.experts_backward_s) for s in samples]).T)
     passes = Costs(source="profile", forward=forward, backward=backward)
     plans = [sample.plan(num_ranks) for sample in samples]
     rest = np.array([s.rest_s for s in samples])
@@ -215,6 +221,16 @@ def fit_samples(samples: list[Sample], context: PlanningContext, *, waiting_coun
     return Fitted(forward, backward, update_s * tp * slower, errors)
 
 
+def _fit_pass(work: Floats, seconds: Floats, at_experts: Floats) -> tuple[PassCost, float]:
+    """Coefficients of a direction and their error (`costs.fit`); ``at_experts`` is a part of ``seconds``, [N] each."""
+    cost, error = fit(work, seconds - at_experts)
+    if not at_experts.any():
+        return cost, error
+    (launch_s, expert_s), _ = solve(work[:, :2], at_experts, seconds)
+    cost = cost.plus(PassCost(launch_s=launch_s, token_s=0.0, expert_s=expert_s))
+    return cost, float(np.abs(cost.of_each(work) / seconds - 1).mean())
+
+
 def write_costs(costs: Costs, out: Path) -> None:
     """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
     text = yaml.safe_dump(costs.model_dump(exclude_none=True), sort_keys=False, width=118)
@@ -226,17 +242,19 @@ def write_costs(costs: Costs, out: Path) -> None:
 
 
 def _step(job: Job, case: Case) -> list[float]:
-    """Of one step: forward, backward and other seconds (mean of the ranks), and wall seconds (of the slowest rank)."""
+    """The `_SECONDS` of one step: the mean of the ranks, but by the wall those of the slowest one."""
     device, plan = job.world.device, case.plan(job.host.layout.dp_cp_size)
     tokens_of, clock = random_tokens(job.recipe), _clock(device)
     job.gather(0.0)
     start, computed_s = time.perf_counter(), clock()
     mark = job.watchdog.at
-    result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
+    with timing_experts(job.host, clock) as experts:
+        result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
-    rows = job.gather(result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s, step_s)
-    return [*rows[:, :3].mean(axis=0).tolist(), float(rows[:, 3].max())]
+    passes_s = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s)
+    rows = job.gather(*passes_s, experts.forward_s, experts.backward_s, step_s)
+    return [*rows[:, :-1].mean(axis=0).tolist(), float(rows[:, -1].max())]
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

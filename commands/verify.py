@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class _Proof:
         state = resume(job, folder)
         assert state is not None
         layout = job.host.layout
-        self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+        self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
         beside = replace(beside, job=job)
         self._take(beside, job.planner(drawing_after(job, state)), range(state["step"], self._steps))
         beside.plain.close()
@@ -146,13 +147,15 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     p = recipe.parallel
     if recipe.trainer != "megatron" or world_size == p.tp * p.cp:
         return None
-    stages = 1 if p.pp > 1 else 2
-    try:
-        other = recipe.changed({"parallel.pp": stages, "parallel.dp": world_size // (p.tp * p.cp * stages)})
-        preflight(other, world_size)
-    except EvenloadError:
-        return None
-    return other
+    stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
+    tries = [(stages, experts), (p.pp, experts)] if recipe.model.moe else []
+    for pp, ep in (*tries, (stages, p.ep)):
+        with suppress(EvenloadError):
+            dp = world_size // (p.tp * p.cp * pp)
+            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp})
+            preflight(other, world_size)
+            return other
+    return None
 
 
 def _undisturbed(job: Job) -> Iterator[npt.NDArray[np.int64]]:

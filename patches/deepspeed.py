@@ -8,12 +8,16 @@ Methods of the class are wrapped and not `deepspeed.initialize`: scripts copy th
 
 from __future__ import annotations
 
+import sys
+
 from ..core.recipe.recipe import Recipe
 from .row import Patch, from_module
 
 DEEPSPEED = "deepspeed >=0.19,<0.20"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LOOP = "..integrations.deepspeed.unmodified.loop"
+_EXPERTS = "..integrations.deepspeed.experts"
+_REGISTRY = "transformers.utils.output_capturing:_CanRecordRegistry"
 
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
@@ -52,4 +56,25 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             wrapper=from_module(f"{_LOOP}:step"),
             expects=("lr_kwargs",),
         ),
+        *(
+            Patch(
+                name=f"deepspeed.autoep.{verb}",
+                target=f"{_REGISTRY}.{method}",
+                supports="transformers >=5,<6",
+                why=f"DeepSpeed's AutoEP {what} by its name, where Transformers since 5.23 takes a model, and fails. "
+                "Names are looked up as they stand; a model is looked up as ever.",
+                wrapper=from_module(f"{_EXPERTS}:{verb}_by_name"),
+                when=registry_takes_models,
+            )
+            for verb, method, what in (
+                ("get", "get", "asks what a class records"),
+                ("set", "__setitem__", "puts back what a class records"),
+            )
+        ),
     )
+
+
+def registry_takes_models() -> bool:
+    """Whether this Transformers has the registry that takes models; asked once its module is there."""
+    module = sys.modules.get(_REGISTRY.partition(":")[0])
+    return hasattr(module, "_CanRecordRegistry")

@@ -214,11 +214,13 @@ def plan(result: Result) -> Group:
     steps = result["steps"]
     notes = {note for step in steps for note in step["notes"] if not note.startswith("micro-batches")}
     shown = sorted(notes, key=lambda note: (not note.startswith(WARNINGS), note))
-    about = (
+    about = [
         f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
         "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
-    )
+    ]
+    if (ep := result["layout"]["ep"]) > 1:
+        about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")
     pipelines = [step["pipeline"] for step in steps if step["pipeline"]]
     programs = [
         plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
@@ -330,11 +332,15 @@ def _planners(steps: list[Result]) -> Table:
 
 def profile(result: Result) -> Group:
     """Coefficients of the passes, then the links."""
+    keys = {"launch_s": "s a launch", "token_s": "s a token", "expert_s": "s a token at experts"}
+    keys["pair_s"] = "s a (query, key) pair"
+    if not any(c["expert_s"] for c in result["passes"].values()):
+        del keys["expert_s"]
     rows = [
-        (name, f"{c['launch_s']:.3g}", f"{c['token_s']:.3g}", f"{c['pair_s']:.3g}", percent(result["fit_error"][name]))
+        (name, *(f"{c[key]:.3g}" for key in keys), percent(result["fit_error"][name]))
         for name, c in result["passes"].items()
     ]
-    head = ("", "s a launch", "s a token", "s a (query, key) pair", "error of the fit")
+    head = ("", *keys.values(), "error of the fit")
     caption = (
         f"update: {seconds(result['update_s'])}; steps of {result['ranks']} rank(s), simulated with these costs, are "
         f"off by {percent(result['fit_error']['step'])} in the mean; written to {result['out']}"

@@ -89,8 +89,15 @@ class Shape(NamedTuple):
 
     @property
     def values_at_experts(self) -> int:
-        """The same of the experts to which a token is routed, in all layers."""
-        return self.experts.routed_per_token * self.mlp_values(self.experts.ffn_hidden_size) if self.experts else 0
+        """Values per token that the experts to which it is routed keep for their backward, in all layers.
+
+        Input and output, what comes of the first product (and its gate), the activation, with a gate their product, and
+        what goes into the second product, weighed by the router.
+        """
+        if not self.experts:
+            return 0
+        each = 2 * self.hidden_size + (5 if self.gated else 3) * self.experts.ffn_hidden_size
+        return self.experts.routed_per_token * each
 
     @property
     def values_beside_experts(self) -> int:

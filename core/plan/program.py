@@ -54,7 +54,8 @@ def lower(plan: StepPlan, stage: int, rank: int, dummies: Dummies = "none") -> P
 def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None, ...]:
     """What runs of each micro-batch of the forward at a stage, the last one or another; None: nothing.
 
-    Of the forwards that a group of ranks in step runs together all run, whole where nothing of one is wanted, or none.
+    Of the forwards that a group of ranks in step runs together all run, as a dummy where nothing of one is wanted, or
+    none.
     """
     if not is_last or len(plan.kept) == len(plan.micro_batches):
         return plan.micro_batches
@@ -64,7 +65,7 @@ def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None,
         for together in _forwards_together(plan):
             if any(runs[i] is not None for i in together):
                 for i in together:
-                    runs[i] = runs[i] or plan.micro_batches[i]
+                    runs[i] = runs[i] or _without_work(plan.micro_batches[i])
     return tuple(runs)
 
 
@@ -94,6 +95,12 @@ def _forwards_together(plan: StepPlan) -> Iterator[tuple[int, ...]]:
     ]
     for first in range(0, len(rows), plan.limits.in_step):
         yield from zip(*rows[first : first + plan.limits.in_step], strict=False)
+
+
+def _without_work(micro_batch: MicroBatch) -> MicroBatch:
+    """What a rank runs beside its peers where it wants nothing of a forward: its slices may continue others that have
+    not run either."""
+    return micro_batch if len(micro_batch.ranks) > 1 else micro_batch._replace(slices=())
 
 
 def _wanted(micro_batch: MicroBatch, end: dict[int, int]) -> MicroBatch | None:

@@ -53,8 +53,11 @@ def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cos
     costs = _with_own_experts(recipe, costs.of_stage(layout), layout)
     deferred_bytes = _layers_per_stage(recipe, layout) * shape.linear_values(layout.tp) * value_bytes
     expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.pp) if layout.ep > 1 else 0.0
+    # Tokens that go to other ranks are copied to be sent, and copied to be sorted by expert where they arrive.
+    copies = 2 * shape.experts.topk if shape.experts and layout.ep > 1 else 0
     whole_bytes = costs.memory.replay_bytes_per_token or costs.memory.activation_bytes_per_token
     return costs.holding(
+        working_bytes_per_token=costs.memory.working_bytes_per_token + copies * shape.hidden_size * value_bytes,
         expert_bytes_per_token=min(float(expert_bytes), whole_bytes),
         kv_grad_bytes_per_token=costs.memory.kv_bytes_per_token * _kv_grad_frac(recipe),
         input_bytes_per_token=float(shape.hidden_size * value_bytes),

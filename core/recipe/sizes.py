@@ -29,12 +29,36 @@ def shape_of(model: Model) -> Shape:
     return Shape(
         _size(fields, "num_hidden_layers"),
         hidden,
-        _size(fields, "intermediate_size"),
+        _size(fields, "intermediate_size", fields.get("moe_intermediate_size") or None),
         head * heads,
         head * _size(fields, "num_key_value_heads", heads),
         _size(fields, "vocab_size"),
         fields.get("hidden_act", "silu") in ("silu", "swish"),
+        experts_in(fields),
     )
+
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def experts_in(fields: dict[str, Any]) -> Experts | None:
+    """Those of a config.json, by the names that Mixtral, Qwen, DeepSeek and their like have for them; None: dense."""
+    key = next((key for key in _NUM_EXPERTS if fields.get(key)), None)
+    layers = range(_size(fields, "num_hidden_layers"))
+    if key is None or not (sparse := [layer for layer in layers if _has_experts(fields, layer)]):
+        return None
+    ffn = _size(fields, "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size")
+    shared = _size(fields, "shared_expert_intermediate_size", ffn * int(fields.get("n_shared_experts") or 0))
+    return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, len(sparse))
+
+
+def _has_experts(fields: dict[str, Any], layer: int) -> bool:
+    """Whether a layer, from 0, of a config.json with experts has any."""
+    if kinds := fields.get("mlp_layer_types"):
+        return bool(kinds[layer] == "sparse")
+    if layer < (fields.get("first_k_dense_replace") or 0) or layer in (fields.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % (fields.get("decoder_sparse_step") or 1) == 0
 
 
 def _experts_of(model: Model) -> Experts:

@@ -158,9 +158,9 @@ class DividedExperts:
 
     def _gather(self, part: Tensor) -> Tensor:
         """Of all experts, what this rank has of its own, [E / ep, ...] to [E, ...]."""
-        mine = part.to(self._device).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, mine, group=self._group)
+        own = part.to(self._device).contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts).cpu()
 
 

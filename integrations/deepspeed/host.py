@@ -27,6 +27,7 @@ from ...core.plan.program import lower
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
+from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
 from ...runtime.stage.executor import Executor
 from ...runtime.world.plane import Plane
@@ -34,6 +35,7 @@ from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
 from ..host import Mark
 from ..huggingface.models import refuse_unsupported
+from ..huggingface.routes import Recorder
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
 from .experts import DividedExperts
@@ -67,8 +69,10 @@ class DeepSpeedHost(EngineHost):
             self.engine.clip_fp32_gradients = self._clip
         self._all_in_step = self.stage == 3 and self._experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
-        self.busy_waits = (self.stage == 3 or shares) and world.size > 1 and counts_waiting(world.device)
+        exchanges = self.stage == 3 or shares or self._experts is not None
+        self.busy_waits = exchanges and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
+        self._recorder: Recorder | None = None
 
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.engine.module.named_parameters())
@@ -117,7 +121,13 @@ class DeepSpeedHost(EngineHost):
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)
             reduction = open_step.enter_context(one_reduction(self.engine, num_backwards))
-            of_step: dict[str, Any] = {"plane": plane, "tokens_of": tokens_of, "weight": share / num_targets}
+            recorder = self._recording(plan)
+            of_step: dict[str, Any] = {
+                "recorder": recorder,
+                "plane": plane,
+                "tokens_of": tokens_of,
+                "weight": share / num_targets,
+            }
             trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
             place = plan, 0, self.dp_cp_rank
             executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
@@ -126,6 +136,16 @@ class DeepSpeedHost(EngineHost):
             with clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
         return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
+
+    def _recording(self, plan: StepPlan) -> Recorder | None:
+        """What records the routes of a step into `routes`, where somebody wants them."""
+        if not self.records_routes:
+            return None
+        self._recorder = self._recorder or Recorder(self.engine.module)
+        self._recorder.step = step = StepRouting(plan.lengths, record=True)
+        assert step.routes is not None
+        self.routes = step.routes
+        return self._recorder
 
     def _refuse_out_of_step(self, plan: StepPlan) -> None:
         """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would

@@ -29,6 +29,9 @@ _FAMILIES: dict[str, str] = {
     "qwen3_moe": "Qwen3MoeConfig",
 }
 
+_ALIGNED = 8
+"""Values of bfloat16 in 16 bytes."""
+
 
 def model_config(recipe: Recipe) -> Any:
     """The `PreTrainedConfig` that `recipe.model` describes, or the one of ``recipe.model.config``.
@@ -104,7 +107,7 @@ def build_model(
 
     Args:
         experts_implementation: how Transformers runs experts; None: one product over groups of tokens, whose sums have
-            one order on every device.
+            one order on every device, where it can (it wants rows of whole 16 bytes), else expert by expert.
         parts: what of it is wanted, if not the whole; see `partial`.
 
     Raises:
@@ -112,8 +115,10 @@ def build_model(
     """
     attention.register()
     kind, config = transformers.AutoModelForCausalLM, model_config(recipe)
-    if experts_implementation:
-        config._experts_implementation = experts_implementation
+    sizes = recipe.model.hidden_size, recipe.model.expert_ffn_size
+    grouped = recipe.model.moe is None or not any(size % _ALIGNED for size in sizes)
+    if experts_implementation or not grouped:
+        config._experts_implementation = experts_implementation or "eager"
     whole = partial(kind.from_config, config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)

@@ -1,7 +1,8 @@
 """The reference that `evenload verify` holds a DeepSpeed run against: plain training, written for the proof.
 
 Same weights, whole sequences one after the other, Transformers' own attention and no mask, no packing, no engine, no
-process group, float32. Nothing here knows of plans.
+process group, float32. Nothing here knows of plans. Tokens go to the experts to which the run sent them, where it has
+recorded that: a rounding error can turn a choice over.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from torch.nn.functional import cross_entropy
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import TokensOf
+from ...runtime.experts.routing import Routes
+from ...runtime.world.agreement import everyone
 from ..exactness import largest_error
 from ..host import Host
+from ..huggingface.routes import Replayer
 from .model import build_model
 
 
@@ -32,6 +36,7 @@ class PlainModel:
         self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
+        self._routers = Replayer(self._model)
         self.load(host.weights())
 
     @torch.no_grad()
@@ -42,7 +47,8 @@ class PlainModel:
 
     def gradients(self, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients, by parameter name, of the mean token loss of a global batch. Every rank computes all."""
-        return plain_gradients(self._model, tokens_of, lengths)
+        self._routers.differ = 0
+        return plain_gradients(self._model, tokens_of, lengths, self._routers)
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""
@@ -53,15 +59,21 @@ class PlainModel:
         yield name, tensor
 
     def route_as(self, other: PlainModel) -> None:
-        """Nothing: no router here has a state of its own."""
+        """Replay the routes that another model replays."""
+        self._routers.routes = other._routers.routes
+
+    def replay_routes(self, host: Host) -> None:
+        """Send tokens to the experts to which the host's last step sent them. Collective."""
+        routes: Routes = {}
+        for of_rank in everyone({key: choices.cpu() for key, choices in host.routes.items()}):
+            for key, choices_LK in of_rank.items():
+                routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # UNKNOWN: had no forward there
+        self._routers.routes = routes
 
     @property
     def routes_differ(self) -> int:
-        """No routes are replayed."""
-        return 0
-
-    def replay_routes(self, host: Host) -> None:
-        """Nothing: tokens go where this model's own routers send them."""
+        """Routes of the last batch that were replayed, and that this model would not have taken."""
+        return self._routers.differ
 
     def update_routing(self, host: Host) -> list[str]:
         """Nothing differs: no router here has a state of its own."""
@@ -77,15 +89,20 @@ def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths)
     return PlainModel(recipe, host).gradients(tokens_of, lengths)
 
 
-def plain_gradients(model: torch.nn.Module, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
-    """The same of any causal language model, in the precision of its weights."""
+def plain_gradients(
+    model: torch.nn.Module, tokens_of: TokensOf, lengths: Lengths, routers: Replayer | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The same of any causal language model, in the precision of its weights. ``routers``: of the model, where they
+    replay routes."""
     samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
     num_targets = sum(len(sample) - 1 for sample in samples)
     model.zero_grad(set_to_none=True)
     total = 0.0
-    for sample in samples:
+    for number, sample in enumerate(samples):
         if len(sample) < 2:
             continue
+        if routers is not None:
+            routers.sequence = number
         logits_TV = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
         logits_TV = logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV
         loss = cross_entropy(logits_TV, sample[1:], reduction="sum") / num_targets

@@ -15,10 +15,12 @@ from ...core.plan.action import Action
 from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore
+from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, StageTrainer
 from ...runtime.stage.offload import layers_of
 from ...runtime.world.plane import Plane
 from ..huggingface import attention
+from ..huggingface.routes import Recorder
 from .engine import Reduction
 from .model import recompute_layers, recomputing
 
@@ -63,15 +65,22 @@ class PackStage(StageTrainer):
 
 
 class EngineStage(PackStage):
-    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`)."""
+    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`), and
+    ``recorder`` is told which pack runs, if there is one."""
 
-    def __init__(self, engine: Any, reduction: Reduction, **of_step: Any) -> None:
+    def __init__(self, engine: Any, reduction: Reduction, recorder: Recorder | None, **of_step: Any) -> None:
         super().__init__(engine, layers_of(engine.module), **of_step)
-        self._reduction = reduction
+        self._reduction, self._recorder = reduction, recorder
         parameters = inspect.signature(engine.module.forward).parameters
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        if self._recorder is None:
+            return self._forward(loaded, action)
+        with with_attributes(self._recorder, pack=loaded.pack):
+            return self._forward(loaded, action)
+
+    def _forward(self, loaded: Batch, action: Action) -> Tensor:
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output

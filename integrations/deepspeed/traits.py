@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import VALUE_BYTES
+from ...core.recipe.sizes import VALUE_BYTES, shape_of
 from ...core.recipe.traits import States, Trainer, TrainerTraits
 
 LIVE_WEIGHTS = 1_000_000_000
@@ -85,7 +85,12 @@ def rules(recipe: Recipe) -> list[Rule]:
 
 def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     """What the blocks of Transformers and DeepSpeed's AutoEP cannot do with ``model.moe``."""
-    model, moe = recipe.model, recipe.model.moe
+    model, moe, ep = recipe.model, recipe.model.moe, recipe.parallel.ep
+    if model.config is not None and ep > 1:
+        experts = shape_of(model).experts
+        number = experts.num_experts if experts else 0
+        what = "parallel.ep does not divide the experts of model.config"
+        return [(not number or number % ep != 0, what, f"{number} experts, ep {ep}", "choose an ep that divides them")]
     if moe is None:
         return []
     megatron = "use trainer: megatron, or "
@@ -121,16 +126,7 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
             f"parallel.pp {recipe.parallel.pp}, model.moe set",
             f"{megatron}set parallel.pp=1",
         ),
-        (
-            bool(model.hidden_size % _ALIGNED or model.expert_ffn_size % _ALIGNED),
-            "grouped products want rows of whole 16 bytes",
-            f"model.hidden_size {model.hidden_size}, ffn_hidden_size of an expert {model.expert_ffn_size}",
-            f"choose sizes that {_ALIGNED} divides",
-        ),
     ]
-
-
-_ALIGNED = 8
 
 
 DEEPSPEED = Trainer(traits, rules)

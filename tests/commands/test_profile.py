@@ -96,6 +96,28 @@ def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
     assert found.update_s == pytest.approx(CONSTANT_S * (2 if sharding == "optimizer" else 1))
 
 
+def test_the_fit_tells_experts_apart() -> None:
+    samples = [
+        replace(
+            s,
+            forward_s=s.forward_s + 1e-3 * s.work.launches + 5e-6 * s.work.tokens,
+            backward_s=s.backward_s + 9e-6 * s.work.tokens,
+            experts_forward_s=1e-3 * s.work.launches + 5e-6 * s.work.tokens,
+            experts_backward_s=9e-6 * s.work.tokens,
+        )
+        for s in samples_of(PLANTED)
+    ]
+    found = fit_samples(samples, context(2), waiting_counts=False)
+    dense = fit_samples(samples_of(PLANTED), context(2), waiting_counts=False)
+    slower = sum(s.step_s for s in samples) / sum(s.forward_s + s.backward_s + s.rest_s for s in samples)
+    expected = {"launch_s": dense.forward.launch_s + 1e-3, "expert_s": 5e-6}
+    forward = {name: value * slower for name, value in (dense.forward.model_dump() | expected).items()}
+    assert found.forward.model_dump() == pytest.approx(forward, rel=1e-6)
+    backward = dense.backward.model_dump() | {"expert_s": 9e-6}
+    assert found.backward.model_dump() == pytest.approx({k: v * slower for k, v in backward.items()}, rel=1e-6)
+    assert found.errors["forward"] < 1e-6
+
+
 def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
     at = replace(context(1), layout=Layout(tp=2))
     found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
@@ -156,6 +178,7 @@ class Machine:
     now: float = 0.0
     runs: int = 0
     layout: Layout = field(default_factory=Layout)
+    model: torch.nn.Module = field(default_factory=torch.nn.Identity)
 
     def train_step(self, plan: Any, tokens_of: Any, *, lr: float, mark: Any) -> Any:
         assert lr == 0.0

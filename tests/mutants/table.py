@@ -64,6 +64,10 @@ KILLERS: dict[str, Words] = {
     + ("model.num_attention_heads=8",)
     + ("plugins.mesh.engines=all_to_all",),
     "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
+    "divided experts": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=1024", "deepspeed.zero_stage=0")
+    + ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4"),
+    "experts": ("pytest", "tests/integrations/megatron/test_experts.py")
+    + ("-k", "ep2-slices or ep4-packs or dummies or recompute"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -88,7 +92,37 @@ _REDUCTION, _SCALED = (
 _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
+_ROUTING = "runtime/experts/routing.py"
+
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a dummy counts in the losses of routers",
+        _ROUTING,
+        "    return pack.sequence_ids_T != PADDING\n",
+        "    return pack.sequence_ids_T >= PADDING\n",
+        "experts",
+    ),
+    Mutant(
+        "the balance loss of a sequence is that of its pack",
+        _ROUTING,
+        "            counts_E = self._complete_counts(routed, piece.sequence)\n",
+        "            counts_E = routed.counts()\n",
+        "experts",
+    ),
+    Mutant(
+        "the norm counts the experts of one rank",
+        "integrations/megatron/reduction.py",
+        "group=parallel_state.get_expert_tensor_model_pipeline_parallel_group()",
+        "group=parallel_state.get_model_parallel_group()",
+        "experts",
+    ),
+    Mutant(
+        "a token that runs again moves the bias of its experts again",
+        "integrations/megatron/model/experts.py",
+        "        if torch.is_grad_enabled():\n            self._count(chosen_TE)\n",
+        "        self._count(chosen_TE)\n",
+        "experts",
+    ),
     Mutant(
         "dK of earlier slices is dropped",
         _PREFIX,
@@ -539,5 +573,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if silent * self._every > self._gone_s:",
         "            if silent * self._every > 1000 * self._gone_s:",
         "frozen store",
+    ),
+    Mutant(
+        "the norm of experts is each rank's own",
+        "integrations/deepspeed/experts.py",
+        "        dist.all_reduce(of_experts, group=self._group)\n",
+        "",
+        "divided experts",
+    ),
+    Mutant(
+        "gradients are clipped by the mean of the ranks' norms",
+        "integrations/deepspeed/host.py",
+        "            self.engine.clip_fp32_gradients = self._clip\n",
+        "            pass\n",
+        "divided experts",
+    ),
+    Mutant(
+        "the experts of a rank are taken for those of another",
+        "integrations/deepspeed/experts.py",
+        "        return torch.cat(parts).cpu()\n",
+        "        return torch.cat(parts[::-1]).cpu()\n",
+        "divided experts",
     ),
 )

@@ -3,8 +3,8 @@
 A planner packs a rank's samples into as few micro-batches as its cap allows; DeepSpeed's loop runs
 ``gradient_accumulation_steps`` of them on every rank in any case. A dummy in the rest costs a launch and a token, and
 scripts print its loss. So the costliest micro-batch is cut in two, between samples, until there are enough. What a rank
-computes is the same; where ranks wait for each other in every pass (ZeRO 3), the plan's own costs decide whether the
-micro-batches side by side are slower for it, and then the dummies stay.
+computes is the same; where ranks wait for each other in every pass (ZeRO 3, experts), the plan's own costs decide
+whether the micro-batches side by side are slower for it, and then the dummies stay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def into_exactly(plan: StepPlan, count: int, costs: Costs) -> list[Row]:
         return [row + [MicroBatch((), (rank,))] * (count - len(row)) for rank, row in enumerate(rows)]
 
     dummies, real = with_dummies(own), with_dummies([_cut(row, count, seconds) for row in own])
-    together = plan.limits.all_in_step
+    together = plan.limits.together > 1
     # The same seconds are summed in another order.
     slower = _step_s(real, seconds, together) > _step_s(dummies, seconds, together) * (1 + 1e-12)
     return dummies if slower else real

@@ -29,6 +29,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from deepspeed.moe.layer import MoE
 
 from ....core.errors import EvenloadError
 from ....core.planning.chain import PlanChain
@@ -36,6 +37,7 @@ from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
 from ...planned_runs import end_of_check
+from ..experts import expert_ranks
 from .batches import Planned
 from .loader import PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of
@@ -71,7 +73,7 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     _refuse_unsupported(engine, stock)
     dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
     config, stage = engine.module.config, int(engine.zero_optimization_stage())
-    chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype)
+    chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype, ep=expert_ranks(engine.module))
     state = _attached.get(engine)
     layout = chosen.layout(torch.distributed.get_world_size())
     chain = PlanChain.of_loop(chosen, layout, warn=state is None)
@@ -209,6 +211,9 @@ def _refuse_unsupported(engine: Any, stock: Any) -> None:
         detail, do = f"a model of type {type(module).__name__}", "give a Hugging Face causal language model"
     elif not hasattr(stock.dataset, "__getitem__"):
         detail, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
+    elif any(isinstance(one, MoE) for one in module.modules()):
+        detail = "layers of deepspeed.moe, which pad every expert to its capacity: there is nothing to even"
+        do = "use a Hugging Face model with experts, divided by expert_parallel of the ds_config, or leave evenload off"
     if detail:
         raise EvenloadError("ds_config: the evenload section cannot be honoured here", detail, do)
     refuse_unsupported(module.config)

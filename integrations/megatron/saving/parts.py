@@ -37,7 +37,7 @@ def states_of_parts(parts: Sequence[Any], state: State) -> list[State]:
 
 def _adopted(part: Any, saved: State, tensors: State) -> State:
     """The tensors of a part with what another part saved beside its own."""
-    result: State = merge(deepcopy(saved), tensors)
+    result: State = merge(deepcopy(saved), {key: value for key, value in tensors.items() if key != "param_groups"})
     holder, own = result.get("optimizer", result), part.state_dict()
     of_decay = {group["wd_mult"]: group for group in holder["param_groups"]}
     groups = own.get("optimizer", own)["param_groups"]

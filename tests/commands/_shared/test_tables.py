@@ -53,7 +53,7 @@ def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
         "pipeline": None,
         "baselines": {},
     }
-    text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local"}))
+    text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local", "layout": {"ep": 1}}))
     assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
     assert [word in text.split() for word in "abc"] == [True, True, False]
 

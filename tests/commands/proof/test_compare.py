@@ -117,6 +117,10 @@ def test_a_run_resumes_on_another_layout_where_there_is_one() -> None:
     back = other_layout(recipe(parallel={"pp": 2}), 4)
     assert back is not None
     assert (back.parallel.pp, back.parallel.dp) == (1, 4)
+    experts = {"family": "mixtral", "moe": {"num_experts": 4}}
+    elsewhere = other_layout(recipe(parallel={"dp": 2, "ep": 2}, model=experts), 2)
+    assert elsewhere is not None
+    assert (elsewhere.parallel.pp, elsewhere.parallel.ep, elsewhere.parallel.dp) == (2, 1, 1)
     assert other_layout(recipe(parallel={"tp": 2}), 2) is None
     assert other_layout(recipe(parallel={"dp": 2}, model={"num_layers": 3}), 2) is None
     assert other_layout(recipe(parallel={"dp": 2}, trainer="deepspeed"), 2) is None

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import deepspeed
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
+from evenload.integrations.deepspeed.experts import DividedExperts
 from evenload.integrations.deepspeed.plain import reference, relative_error
+from evenload.integrations.deepspeed.unmodified import loop
+from evenload.patches import deepspeed as patch
+from evenload.patches import transformers
+from evenload.patches.ledger import Ledger
 from evenload.runtime.world.world import init_world
+from transformers import MixtralConfig, MixtralForCausalLM
 
 
 def _load(file: str) -> ModuleType:
@@ -22,7 +31,7 @@ def _load(file: str) -> ModuleType:
     return module
 
 
-slices, plans = _load("rank_slices"), _load("expert_plans")
+slices, plans, scripts = _load("rank_slices"), _load("expert_plans"), _load("rank_scripts")
 
 
 def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 0.0, **model: Any) -> Any:
@@ -86,7 +95,77 @@ def resume(stage: int, ep: int, folder: str) -> list[str]:
         host.close()
 
 
+def trained(stage: int, ep: int) -> tuple[dict[str, str], list[float]]:
+    """Digests of the weights at the start, and losses of four clipped steps."""
+    host = open_host(recipe(stage, ep, clip_grad=0.5), init_world())
+    start = {name: sha256(weight.numpy().tobytes()).hexdigest() for name, weight in host.weights().items()}
+    losses = [float.fromhex(loss) for loss in _steps(host, 4)]
+    host.close()
+    return start, losses
+
+
+def out_of_step() -> str:
+    """Why a plan whose ranks run as they like is refused."""
+    host = open_host(recipe(1, 2), init_world())
+    plan = slices.plans.chains("some")
+    try:
+        host.gradients(plan, plans.tokens_of(plan))
+        return ""
+    except EvenloadError as error:
+        return str(error)
+    finally:
+        host.close()
+
+
 def _steps(host: Any, count: int) -> list[str]:
     ranks = host.world.size
     plan = plans.named("whole_sequences", ranks, ranks if host.stage == 3 and host.layout.ep > 1 else host.layout.ep)
     return [host.train_step(plan, plans.tokens_of(plan), lr=1e-2).loss.hex() for _ in range(count)]
+
+
+def unmodified(stage: int, ep: int) -> dict[str, Any]:
+    """A step of a user's loop on a model whose experts DeepSpeed divides: how far its weights are from those of plain
+    training, how far these have moved, and the loads."""
+    prepare_deepspeed()
+    world = init_world()
+    rows = scripts.rows_of(31, 7, 12, 25, 3, 18, 9, 14)
+    torch.manual_seed(0)
+    small = {**scripts.SMALL, "vocab_size": 128, "tie_word_embeddings": False}
+    config = MixtralConfig(**small, num_local_experts=4, num_experts_per_tok=2)
+    model, plain = (MixtralForCausalLM(config) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    start = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": len(rows) // 2 // world.size,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "expert_parallel": {"enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False},
+        "evenload": {"packing": {"enabled": True, "max_tokens": 64}},
+    }
+    with Ledger() as ledger:
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, config=ds_config, training_data=rows, collate_fn=scripts.collate
+        )
+        sizes = []
+        for batch in loader:
+            sizes.append(batch["input_ids"].shape)
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        divided = DividedExperts(engine.module, world.device)
+        weights = divided.whole(full_weights(engine, dict(engine.module.named_parameters())))
+        divided.close()
+        engine.destroy()
+    loop.release()
+    targets = sum(len(row) - 1 for row in rows)
+    for row in rows:
+        logits = plain(input_ids=row[None, :-1], use_cache=False).logits[0]
+        (torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum") / targets).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    wanted = dict(plain.named_parameters())
+    moved = {name: (wanted[name] - start[name]).norm() for name in wanted}
+    errors = {name: float((weights[name] - wanted[name]).norm() / moved[name]) for name in wanted}
+    return {"error": max(errors.values()), "named": weights.keys() == wanted.keys(), "sizes": sizes}

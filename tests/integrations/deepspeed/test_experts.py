@@ -16,16 +16,40 @@ def _check(results, names):
             assert worst <= ROUNDING, (name, result[name])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_blocks_of_transformers_are_exact(on_ranks, stage):
+@pytest.mark.parametrize(
+    ("stage", "more"), [(0, {}), (1, {"family": "qwen3_moe"}), (2, {"recompute": True}), (3, {"family": "qwen3_moe"})]
+)
+def test_blocks_of_transformers_are_exact(on_ranks, stage, more):
     names = ["whole_sequences", "chains some", "regrouped", "random 3"]
-    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names), names)
+    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, **more), names)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_divided_experts_are_exact(on_ranks, stage):
-    names = ["whole_sequences", "chains some", "regrouped", "random 3"]
-    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2), names)
+@pytest.mark.parametrize(
+    ("stage", "more"), [(0, {"recompute": True}), (1, {}), (2, {"family": "qwen3_moe"}), (3, {"recompute": True})]
+)
+def test_divided_experts_are_exact(on_ranks, stage, more):
+    names = ["whole_sequences", "chains none", "chains some", "regrouped", "random 3"]
+    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2, **more), names)
+
+
+@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 2), (3, 2), (1, 4)])
+def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
+    names = ["whole_sequences", "random 3", "random 5", "random 8"]
+    _check(on_ranks(4, "rank_experts.exactness", stage=stage, names=names, ep=ep), names)
+
+
+def test_every_division_starts_from_the_same_weights_and_takes_the_same_steps(on_ranks):
+    """As the seed gives them, and by the number that an expert has in the model."""
+    runs = [on_ranks(4, "rank_experts.trained", stage=1, ep=ep)[0] for ep in (1, 2, 4)]
+    for start, losses in runs[1:]:
+        assert start == runs[0][0]
+        assert losses == pytest.approx(runs[0][1], rel=2e-6)
+    assert runs[0][1] == sorted(runs[0][1], reverse=True)
+
+
+def test_a_plan_out_of_step_is_refused(on_ranks):
+    for told in on_ranks(2, "rank_experts.out_of_step"):
+        assert "does not keep the ranks in step that share experts" in told
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -39,3 +63,10 @@ def test_resume_is_bit_equal_and_goes_on_on_other_ranks(on_ranks, tmp_path, stag
             continue
         for wanted, found in zip(went_on[0], more[0], strict=True):
             assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "ranks", "ep"), [(0, 2, 2), (2, 4, 2), (3, 2, 2)])
+def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, ep):
+    for result in on_ranks(ranks, "rank_experts.unmodified", stage=stage, ep=ep):
+        assert result["named"]
+        assert result["error"] <= 1e-5

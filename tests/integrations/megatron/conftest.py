@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-JOBS = ("random_plans", "shared_plans", "jobs", "slice_jobs", "shared_jobs", "pipeline_jobs", "user_jobs")
+JOBS = (
+    "random_plans",
+    "shared_plans",
+    "jobs",
+    "slice_jobs",
+    "shared_jobs",
+    "pipeline_jobs",
+    "expert_jobs",
+    "user_jobs",
+)
 
 
 def call(job: str, arguments: dict[str, Any]) -> Any:

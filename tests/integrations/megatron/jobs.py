@@ -48,6 +48,7 @@ def recipe(**changes: Any) -> Any:
         "parallel": {"dp": None},
         "train": {"global_batch_size": 8, "dtype": "fp64", "clip_grad": 1.0, "seed": 7},
         "megatron": {},
+        "plugins": {},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")

@@ -1,0 +1,141 @@
+"""What ranks do with models that have experts; see jobs.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
+from evenload.core.plan.branches import branches_of
+from evenload.core.plan.rounds import in_rounds
+from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.integrations.exactness import relative_error
+from evenload.integrations.megatron import PlainModel
+from evenload.integrations.megatron.model.experts import routers
+from megatron.core import dist_checkpointing, parallel_state
+from megatron_jobs import LENGTHS, VOCABULARY, hosted, recipe, tokens
+from megatron_random_plans import random_plan
+
+EXPERTS = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
+LOSSES = {"z_loss": 0.02, "sequence_aux_loss": 0.05}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """A model of two layers with experts, unless told otherwise."""
+    moe = EXPERTS | changes.pop("moe", {})
+    plugins = {f"plugins__{name}": section for name, section in changes.pop("plugins", {}).items()}
+    return {"model__family": "mixtral", "model__num_layers": 2, "model__moe": moe, **plugins, **changes}
+
+
+def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepPlan:
+    """What the recipe's plugins make of a batch; with a ``seed`` a random plan brought into rounds."""
+    if seed is None:
+        return check(PlanChain.of_recipe(host.recipe, host.layout).plan(as_lengths(lengths)))
+    layout = host.layout
+    drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 2 // layout.pp}
+    plan = random_plan(seed, lengths, **drawn)
+    limits = replace(plan.limits, in_step=layout.ep)
+    return check(in_rounds(replace(plan, limits=limits)))
+
+
+def routed(world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, **changes: Any) -> list[dict[str, Any]]:
+    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does."""
+    rows = []
+    with hosted(world, **small(**changes)) as host:
+        plain = PlainModel(host.recipe, host)
+        for number, seed in enumerate(seeds):
+            data, plan = tokens(lengths, number), planned(host, lengths, seed)
+            gradients: dict[str, Any] = {}
+            plain.load(host.weights())
+            result = host.train_step(plan, data, lr=1e-2, inspect=gradients.update)
+            loss, expected = plain.gradients(data, plan.lengths)
+            rows.append(
+                {
+                    "loss": abs(result.loss - loss) / loss,
+                    "grad": max(relative_error(g, expected[name]) for name, g in gradients.items()),
+                    "norm": abs(result.grad_norm / plain.norm(expected) - 1),
+                    "biases": plain.update_routing(host),
+                    "miscounted": miscounted(host, plain),
+                    "moved": float(sum(b.abs().sum() for b in host.expert_biases().values())),
+                    "names": sorted(gradients),
+                    "expected": sorted(expected),
+                    "branches": sorted(branches_of(plan)),
+                }
+            )
+        plain.close()
+    return rows
+
+
+def miscounted(host: Any, plain: Any) -> list[int]:
+    """Layers of this stage in which the counts for the biases are not those of plain training."""
+    wrong = []
+    expected = {layer.number + 1: layer.loads_E for layer in plain.routers._layers}
+    for router in routers(host.model):
+        if router.enable_expert_bias:
+            counts = router.local_tokens_per_expert.double()
+            torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+            wrong += [router.layer_number] * (not torch.equal(counts, expected[router.layer_number]))
+    return wrong
+
+
+def expert_steps(
+    world: Any, *, steps: int = 3, first: int = 0, read: str = "", write: str = "", **changes: Any
+) -> dict[str, Any]:
+    """Losses, norms and biases of some steps; ``read`` and ``write`` name checkpoints."""
+    with hosted(world, **small(**changes)) as host:
+        if read:
+            host.load(Path(read))
+        start = {name: weight.double().norm().item() for name, weight in host.weights().items()}
+        plan = planned(host)
+        results = [host.train_step(plan, tokens(seed=step), lr=1e-2) for step in range(first, first + steps)]
+        if write:
+            if world.rank == 0:
+                Path(write).mkdir(parents=True)
+            torch.distributed.barrier()
+            host.save(Path(write))
+        return {
+            "start": start,
+            "losses": [r.loss for r in results],
+            "norms": [r.grad_norm for r in results],
+            "biases": {layer: bias.tolist() for layer, bias in host.expert_biases().items()},
+        }
+
+
+def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:
+    """Whether Megatron's own model and loader, which know nothing of a plan, get the very weights and biases."""
+    from evenload.integrations.megatron.model.attention import stock_layer_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    with hosted(world, **small(**changes)) as host:
+        host.load(Path(folder))
+        config = host.model.config
+        sizes = {"vocab_size": VOCABULARY, "max_sequence_length": 128, "share_embeddings_and_output_weights": False}
+        model = GPTModel(config, stock_layer_spec(config), position_embedding_type="rope", **sizes).double()
+        state = {"model": model.sharded_state_dict()}
+        loaded = dist_checkpointing.load(state, folder)
+        model.load_state_dict(loaded["model"])
+        own = dict(host.model.named_parameters())
+        same = {name: torch.equal(p, own[name]) for name, p in model.named_parameters()}
+        for one, other in zip(routers(model), routers(host.model), strict=True):
+            same[f"bias {one.layer_number}"] = torch.equal(one.expert_bias.float(), other.expert_bias.float())
+        return same
+
+
+def expert_refusal(**changes: Any) -> str:
+    """What is said of a recipe; empty: nothing."""
+    from evenload.integrations.megatron.setup import check_recipe
+
+    try:
+        check_recipe(recipe(**small(**changes)))
+    except EvenloadError as error:
+        return error.what
+    return ""
+
+
+def refused_recipes(world: Any, *, cases: list[dict[str, Any]]) -> list[str]:
+    """What is said of each of some recipes."""
+    return [expert_refusal(**case) for case in cases]

@@ -1,0 +1,137 @@
+"""Models with experts on real ranks, planned, against plain training with all experts on each rank.
+
+The reference has its own routing and losses (`integrations.megatron.plain_experts`), written from the papers.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LOSSES = {"z_loss": 0.02, "sequence_aux_loss": 0.05}
+BIASED = {"score": "sigmoid", "bias_rate": 0.01, **LOSSES}
+PACKS = {"packing": {"enabled": True, "max_tokens": 96}}
+SLICES = {"packing": {"enabled": True, "max_tokens": 24}}
+SHARED = {"mesh": {"enabled": True, "max_tokens": 24}}
+STAGES = {"pipeline": {"enabled": True}}
+LAYOUTS = [
+    pytest.param(2, {"parallel__ep": 1}, id="ep1"),
+    pytest.param(2, {"parallel__ep": 2}, id="ep2"),
+    pytest.param(4, {"parallel__ep": 2}, id="ep2dp2"),
+    pytest.param(4, {"parallel__ep": 4}, id="ep4"),
+    pytest.param(4, {"parallel__ep": 2, "parallel__pp": 2}, id="pp2ep2"),
+]
+
+
+def exact(rows, *, branch=""):
+    """All steps of all ranks; together the ranks must have compared every parameter."""
+    for of_step in zip(*rows, strict=True):
+        assert set().union(*(one["names"] for one in of_step)) == set(of_step[0]["expected"])
+        for one in of_step:
+            assert one["grad"] < 1e-9
+            assert one["loss"] < 1e-12
+            assert one["norm"] < 1e-9
+            assert one["biases"] == []
+            assert one["miscounted"] == []
+            assert branch in ("", *one["branches"])
+
+
+@pytest.mark.parametrize("plugins", [{}, PACKS, SLICES], ids=["stock", "packs", "slices"])
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+def test_float64_is_that_of_plain_training(on_ranks, size, layout, plugins):
+    branch = "cut sequences" if plugins is SLICES else ""
+    exact(on_ranks(size, "routed", moe=BIASED, plugins=plugins, seeds=[None, None], **layout), branch=branch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe": {}},
+        {"moe": BIASED, "train__recompute": True},
+        {"moe": {"score": "sigmoid", "topk": 1, "shared_ffn_hidden_size": 16}},
+        {"moe": {"num_experts": 6, "topk": 3, "every": 2, **BIASED}, "model__family": "qwen3_moe"},
+        {"moe": LOSSES, "megatron__overlap_grad_reduce": True},
+    ],
+    ids=["softmax", "recompute", "one of them, shared", "qwen3_moe, every second", "overlap"],
+)
+def test_every_kind_of_routing(on_ranks, changes):
+    exact(on_ranks(2, "routed", parallel__ep=2, plugins=SLICES, **changes))
+
+
+def test_losses_and_drops_of_a_micro_batch_are_the_hosts_own(on_ranks):
+    moe = {"batch_aux_loss": 0.05, "capacity_factor": 1.0}
+    exact(on_ranks(2, "routed", parallel__ep=2, moe=moe, train__micro_batch_size=1))
+
+
+@pytest.mark.parametrize(("size", "ep"), [(2, 2), (4, 2)])
+def test_sequences_that_ranks_share(on_ranks, size, ep):
+    exact(on_ranks(size, "routed", parallel__ep=ep, moe=LOSSES, plugins=SHARED, lengths=[90, 7, 30, 12]))
+
+
+def test_orders_of_the_pipeline_plugin(on_ranks):
+    layout = {"parallel__pp": 2, "parallel__ep": 2}
+    exact(on_ranks(4, "routed", moe=BIASED, plugins=STAGES, **layout), branch="an order of the plan's own")
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})],
+    ids=["ranks2", "ranks4"],
+)
+def test_random_plans(on_ranks, size, layout):
+    exact(on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), **layout))
+
+
+@pytest.mark.parametrize("plugins", [{}, PACKS], ids=["stock", "packs"])
+def test_dummies_and_padding_count_in_nothing(on_ranks, plugins):
+    """One rank has no sample at all; in the stock plan a micro-batch of the other is padded."""
+    rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=plugins, lengths=[40], train__global_batch_size=2)
+    exact(rows, branch="dummies")
+
+
+def test_biases_move(on_ranks):
+    rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=PACKS)
+    assert rows[0][0]["moved"] == rows[1][0]["moved"] > 0.03
+
+
+def test_what_does_not_compose_is_refused(on_ranks):
+    cases = [
+        {"parallel__tp": 2},
+        {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": PACKS},
+        {"moe": {"topk": 1}},
+        {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}},
+    ]
+    said = on_ranks(2, "refused_recipes", cases=cases)[0]
+    assert "sequence parallelism" in said[0]
+    assert "allgather" in said[1]
+    assert "softmax over one" in said[2]
+    assert said[3] == ""
+
+
+KINDS = [{"train__dtype": "fp64"}, {"train__dtype": "fp32"}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["fp64", "fp32 sharded"])
+def test_start_losses_and_resume_are_equal_on_other_numbers_of_expert_ranks(on_ranks, tmp_path, kind):
+    near = 1e-12 if kind["train__dtype"] == "fp64" else 1e-5
+    common = {"moe": BIASED, "plugins": PACKS, **kind}
+    whole = on_ranks(2, "expert_steps", steps=4, parallel__ep=1, **common)[0]
+    for ep, size in ((1, 2), (2, 2), (4, 4)):
+        there = str(tmp_path / f"from{ep}")
+        first = on_ranks(size, "expert_steps", steps=2, write=there, parallel__ep=ep, **common)[0]
+        assert first["start"] == whole["start"]
+        assert first["losses"] == pytest.approx(whole["losses"][:2], rel=near)
+        for to, ranks in ((1, 2), (2, 4), (4, 4)):
+            then = on_ranks(ranks, "expert_steps", first=2, steps=2, read=there, parallel__ep=to, **common)[0]
+            assert then["losses"] == pytest.approx(whole["losses"][2:], rel=near)
+            assert then["norms"] == pytest.approx(whole["norms"][2:], rel=near)
+            assert then["biases"] == {layer: pytest.approx(b, abs=1e-6) for layer, b in whole["biases"].items()}
+
+
+def test_stock_megatron_reads_the_checkpoint(on_ranks, tmp_path):
+    there = str(tmp_path / "c")
+    on_ranks(2, "expert_steps", steps=1, write=there, parallel__ep=2, moe=BIASED, plugins=PACKS)
+    for same in on_ranks(2, "stock_reads", folder=there, parallel__ep=2, moe=BIASED):
+        assert all(same.values())
+        assert len(same) > 16
