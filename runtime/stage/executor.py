@@ -243,5 +243,7 @@ class Executor:
     def _from_tape(self, pack: Pack, *, free: bool) -> Tensor:
         """The stage's input of a pack, token by token from what was received for other ones."""
         space = self._trainer.empty_like_input(pack)
+        if not pack.slices:
+            return space.zero_()  # a dummy beside peers that run something
         self._trainer.tape.gather(pack.slices, pack.segments, space.flatten(0, 1), free=free)
         return space

@@ -74,6 +74,8 @@ KILLERS: dict[str, Words] = {
     "accelerate": ("pytest", "tests/integrations/huggingface/test_accelerate.py"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
+    "rounds": ("pytest", "tests/core/plan/test_rounds.py"),
+    "gate": ("pytest", "tests/runtime/experts/test_gate.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
@@ -95,6 +97,27 @@ _LOADER = "integrations/deepspeed/unmodified/loader.py"
 _ROUTING = "runtime/experts/routing.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "one rank of a group skips a forward that its peers run",
+        "core/plan/program.py",
+        "            if any(runs[i] is not None for i in together):\n",
+        "            if all(runs[i] is not None for i in together):\n",
+        "rounds",
+    ),
+    Mutant(
+        "backwards of a group may belong to forwards of several rounds",
+        "core/plan/program.py",
+        'words.append(f"the backward of pass {number}{layers}")',
+        'words.append(f"the backward of pass {number * 0}{layers}")',
+        "rounds",
+    ),
+    Mutant(
+        "ranks that share experts may run different passes",
+        "runtime/experts/gate.py",
+        "        if len(set(seals)) > 1:\n",
+        "        if len(set(seals)) > 2:\n",
+        "gate",
+    ),
     Mutant(
         "a dummy counts in the losses of routers",
         _ROUTING,

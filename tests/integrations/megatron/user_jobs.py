@@ -22,8 +22,8 @@ import torch
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.rounds import in_rounds
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.plane import leave_groups

@@ -57,7 +57,8 @@ def test_random_plans_give_the_gradients_of_a_stock_loop_with_experts(on_ranks, 
     for rank in on_ranks(size, "user_plans", seeds=SEEDS, **EXPERTS, **layout):
         for found in rank:
             assert "error" not in found, found
-            assert found["grad"] < 1e-9, found
+            # Megatron's scores for losses are float32.
+            assert found["grad"] < (1e-7 if "full" in layout else 1e-9), found
             assert found["loss"] < 1e-7, found
         assert any(found["cut"] for found in rank[:-1])
         assert any(found["replayed"] for found in rank[:-1])
