@@ -32,7 +32,7 @@ from .batch import Batch, PlannedBatches
 from .forward import Forward, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
-from .model.experts import routers
+from .model.experts import forget_tokens, routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.weights import global_gradients, global_parameters, initialise
 from .plane import join_groups, leave_groups, open_plane, stage_links
@@ -158,6 +158,7 @@ class MegatronHost(Host):
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
         loss, branches = loss_sum / max(1, num_targets), (reduction.branch,)
         loads = tuple(self._gate.loads) if self._gate else ()
+        forget_tokens(self.model)
         return StepResult(loss, num_targets, busy.total_s, busy.forward_s, tuple(executed), branches, loads)
 
     def _run_program(

@@ -142,3 +142,17 @@ def tell_routers(gpt: Any) -> None:
         router = getattr(layer.mlp, "router", None)
         if isinstance(router, PlannedRouter):
             layer.register_forward_pre_hook(router.take_pack, with_kwargs=True)
+
+
+def forget_tokens(gpt: Any) -> None:
+    """Let go of what routers and dispatchers keep of the last pass: memory between steps, and graphs whose nodes hold
+    the model in a circle that Python's collector cannot see, with the process groups of its layers and their threads.
+    """
+    for layer in gpt.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            dispatcher = layer.mlp.token_dispatcher
+            for name, value in list(vars(dispatcher).items()):
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
+            for name in ("pack", "step"):
+                vars(layer.mlp.router).pop(name, None)

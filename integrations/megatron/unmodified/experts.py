@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ....core.errors import EvenloadError, Rule
-from ..model.experts import SEQUENCE_LOSS, PlannedRouter, routers
+from ..model.experts import SEQUENCE_LOSS, PlannedRouter, forget_tokens, routers
 
 _REGROUPED = "depends on which samples are in a micro-batch"
 
@@ -68,6 +68,7 @@ def routing_packs(gpt: Any) -> Iterator[None]:
                 undo.callback(setattr, router, "__class__", type(router))
                 router.__class__ = LoopRouter
                 undo.callback(layer.register_forward_pre_hook(router.take_pack, with_kwargs=True).remove)
+        undo.callback(forget_tokens, gpt)
         yield
 
 

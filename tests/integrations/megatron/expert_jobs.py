@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from evenload.integrations.exactness import relative_error
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.model.experts import routers
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_jobs import LENGTHS, VOCABULARY, hosted, recipe, tokens
 from megatron_random_plans import random_plan
 
@@ -103,6 +105,14 @@ def expert_steps(
             "norms": [r.grad_norm for r in results],
             "biases": {layer: bias.tolist() for layer, bias in host.expert_biases().items()},
         }
+
+
+def left_alive(world: Any) -> int:
+    """Layers with experts that are still there when a host that has trained was closed."""
+    with hosted(world, **small(parallel__dp=2, parallel__ep=2)) as host:
+        host.train_step(planned(host), tokens(), lr=1e-3)
+    gc.collect()
+    return sum(isinstance(one, MoELayer) for one in gc.get_objects())
 
 
 def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:

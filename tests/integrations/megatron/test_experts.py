@@ -129,6 +129,11 @@ def test_start_losses_and_resume_are_equal_on_other_numbers_of_expert_ranks(on_r
             assert then["biases"] == {layer: pytest.approx(b, abs=1e-6) for layer, b in whole["biases"].items()}
 
 
+def test_a_closed_host_leaves_no_layer_alive(on_ranks):
+    """Graphs that dispatchers keep would hold the model, and the threads of its process groups, for ever."""
+    assert on_ranks(2, "left_alive") == [0, 0]
+
+
 def test_stock_megatron_reads_the_checkpoint(on_ranks, tmp_path):
     there = str(tmp_path / "c")
     on_ranks(2, "expert_steps", steps=1, write=there, parallel__ep=2, moe=BIASED, plugins=PACKS)
