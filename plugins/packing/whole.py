@@ -25,7 +25,7 @@ def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
     """``result[r][k]``: the sequences of micro-batch k of rank r. lengths int64 [K], none over the cap."""
     seconds = costs.sequence_s(lengths)
     if limits.together > 1:
-        return _in_rounds(seconds, lengths, limits)
+        return _in_rounds(lengths, limits, costs)
     items = by_launches(lengths, limits, costs, bound_s)
     return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]
 
@@ -57,16 +57,16 @@ def _pack(items: list[int], seconds: Floats, lengths: Ints, limits: Limits, cost
     return [[items[i] for i in b] for b in best if b]
 
 
-def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list[int]]]:
+def _in_rounds(lengths: Ints, limits: Limits, costs: Costs) -> list[list[list[int]]]:
     """Ranks that run every micro-batch together: a step costs the sum of each round's costliest. All micro-batches of
-    all ranks are filled evenly at once; sorted by cost, neighbours share a round, and the rounds go to the groups of
-    ranks to and fro, and so do a round's micro-batches to its ranks, so that none has the costliest of every round."""
-    cost, tokens = seconds.tolist(), lengths.tolist()
-    ranks, rounds = limits.num_ranks, max(1, -(-sum(tokens) // (limits.max_tokens * limits.num_ranks)))
-    while (bins := into_bins(cost, tokens, limits.max_tokens, rounds * ranks)) is None:
-        rounds += 1
-    bins.sort(key=lambda b: -sum(cost[i] for i in b))
-    size, groups = limits.together, ranks // limits.together
+    all ranks are filled evenly at once; sorted by what they cost apart from experts, whose work a group shares,
+    neighbours are a round, and the rounds go to the groups of ranks to and fro, and so do a round's micro-batches to
+    its ranks, so that none has the costliest of every round."""
+    bins = _even_bins(lengths, limits, costs)
+    own = costs.at_experts(0.0).sequence_s(lengths).tolist()
+    bins.sort(key=lambda b: -sum(own[i] for i in b))
+    ranks, size = limits.num_ranks, limits.together
+    groups, rounds = ranks // size, len(bins) // ranks
     together = [bins[k * size : (k + 1) * size] for k in range(rounds * groups)]
     packs: list[list[list[int]]] = [[] for _ in range(ranks)]
     for k in range(rounds):
@@ -74,3 +74,22 @@ def _in_rounds(seconds: Floats, lengths: Ints, limits: Limits) -> list[list[list
             for member, b in enumerate(round_[:: -1 if k % 2 else 1]):
                 packs[group * size + member].append(b)
     return packs
+
+
+def _even_bins(lengths: Ints, limits: Limits, costs: Costs) -> list[list[int]]:
+    """Equally costly micro-batches of all ranks, as few rounds as fit; more where a pipeline gains by smaller ones."""
+    cost, tokens = costs.sequence_s(lengths).tolist(), lengths.tolist()
+    ranks, stages = limits.num_ranks, limits.num_stages
+    rounds = max(1, -(-sum(tokens) // (limits.max_tokens * ranks)))
+    while (best := into_bins(cost, tokens, limits.max_tokens, rounds * ranks)) is None:
+        rounds += 1
+    if stages == 1:
+        return best
+
+    def step_s(bins: list[list[int]]) -> float:
+        longest = max(sum(cost[i] for i in b) for b in bins) + costs.launch_s
+        return (len(bins) // ranks + stages - 1) * longest
+
+    most = min(rounds + 4 * stages, max(rounds, len(tokens) // ranks))
+    tried = (into_bins(cost, tokens, limits.max_tokens, n * ranks) for n in range(rounds + 1, most + 1))
+    return min([best, *(bins for bins in tried if bins is not None)], key=step_s)
