@@ -87,7 +87,7 @@ def _even_bins(lengths: Ints, limits: Limits, costs: Costs) -> list[list[int]]:
         return best
 
     def step_s(bins: list[list[int]]) -> float:
-        longest = max(sum(cost[i] for i in b) for b in bins) + costs.launch_s
+        longest: float = max(sum(cost[i] for i in b) for b in bins) + costs.launch_s
         return (len(bins) // ranks + stages - 1) * longest
 
     most = min(rounds + 4 * stages, max(rounds, len(tokens) // ranks))
