@@ -26,6 +26,7 @@ from ..huggingface.models import refuse_unequal_replay
 from ..textbook import AdamState
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients, full_weights
+from .expert_gate import GatedExperts
 from .traits import rules
 
 
@@ -37,6 +38,8 @@ class EngineHost(Host):
     engine: Any
     stage: int
     """Of ZeRO."""
+    _gated: GatedExperts | None = None
+    """The model's experts, if it has any."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         refuse_first(*rules(recipe), _undivided(recipe))
@@ -95,7 +98,9 @@ class EngineHost(Host):
         total, executed, branches = self._passes(plan, tokens_of, num_targets, mark, clock)
         dist.all_reduce(total)
         busy = clock.read()
-        return StepResult(float(total) / num_targets, num_targets, busy.total_s, busy.forward_s, executed, branches)
+        loads = tuple(self._gated.gate.loads) if self._gated else ()
+        loss = float(total) / num_targets
+        return StepResult(loss, num_targets, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
     def _passes(

@@ -97,7 +97,8 @@ class DividedExperts:
         named = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, AutoEPMoELayer))
         self._layers = dict(named)
         self._device = device
-        self._group = next(iter(self._layers.values())).ep_group
+        self.group: Any = next(iter(self._layers.values())).ep_group
+        """Of the ranks that share this rank's tokens."""
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of all parameters of this rank, by AutoEP's names, as those of the whole model by Transformers', on
@@ -123,7 +124,7 @@ class DividedExperts:
             if gradient is not None:
                 squares[self._split(name)[1].startswith("experts.")] += float(gradient.detach().double().norm()) ** 2
         of_experts = torch.tensor(squares[True], dtype=torch.float64, device=self._device)
-        dist.all_reduce(of_experts, group=self._group)
+        dist.all_reduce(of_experts, group=self.group)
         return squares[False] + float(of_experts)
 
     def clip(self, parameters: Mapping[str, torch.nn.Parameter], most: float) -> None:
@@ -159,8 +160,8 @@ class DividedExperts:
     def _gather(self, part: Tensor) -> Tensor:
         """Of all experts, what this rank has of its own, [E / ep, ...] to [E, ...]."""
         own = part.to(self._device).contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, own, group=self._group)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, own, group=self.group)
         return torch.cat(parts).cpu()
 
 

@@ -35,9 +35,10 @@ from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
 from ..host import Mark
 from ..huggingface.models import refuse_unsupported
-from ..huggingface.routes import Recorder
+from ..huggingface.routes import Recorder, num_experts_of
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
+from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .model import build_model, recompute_layers
 from .stage import EngineStage
@@ -67,6 +68,8 @@ class DeepSpeedHost(EngineHost):
         self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
         if self._experts is not None:
             self.engine.clip_fp32_gradients = self._clip
+        if num_experts_of(self.engine.module):
+            self._gated = GatedExperts(self.engine.module, self._experts.group if self._experts else None)
         self._all_in_step = self.stage == 3 and self._experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
         exchanges = self.stage == 3 or shares or self._experts is not None
@@ -116,6 +119,8 @@ class DeepSpeedHost(EngineHost):
                 len(program),
                 self.dp_cp_rank,
             )
+        if self._gated:
+            self._gated.gate.begin(plan.digest, mark)
         plane = self._plane_of(plan)
         share = self.world.size if self.stage == 3 else 1
         with ExitStack() as open_step:
@@ -124,6 +129,7 @@ class DeepSpeedHost(EngineHost):
             recorder = self._recording(plan)
             of_step: dict[str, Any] = {
                 "recorder": recorder,
+                "gated": self._gated,
                 "plane": plane,
                 "tokens_of": tokens_of,
                 "weight": share / num_targets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ...runtime.world.plane import Plane
 from ..huggingface import attention
 from ..huggingface.routes import Recorder
 from .engine import Reduction
+from .expert_gate import GatedExperts
 from .model import recompute_layers, recomputing
 
 
@@ -66,18 +67,30 @@ class PackStage(StageTrainer):
 
 class EngineStage(PackStage):
     """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`), and
-    ``recorder`` is told which pack runs, if there is one."""
+    ``recorder`` and ``gated`` experts are told which pack runs forward, if there are any."""
 
-    def __init__(self, engine: Any, reduction: Reduction, recorder: Recorder | None, **of_step: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        reduction: Reduction,
+        recorder: Recorder | None,
+        gated: GatedExperts | None,
+        **of_step: Any,
+    ) -> None:
         super().__init__(engine, layers_of(engine.module), **of_step)
-        self._reduction, self._recorder = reduction, recorder
+        self._reduction, self._gated = reduction, gated
+        self._watchers = [watcher for watcher in (recorder, gated) if watcher]
         parameters = inspect.signature(engine.module.forward).parameters
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
+    def entering(self, where: str) -> None:
+        if self._gated:
+            self._gated.gate.enter(where)
+
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
-        if self._recorder is None:
-            return self._forward(loaded, action)
-        with with_attributes(self._recorder, pack=loaded.pack):
+        with ExitStack() as forward:
+            for watcher in self._watchers:
+                forward.enter_context(with_attributes(watcher, pack=loaded.pack))
             return self._forward(loaded, action)
 
     def _forward(self, loaded: Batch, action: Action) -> Tensor:

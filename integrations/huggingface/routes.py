@@ -28,11 +28,16 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def watch(model: torch.nn.Module, choose: Choose) -> None:
     """Ask ``choose`` at every choice of every router of a model from now on."""
+    num_experts = num_experts_of(model)
+    for layer, block in blocks(model):
+        block.forward = _watched(block.forward, choose, layer, num_experts)
+
+
+def num_experts_of(model: torch.nn.Module) -> int:
+    """Of each layer of a model that has any; 0: none has."""
     config: Any = model.config
     text = config.get_text_config()
-    num_experts = next((int(n) for name in _NUM_EXPERTS if (n := getattr(text, name, None))), 0)
-    for layer, block in _blocks(model):
-        block.forward = _watched(block.forward, choose, layer, num_experts)
+    return next((int(n) for name in _NUM_EXPERTS if (n := getattr(text, name, None))), 0)
 
 
 def _watched(forward: Any, choose: Choose, layer: int, num_experts: int) -> Any:
@@ -43,7 +48,7 @@ def _watched(forward: Any, choose: Choose, layer: int, num_experts: int) -> Any:
     return call
 
 
-def _blocks(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
+def blocks(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
     """The blocks with experts, with the numbers of their layers from 0."""
     for name, module in model.named_modules():
         number = re.search(r"\.layers\.(\d+)\.", f"{name}.")

@@ -68,7 +68,7 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
     orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
     for first in range(0, limits.num_ranks, limits.in_step):
         for rounds in _rows(plan, range(first, first + limits.in_step)):
-            lines, of_rounds = _lines(plan, rounds), _clock_of_rounds(clock, rounds)
+            lines, of_rounds = lines_of_rounds(plan, rounds), _clock_of_rounds(clock, rounds)
             kept_in_rounds = [[max(row[i] for i in round_) for round_ in rounds] for row in kept]
             for ops, of_row in zip(orders, _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes), strict=True):
                 ops += [Op(kind, number) for kind, place in of_row for number in rounds[place]]
@@ -95,15 +95,8 @@ def _clock_of_rounds(clock: Clock, rounds: list[Round]) -> Clock:
     return Clock(forward, backward, longest(clock.weights), up, down)
 
 
-def lines_of(plan: StepPlan, rank: int) -> Lines:
-    """Forwards, backwards and what ties them, of a plane rank."""
-    forward = list(plan.of_rank(rank))
-    lines = _lines(plan, [(number,) for number in forward])
-    return lines._replace(forward=forward, backward=[forward[place] for place in lines.backward])
-
-
-def _lines(plan: StepPlan, rounds: list[Round]) -> Lines:
-    """The same of rounds, by their places."""
+def lines_of_rounds(plan: StepPlan, rounds: list[Round]) -> Lines:
+    """Forwards, backwards and what ties them, of rounds of micro-batches, by the places of the rounds."""
     reach = reach_of(plan, rounds)
     back = backwards_of(reach)
     need = [reach[place] + 1 for place in back]

@@ -4,19 +4,21 @@ A rank that runs another pass, or another plan, than its peers would exchange to
 together, or wait for ever. Counts of tokens are gathered in each layer anyway; a seal of four numbers rides on them:
 two of the plan's digest, the number of the pass among those of the step that exchange, and the layer. Ranks whose seals
 differ are named. While experts exchange, the rank's mark says in which layer, so that a rank that hangs or dies there
-is named together with it.
+is named together with it. Where one rank has all experts nothing is told: its tokens are counted, no more.
+
+Shape legend: R = ranks of a group, E = experts.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...core.aliases import Ranks
+from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
 
 SEAL = 4
@@ -46,8 +48,8 @@ class ExpertGate:
 
     def __init__(self, ranks: Ranks, place: int) -> None:
         self._ranks, self._place = ranks, place
-        self.loads: list[Load] = []
-        """Of the passes of the step so far that have gradients."""
+        self._booked: list[tuple[int, int, Tensor]] = []
+        """Passes, layers and counts [R, E], which stay on the device until the step is over."""
         self._number, self._where = -1, "a pass"
         self._digest = b"\0" * 16
         self._mark: Callable[[str], None] = lambda _: None
@@ -55,7 +57,7 @@ class ExpertGate:
     def begin(self, digest: bytes, mark: Callable[[str], None]) -> None:
         """Before the first pass of a step that runs the plan of this digest (16 bytes)."""
         self._digest, self._mark = digest, mark
-        self._number, self.loads = -1, []
+        self._number, self._booked = -1, []
 
     def enter(self, where: str) -> None:
         """Before each pass that exchanges tokens; ``where`` is what the watchdog says of it."""
@@ -68,6 +70,23 @@ class ExpertGate:
     def behind_layer(self) -> None:
         """Behind them."""
         self._mark(self._where)
+
+    def mark_around(self, experts: nn.Module, layer: int) -> None:
+        """Let the mark say while the experts of a layer run, forward and backward. ``experts``: takes hidden states
+        first, and gives new ones, alone or first."""
+
+        def begin(_: Any, __: Any) -> None:
+            self.at_layer(layer)
+
+        def end(_: Any, inputs: tuple[Tensor, ...], outputs: Tensor | tuple[Tensor, ...]) -> None:
+            self.behind_layer()
+            output = outputs if isinstance(outputs, Tensor) else outputs[0]
+            if output.requires_grad and inputs[0].requires_grad:
+                output.register_hook(lambda _: self.at_layer(layer))  # type: ignore[no-untyped-call]
+                inputs[0].register_hook(lambda _: self.behind_layer())  # type: ignore[no-untyped-call]
+
+        experts.register_forward_pre_hook(begin)
+        experts.register_forward_hook(end)
 
     def sealed(self, layer: int, sent_E: Tensor, counted_E: Tensor) -> Tensor:
         """This rank's seal before its counts of a layer, int64 [4 + 2 E].
@@ -93,11 +112,26 @@ class ExpertGate:
             )
         sent_RE, counted_RE = rows[:, SEAL:].chunk(2, dim=1)
         if book:
-            loads_R = counted_RE.sum(dim=0).view(len(self._ranks), -1).sum(dim=1)
-            mean = float(loads_R.double().mean())
-            own = tuple(counted_RE[self._place].tolist())
-            self.loads.append(Load(self._number, seals[0][3], own, float(loads_R.max()) / mean if mean else 1.0))
+            self.book(seals[0][3], counted_RE)
         return sent_RE
+
+    def book(self, layer: int, counted_RE: Tensor) -> None:
+        """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
+        self._booked.append((self._number, layer, counted_RE))
+
+    @property
+    def loads(self) -> list[Load]:
+        """Of the passes of the step so far that were booked."""
+        if not self._booked:
+            return []
+        counts = torch.stack([counted_RE for *_, counted_RE in self._booked]).cpu().numpy()
+        return [self._load(number, layer, of) for (number, layer, _), of in zip(self._booked, counts, strict=True)]
+
+    def _load(self, number: int, layer: int, counted_RE: Ints) -> Load:
+        loads_R = counted_RE.sum(axis=0).reshape(len(self._ranks), -1).sum(axis=1)
+        mean = float(loads_R.mean())
+        imbalance = float(loads_R.max()) / mean if mean else 1.0
+        return Load(number, layer, tuple(counted_RE[self._place].tolist()), imbalance)
 
 
 def _said(seal: tuple[int, ...]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from evenload.commands.saving.checkpoints import newest_whole
 from evenload.commands.saving.manifest import read as load_manifest
@@ -92,6 +93,25 @@ def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, pla
     assert (stock["steps"], stock["interval"], stock["same_plans"]) == (1, None, False)
     assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
     assert (place / "kept" / "latest").read_text() == "step00000004"
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+def test_loads_are_written_of_every_token_in_every_layer(trainer: str, place: Path, forged: Forged) -> None:
+    moe = ("model.family=mixtral", "model.moe={num_experts: 4, topk: 2}", "parallel.ep=2", "train.recompute=true")
+    logs = ("log.jsonl=steps.jsonl", "log.loads=loads.jsonl")
+    done = forged(place, "train", f"{trainer}.yaml", "plugins.packing.max_tokens=256", *moe, *logs, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    head, *lines = [json.loads(line) for line in (place / "loads.jsonl").read_text().splitlines()]
+    assert head == {"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
+    steps = [json.loads(line) for line in (place / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [step["step"] for step in steps]
+    for line, step in zip(lines, steps, strict=True):
+        counts = np.array(line["counts"])
+        assert counts.shape[1:] == (2, 2, 4)
+        assert counts.sum(axis=(0, 2, 3)).tolist() == [2 * step["tokens"]] * 2
+        of_ranks = counts.sum(axis=2).reshape(-1, 2, 2).sum(axis=2)  # [rounds * layers, ranks]
+        ratios = of_ranks.max(axis=1) / of_ranks.mean(axis=1)
+        assert step["moe"]["imbalance_max"] == pytest.approx(ratios.max())
 
 
 def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:

@@ -26,28 +26,12 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> None:
     """Let all layers of a GPTModel that have experts pass the gate."""
     for layer in gpt.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            _mark(layer.mlp, layer.layer_number - 1, gate)
+            gate.mark_around(layer.mlp, layer.layer_number - 1)
             dispatcher = layer.mlp.token_dispatcher
             if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
                 dispatcher.dispatch_preprocess = _gathering(layer, dispatcher, gate)
             else:
                 dispatcher.preprocess = _sealing(layer, dispatcher, gate)
-
-
-def _mark(experts: Any, layer: int, gate: ExpertGate) -> None:
-    """Marks around the experts of a layer, forward and backward."""
-
-    def begin(_: Any, __: Any) -> None:
-        gate.at_layer(layer)
-
-    def end(_: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> None:
-        gate.behind_layer()
-        if outputs[0].requires_grad and inputs[0].requires_grad:
-            outputs[0].register_hook(lambda _: gate.at_layer(layer))  # type: ignore[no-untyped-call]
-            inputs[0].register_hook(lambda _: gate.behind_layer())  # type: ignore[no-untyped-call]
-
-    experts.register_forward_pre_hook(begin)
-    experts.register_forward_hook(end)
 
 
 def _sealed(layer: Any, routing_map: Tensor, gate: ExpertGate) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from evenload.core.errors import EvenloadError
+from deepspeed.module_inject import auto_ep_layer
+from evenload.core.errors import EvenloadError, RankError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
@@ -20,6 +21,7 @@ from evenload.integrations.deepspeed.unmodified import loop
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
+from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.world import init_world
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -102,6 +104,53 @@ def trained(stage: int, ep: int) -> tuple[dict[str, str], list[float]]:
     losses = [float.fromhex(loss) for loss in _steps(host, 4)]
     host.close()
     return start, losses
+
+
+def at_exchanges(stage: int, name: str, ep: int = 2, recompute: bool = False) -> dict[str, Any]:
+    """What a step marks right before each exchange of tokens, what it books of each layer, and its tokens."""
+    host = open_host(recipe(stage, ep, recompute), init_world())
+    plan = plans.named(name, host.world.size, ep)
+    marks: list[str] = []
+    at: list[str] = []
+    exchange = auto_ep_layer._AllToAllV
+
+    class Watched(exchange):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            at.append(marks[-1])
+            return exchange.forward(*args)
+
+        @staticmethod
+        def backward(*args: Any) -> Any:
+            at.append(marks[-1])
+            return exchange.backward(*args)
+
+    with with_attributes(auto_ep_layer, _AllToAllV=Watched):
+        loads = host.train_step(plan, plans.tokens_of(plan), lr=1e-3, mark=marks.append).expert_loads
+    host.close()
+    counts = [torch.tensor([load.counts for load in loads if load.layer == layer]).sum(dim=0) for layer in range(2)]
+    return {
+        "at": at,
+        "counts": [count.tolist() for count in counts],
+        "imbalance": [load.imbalance for load in loads],
+        "tokens": int(plan.lengths.sum()),
+    }
+
+
+def another_plan() -> tuple[str, int]:
+    """The error where one rank runs another plan, and how many exchanges of tokens came before it."""
+    world = init_world()
+    host = open_host(recipe(1, 2), world)
+    plan = plans.named("chains some" if world.rank else "chains none", 2, 2)
+    exchanges: list[Any] = []
+    with with_attributes(auto_ep_layer._AllToAllV, apply=lambda *args: exchanges.append(args)):
+        try:
+            host.gradients(plan, plans.tokens_of(plan))
+            error = ""
+        except RankError as caught:
+            error = str(caught)
+    host.close()
+    return error, len(exchanges)
 
 
 def out_of_step() -> str:

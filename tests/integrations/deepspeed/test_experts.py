@@ -47,6 +47,34 @@ def test_every_division_starts_from_the_same_weights_and_takes_the_same_steps(on
     assert runs[0][1] == sorted(runs[0][1], reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("stage", "asked"),
+    [(0, {}), (2, {"recompute": True}), (1, {"name": "random 5"}), (2, {"ep": 1, "recompute": True}), (0, {"ep": 1})],
+)
+def test_every_token_is_booked_once_and_every_exchange_names_its_layer(on_ranks, stage, asked):
+    """Also where forwards run again: replayed slices, recomputed layers, groups of their own in the backward."""
+    results = on_ranks(2, "rank_experts.at_exchanges", stage=stage, **{"name": "chains some", **asked})
+    for layer in range(2):
+        assert sum(sum(result["counts"][layer]) for result in results) == 2 * results[0]["tokens"]
+    for result in results:
+        places = [where.split(", experts of layer ") for where in result["at"]]
+        assert all(len(place) == 2 for place in places), result["at"]
+        names = {(pass_.split(" of ")[0], layer) for pass_, layer in places}
+        divided = asked.get("ep", 2) > 1
+        assert names == ({(p, n) for p in ("forward", "backward") for n in "01"} if divided else set())
+        assert result["imbalance"]
+        assert all(1.0 <= ratio <= (2.0 if divided else 1.0) for ratio in result["imbalance"])
+
+
+def test_a_rank_with_another_plan_is_named_before_a_token_moves(on_ranks):
+    (error, exchanges), (other, others_exchanges) = on_ranks(2, "rank_experts.another_plan")
+    assert "ranks that share experts run different passes" in error
+    for text in (error, other):
+        assert "rank 0 runs pass 0 of plan " in text
+        assert "rank 1 runs pass 0 of plan " in text
+    assert exchanges == others_exchanges == 0
+
+
 def test_a_plan_out_of_step_is_refused(on_ranks):
     for told in on_ranks(2, "rank_experts.out_of_step"):
         assert "does not keep the ranks in step that share experts" in told

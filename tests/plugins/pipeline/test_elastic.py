@@ -19,7 +19,7 @@ from evenload.core.plan.order import in_slots, one_forward_one_backward, orders_
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
-from evenload.plugins.pipeline.elastic import lines_of, ordered
+from evenload.plugins.pipeline.elastic import Lines, lines_of_rounds, ordered
 from evenload.plugins.pipeline.weights import placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +51,13 @@ def context(
     stages: int, costs: Costs = ONE, *, head_frac: float = 0.0, ranks: int = 1, **traffic: float
 ) -> PlanningContext:
     return PlanningContext(costs, Layout(pp=stages, dp=ranks), PLAIN, Traffic(**traffic), head_frac)
+
+
+def lines_of(plan: StepPlan, rank: int) -> Lines:
+    """Of a plane rank by itself, by the numbers of its micro-batches."""
+    forward = list(plan.of_rank(rank))
+    lines = lines_of_rounds(plan, [(number,) for number in forward])
+    return lines._replace(forward=forward, backward=[forward[place] for place in lines.backward])
 
 
 def chain(*chunks: int, stages: int = 2) -> StepPlan:
