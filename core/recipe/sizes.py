@@ -44,8 +44,10 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def experts_in(fields: dict[str, Any]) -> Experts | None:
     """Those of a config.json, by the names that Mixtral, Qwen, DeepSeek and their like have for them; None: dense."""
     key = next((key for key in _NUM_EXPERTS if fields.get(key)), None)
+    if key is None:
+        return None
     layers = range(_size(fields, "num_hidden_layers"))
-    if key is None or not (sparse := [layer for layer in layers if _has_experts(fields, layer)]):
+    if not (sparse := [layer for layer in layers if _has_experts(fields, layer)]):
         return None
     ffn = _size(fields, "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size")
     shared = _size(fields, "shared_expert_intermediate_size", ffn * int(fields.get("n_shared_experts") or 0))
