@@ -171,8 +171,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the label at the border of a slice is lost",
         "runtime/attention/pack.py",
-        "targets = sample[piece.start + 1 : piece.stop + 1]",
-        "targets = sample[piece.start + 1 : piece.stop + (len(slices) > 1)]",
+        "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+        "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + (len(slices) > 1)]",
         "slices",
     ),
     Mutant(
@@ -365,8 +365,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gradient is NaN under DeepSpeed",
         _ENGINE_HOST,
-        "        return full_gradients(self._own_parameters())",
-        "        named = full_gradients(self._own_parameters())\n"
+        "        return dict(self._whole(full_gradients(self._own_parameters())))",
+        "        named = self._whole(full_gradients(self._own_parameters()))\n"
         '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
         "quick deepspeed",
     ),
@@ -506,7 +506,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks in step run real micro-batches though they are slower",
         "integrations/deepspeed/unmodified/counts.py",
-        "    return real if _step_s(real, seconds, together) <= _step_s(dummies, seconds, together) else dummies",
+        "    return dummies if slower else real",
         "    return real",
         "counts",
     ),
@@ -600,7 +600,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the norm of experts is each rank's own",
         "integrations/deepspeed/experts.py",
-        "        dist.all_reduce(of_experts, group=self._group)\n",
+        "        dist.all_reduce(of_experts, group=self.group)\n",
         "",
         "divided experts",
     ),
