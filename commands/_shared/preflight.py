@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, refuse_first
 from ...core.input.bounds import refuse_endless
 from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
+from ...core.recipe.traits import trainer_called
 from ...data.sources import Source, open_source
 from ..pictures import refuse
 from .hosts import require_own_loop
@@ -34,6 +35,7 @@ class Preflight(NamedTuple):
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     require_own_loop(recipe.trainer)
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe))
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse(trace=recipe.log.trace)
     layout = recipe.layout(world_size)

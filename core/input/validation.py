@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -64,5 +64,7 @@ def _fields(schema: Any, path: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the fields at a path through models; none where it leads through anything else."""
     for part in path:
         field = getattr(schema, "model_fields", {}).get(part)
-        schema = field.annotation if field is not None else None
+        kinds = field.annotation if field is not None else None
+        # Of a section that may be null, the section.
+        schema = next((kind for kind in get_args(kinds) if hasattr(kind, "model_fields")), kinds)
     return tuple(getattr(schema, "model_fields", ()))

@@ -54,6 +54,8 @@ class Trainer:
     traits: Callable[[Any], TrainerTraits]
     rules: Callable[[Any], list[Rule]] = lambda _: []
     """What the trainer cannot run, beyond what none can."""
+    run_rules: Callable[[Any], list[Rule]] = lambda _: []
+    """What can be planned for the trainer, and not run by this integration."""
 
 
 _trainers: dict[str, Trainer] = {}

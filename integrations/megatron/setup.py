@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from packaging.requirements import Requirement
 
-from ...core.errors import EvenloadError, Rule, refuse_first
+from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
 from ..versions import describe_version, is_installed, version_of
+from .traits import run_rules
 
 SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
 
@@ -43,7 +44,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"parallel.cp {p.cp}",
             "set parallel.cp=1; the mesh plugin shares sequences between data-parallel ranks",
         ),
-        *_rules_of_experts(recipe),
+        *run_rules(recipe),
         (
             recipe.model.config is not None,
             "a Hugging Face config cannot be built with Megatron-Core",
@@ -57,32 +58,3 @@ def check_recipe(recipe: Recipe) -> None:
             "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",
         ),
     )
-
-
-def _rules_of_experts(recipe: Recipe) -> list[Rule]:
-    """What Megatron-Core's MoE layers do not do, or not with the packs of a plan."""
-    moe, p = recipe.model.moe, recipe.parallel
-    if moe is None:
-        return []
-    return [
-        (
-            p.tp > 1,
-            "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet, and torch's norms, "
-            "which this model has, know none",
-            f"parallel.tp {p.tp}, {moe.num_experts} experts",
-            "set parallel.tp=1, and parallel.ep to divide the experts",
-        ),
-        (
-            moe.dispatcher == "allgather" and (p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
-            "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks in all micro-batches, and "
-            "packs of plugins and of pipelines differ in length",
-            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}, {len(recipe.enabled())} plugins",
-            "set model.moe.dispatcher=alltoall",
-        ),
-        (
-            moe.topk == 1 and moe.score == "softmax",
-            "the softmax over one chosen expert is 1: its router would learn nothing, and Megatron-Core refuses it",
-            "model.moe.topk 1, score softmax",
-            "set model.moe.topk to 2 or more, or score=sigmoid",
-        ),
-    ]

@@ -11,6 +11,7 @@ Gradients are there throughout, and are summed in float32 where weights are half
 
 from __future__ import annotations
 
+from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
 from ...core.recipe.traits import States, Trainer, TrainerTraits
@@ -31,4 +32,33 @@ def traits(recipe: Recipe) -> TrainerTraits:
     )
 
 
-MEGATRON = Trainer(traits)
+def run_rules(recipe: Recipe) -> list[Rule]:
+    """What can be planned and not run: what Megatron-Core's MoE layers do not do, or not with the packs of a plan."""
+    moe, p = recipe.model.moe, recipe.parallel
+    if moe is None:
+        return []
+    return [
+        (
+            p.tp > 1,
+            "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet, and torch's norms, "
+            "which this model has, know none",
+            f"parallel.tp {p.tp}, {moe.num_experts} experts",
+            "set parallel.tp=1, and parallel.ep to divide the experts",
+        ),
+        (
+            moe.dispatcher == "allgather" and (p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
+            "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks in all micro-batches, and "
+            "packs of plugins and of pipelines differ in length",
+            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}, {len(recipe.enabled())} plugins",
+            "set model.moe.dispatcher=alltoall",
+        ),
+        (
+            moe.topk == 1 and moe.score == "softmax",
+            "the softmax over one chosen expert is 1: its router would learn nothing, and Megatron-Core refuses it",
+            "model.moe.topk 1, score softmax",
+            "set model.moe.topk to 2 or more, or score=sigmoid",
+        ),
+    ]
+
+
+MEGATRON = Trainer(traits, run_rules=run_rules)
