@@ -152,28 +152,32 @@ def _run(kind: PassKind, numbers: Round, weights: list[_WeightsLeft]) -> Iterato
 
 
 class _WeightsLeft:
-    """The weight gradients of a rank that have not run."""
+    """The weight gradients of a rank that have not run: each waits for its backward and for the pass before it."""
 
     def __init__(self, row: list[Op]) -> None:
-        self._anchors: dict[Op, Op] = {}
-        self._done: set[Op] = set()
+        self._missing: dict[Op, int] = {}
+        """How many passes each still waits for."""
+        self._behind: dict[Op, list[Op]] = {}
         last = Op("F", -1)
         for op in row:
-            if op.kind == "W":
-                self._anchors[op] = last
-            else:
+            if op.kind != "W":
                 last = op
+                continue
+            before = {last, Op("B", op.micro_batch)}
+            self._missing[op] = len(before)
+            for one in before:
+                self._behind.setdefault(one, []).append(op)
 
     def behind(self, op: Op) -> Iterator[Op]:
-        """Those whose backward and whose pass before them have run, now that this pass has."""
-        self._done.add(op)
-        for weight, anchor in list(self._anchors.items()):
-            if {anchor, Op("B", weight.micro_batch)} <= self._done:
-                del self._anchors[weight]
+        """Those that wait for nothing more, now that this pass has run."""
+        for weight in self._behind.pop(op, ()):
+            self._missing[weight] -= 1
+            if not self._missing[weight]:
+                del self._missing[weight]
                 yield weight
 
     def all(self) -> Iterator[Op]:
-        yield from self._anchors
+        yield from self._missing
 
 
 def _needs(row: list[Op]) -> Iterator[int]:
