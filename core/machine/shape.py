@@ -56,20 +56,17 @@ class Shape(NamedTuple):
     @property
     def expert_weights(self) -> int:
         """Weights of all experts of all layers, shared ones left out: those that expert parallelism divides."""
-        return (
-            self.experts.num_layers * self.experts.num_experts * self.mlp_weights(self.experts.ffn_hidden_size)
-            if self.experts
-            else 0
-        )
+        return self._weights_of_experts(self.experts.num_experts) if self.experts else 0
 
     @property
     def routed_weights(self) -> int:
         """Weights of the experts that a token is routed to, in all layers."""
-        return (
-            self.experts.num_layers * self.experts.topk * self.mlp_weights(self.experts.ffn_hidden_size)
-            if self.experts
-            else 0
-        )
+        return self._weights_of_experts(self.experts.topk) if self.experts else 0
+
+    def _weights_of_experts(self, count: int) -> int:
+        """Of so many in each layer that has any."""
+        assert self.experts
+        return self.experts.num_layers * count * self.mlp_weights(self.experts.ffn_hidden_size)
 
     def linear_values(self, tp: int = 1) -> float:
         """Values per token and mean layer that go into the products with weights and come out of them.

@@ -38,12 +38,13 @@ def shape_of(model: Model) -> Shape:
     )
 
 
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Where a config.json of Mixtral, Qwen, DeepSeek or their like says how many experts a layer has."""
 
 
 def experts_in(fields: dict[str, Any]) -> Experts | None:
-    """Those of a config.json, by the names that Mixtral, Qwen, DeepSeek and their like have for them; None: dense."""
-    key = next((key for key in _NUM_EXPERTS if fields.get(key)), None)
+    """Those of a config.json; None: dense."""
+    key = next((key for key in NUM_EXPERTS if fields.get(key)), None)
     if key is None:
         return None
     layers = range(_size(fields, "num_hidden_layers"))

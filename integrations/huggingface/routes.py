@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...core.recipe.sizes import NUM_EXPERTS
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import UNKNOWN, Routes, StepRouting
 
 Choose = Callable[[int, Tensor], Tensor]
 """Layer from 0 and the router's own choice [T, K] to the experts that are taken."""
-
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def watch(model: torch.nn.Module, choose: Choose) -> None:
@@ -37,7 +36,7 @@ def num_experts_of(model: torch.nn.Module) -> int:
     """Of each layer of a model that has any; 0: none has."""
     config: Any = model.config
     text = config.get_text_config()
-    return next((int(n) for name in _NUM_EXPERTS if (n := getattr(text, name, None))), 0)
+    return next((int(n) for name in NUM_EXPERTS if (n := getattr(text, name, None))), 0)
 
 
 def _watched(forward: Any, choose: Choose, layer: int, num_experts: int) -> Any:
