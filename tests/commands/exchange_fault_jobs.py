@@ -1,6 +1,6 @@
 """Jobs of three ranks that share micro-batches or experts, each with a fault in the middle of a ring or an all-to-all.
 
-mesh_fault_jobs.py FOLDER CASE ...   runs each case by itself; FOLDER/CASE.json tells how its ranks ended.
+exchange_fault_jobs.py FOLDER CASE ...   runs each case by itself; FOLDER/CASE.json tells how its ranks ended.
 
 Megatron-Core is imported once: the ranks of every case are forks of this process, which has no thread and no group.
 """
