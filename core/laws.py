@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from .costs.memory import peaks_of_stage
 from .errors import PlanError
+from .plan.expert_policy import EXPERTS_AT_HOME
 from .plan.order import orders_of_stage
 from .plan.program import exchanges, lower
 from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan
@@ -47,6 +48,7 @@ def check(plan: StepPlan) -> StepPlan:
             _recompute_fits,
             _offload_fits,
             _memory,
+            check_policy,
         ):
             law(plan)
     except PlanError as error:
@@ -426,3 +428,27 @@ def _memory(plan: StepPlan) -> None:
                 cap = f"the cap is {limits.max_activation_bytes:.3g} bytes"
                 do = f"{cap} (activation_gib): raise it, recompute more layers or run fewer in flight"
                 raise PlanError("activations are over the memory cap", detail, do)
+
+
+def check_policy(plan: StepPlan) -> None:
+    """Raise PlanError unless the ranks of a group can follow the plan's policy of experts.
+
+    Which experts a model has, plans do not know: quotas are held to laws of their own (`core.experts.quotas`).
+    """
+    policy, group = plan.experts, plan.limits.in_step
+    if policy == EXPERTS_AT_HOME:
+        return
+    if group == 1:
+        raise PlanError("experts are shared by ranks that do not run in step", f"the planner '{policy.planner}'")
+    if policy.node_ranks and group % policy.node_ranks:
+        raise PlanError("ranks of a node do not divide a group", f"{policy.node_ranks} of {group}")
+    for layer, copies in enumerate(policy.copies):
+        if copies and len(copies) != group:
+            raise PlanError("copies of experts are not said by rank", f"layer {layer}: {len(copies)} of {group}")
+        for rank, experts in enumerate(copies):
+            if len(experts) > policy.slots:
+                detail = f"layer {layer}, rank {rank}: {len(experts)}, slots {policy.slots}"
+                raise PlanError("a rank has more copies of experts than slots", detail)
+            if list(experts) != sorted(set(experts)):
+                detail = f"layer {layer}, rank {rank}: {list(experts)}"
+                raise PlanError("copies of experts are named twice or out of order", detail)

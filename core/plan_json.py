@@ -23,6 +23,7 @@ from .input import reading
 from .input.bounds import AMOUNT, LAYERS, RANKS, SEQUENCES, TOKENS
 from .input.validation import described
 from .laws import check
+from .plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from .plan.limits import NOT_OF_ALL_LAYERS, Limits, MemoryCost
 from .plan.step_plan import CpComm, MicroBatch, Op, PassKind, Slice, StepPlan, as_lengths
 
@@ -81,6 +82,15 @@ _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), 
 _Limits = create_model("_Limits", __base__=_Form, **_limits_fields)
 
 
+class _Experts(_Form):
+    planner: StrictStr
+    slots: Whole
+    tolerance: Annotated[float, Field(strict=True, ge=1, le=AMOUNT)]
+    least_tokens: Whole
+    node_ranks: Whole
+    copies: list[list[list[Whole]]] = []
+
+
 class _Step(_Form):
     lengths: Annotated[list[Whole], Field(max_length=SEQUENCES)]
     tenants: list[Whole] | None = None
@@ -93,6 +103,7 @@ class _Step(_Form):
     offload: list[Amount] = []
     backward: list[_MicroBatch] = []
     replayed: list[Whole] = []
+    experts: _Experts | None = None
     made_by: StrictStr = ""
     bound_s: Amount = 0.0
     digest: StrictStr | None = None
@@ -130,6 +141,9 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
     }
     if plan.tenants.any():
         row["tenants"] = plan.tenants.tolist()
+    if plan.experts != EXPERTS_AT_HOME:
+        copies = [[list(experts) for experts in of_layer] for of_layer in plan.experts.copies]
+        row["experts"] = {**plan.experts._asdict(), "copies": copies}
     return {**row, "checksum": _checksum(row)}
 
 
@@ -191,6 +205,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
         backward=tuple(map(_micro_batch, row.backward)),
         replayed=tuple(row.replayed),
         offload=tuple(row.offload),
+        experts=EXPERTS_AT_HOME if row.experts is None else _policy(row.experts),
     )
     if row.digest is not None and row.digest != plan.digest.hex():
         raise PlanError("a step of plan.json is not the plan that was written", "another digest", _DO)
@@ -243,6 +258,11 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
 def _micro_batch(row: _MicroBatch) -> MicroBatch:
     slices, cp_groups = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
     return MicroBatch(slices, tuple(row.ranks), row.pad_to, row.engine, row.inner, cp_groups, row.remap, row.routed)
+
+
+def _policy(row: _Experts) -> ExpertPolicy:
+    copies = tuple(tuple(map(tuple, of_layer)) for of_layer in row.copies)
+    return ExpertPolicy(row.planner, row.slots, row.tolerance, row.least_tokens, row.node_ranks, copies)
 
 
 def _checksum(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from .costs.context import PlanningContext as PlanningContext
 from .errors import EvenloadError, nearest
+from .experts.quotas import LayerPlanner, at_home
 from .input.validation import Frozen
+from .plan.expert_policy import AT_HOME
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
 
@@ -77,7 +79,7 @@ class Plugin:
                the plan
     batches    what is drawn, before there is a plan
 
-    The chain of planners asks planners of steps alone.
+    ``plan`` of a planner of layers writes that data into a plan that is complete but for it. Its baselines do the same.
     """
 
     name: str
@@ -116,6 +118,9 @@ class Plugin:
     """Names of plugins that cannot be enabled beside this one."""
     place: Literal["steps", "layers", "batches"] = "steps"
     """Where it plans."""
+    layers: Mapping[str, LayerPlanner] = field(default_factory=dict)
+    """What a planner of layers offers: by the name that a plan's `ExpertPolicy` gives, the function that the ranks of a
+    group ask in every layer."""
 
     @property
     def origin(self) -> str:
@@ -153,6 +158,14 @@ def get(name: str) -> Plugin:
 def registered() -> tuple[Plugin, ...]:
     """All plugins in the order in which they plan."""
     return tuple(sorted(_plugins.values(), key=lambda plugin: (plugin.stage, plugin.name)))
+
+
+def layer_planner(name: str) -> LayerPlanner:
+    """The planner of layers that a plan names. Raises EvenloadError if no plugin offers it."""
+    known = {AT_HOME: at_home, **{key: one for plugin in registered() for key, one in plugin.layers.items()}}
+    if name not in known:
+        raise EvenloadError("there is no such planner of layers", repr(name), nearest(name, known))
+    return known[name]
 
 
 def load_entry_points() -> None:

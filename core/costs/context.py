@@ -52,6 +52,21 @@ class Traffic:
 NO_TRAFFIC = Traffic()
 
 
+class ExpertContext(NamedTuple):
+    """What a planner of layers may know of the model's experts before a step."""
+
+    num_experts: int
+    """Of each layer that has any."""
+    layers: tuple[int, ...]
+    """Numbers of these layers in the whole model, from 0."""
+    num_layers: int
+    """Of the whole model."""
+    weight_bytes: float
+    """Of one expert."""
+    loads: tuple[tuple[float, ...], ...] = ()
+    """Tokens of each expert of each of ``layers`` in the steps so far, newer ones counting more; empty: none known."""
+
+
 @dataclass(frozen=True)
 class PlanningContext:
     """What a plugin may know when it plans: costs and traffic of a stage, machines, layout. Never tokens or torch."""
@@ -62,6 +77,8 @@ class PlanningContext:
     traffic: Traffic = NO_TRAFFIC
     head_frac: float = 0.0
     """Share of the linear work beside experts that is the output layer's: the last pipeline stage has it alone."""
+    experts: ExpertContext | None = None
+    """None in a dense model."""
 
 
 class Direction(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from .expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from .limits import Limits
 
 Lengths = npt.NDArray[np.int64]
@@ -189,6 +190,8 @@ class StepPlan:
     backward; empty: none (ByteScale, arXiv 2502.21231, section 4)."""
     tenants: Lengths = field(default_factory=lambda: NO_TENANTS)
     """Whose each sequence is, int64 [S]; empty: all are of one tenant."""
+    experts: ExpertPolicy = EXPERTS_AT_HOME
+    """Where experts may run in the layers of this step."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", as_lengths(self.lengths))
@@ -244,9 +247,10 @@ class StepPlan:
     def with_micro_batches(
         self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
-        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound."""
-        batches, tenants = tuple(micro_batches), self.tenants
-        return StepPlan(self.lengths, batches, limits, order, made_by=made_by, bound_s=self.bound_s, tenants=tenants)
+        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound and its
+        experts' policy."""
+        kept: dict[str, Any] = {"bound_s": self.bound_s, "tenants": self.tenants, "experts": self.experts}
+        return StepPlan(self.lengths, tuple(micro_batches), limits, order, made_by=made_by, **kept)
 
     @fact("micro_batches", "backward", "replayed")
     def forward_of(self) -> tuple[int | None, ...]:
@@ -319,6 +323,8 @@ class StepPlan:
         order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
         shared = [(i, m[_PLAIN:]) for i, m in enumerate(grouped) if len(m.ranks) > 1]
         digest = hashlib.blake2b(repr((order, self.recompute, self.offload, shared)).encode(), digest_size=16)
+        if self.experts != EXPERTS_AT_HOME:
+            digest.update(repr(tuple(self.experts)).encode())
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest
-from ..laws import check
+from ..laws import check, check_policy
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
@@ -67,13 +67,17 @@ class PlanChain:
     micro_batch_size: int = 1
     instead: str = ""
     """A baseline that plans instead of the plugins, for comparison."""
+    of_layers: tuple[tuple[Plugin, PluginConfig], ...] = ()
+    """The planners of layers: each writes its policy into a plan that is complete but for it."""
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
         """The chain a recipe asks for. Raises EvenloadError."""
         context = context_of(recipe, layout)
-        links = tuple((plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled() if plugin.place == "steps")
-        return cls(links, context, limits_of(recipe, context), recipe.train.micro_batch_size)
+        enabled = [(plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled()]
+        links, of_layers = (tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers"))
+        limits = limits_of(recipe, context)
+        return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers)
 
     @classmethod
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
@@ -111,7 +115,14 @@ class PlanChain:
         plan = self._best_folded(batch) if self._cp > 1 else self._chained(batch)
         notes = self._unequal_caps()
         plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
-        return self._no_slower_than_baselines(plan) if self.links else plan
+        return self._with_policy(self._no_slower_than_baselines(plan) if self.links else plan)
+
+    def _with_policy(self, plan: StepPlan) -> StepPlan:
+        """The plan with what planners of layers say of it. Raises PlanError for a policy that breaks a law."""
+        for plugin, config in self.of_layers:
+            plan = plugin.plan(plan, self.context, config)
+            check_policy(plan)
+        return plan
 
     def _refuse_too_many(self, batch: Lengths) -> None:
         """Raise EvenloadError for a batch of more micro-batches than can be planned and run."""
@@ -155,6 +166,10 @@ class PlanChain:
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
+        if (offer := self.offer(name)) in self.of_layers and offer is not None:
+            plan = offer[0].baselines[name](replace(self, instead="").plan(batch), self.context, offer[1])
+            check_policy(plan)
+            return plan
         return check(in_rounds(self._baseline(name, batch)))
 
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
@@ -253,7 +268,7 @@ class PlanChain:
             return None
         if name not in self.baseline_names:
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
-        return next(link for link in self.links if name in link[0].baselines)
+        return next(link for link in (*self.links, *self.of_layers) if name in link[0].baselines)
 
     def _best_folded(self, batch: Lengths) -> StepPlan:
         """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
@@ -286,12 +301,16 @@ class PlanChain:
         return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
 
     def baselines_for(self, batch: Lengths, purpose: Literal["shown", "tried"]) -> tuple[str, ...]:
-        """The baselines that are planned for a batch of this size."""
+        """The baselines that are planned for a batch of this size; those of layers, whose loads lengths do not tell,
+        are not among them."""
         size = len(batch) * self.limits.num_ranks
         largest = {name: sizes for plugin, _ in self.links for name, sizes in plugin.costly.items()}
-        return tuple(n for n in self.baseline_names if n not in largest or size <= getattr(largest[n], purpose))
+        of_layers = {name for plugin, _ in self.of_layers for name in plugin.baselines}
+        names = [name for name in self.baseline_names if name not in of_layers]
+        return tuple(n for n in names if n not in largest or size <= getattr(largest[n], purpose))
 
     @property
     def baseline_names(self) -> tuple[str, ...]:
         """All baselines, the stock plan first."""
-        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in self.links for name in plugin.baselines)]))
+        links = (*self.links, *self.of_layers)
+        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in links for name in plugin.baselines)]))

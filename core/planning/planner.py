@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import EvenloadError, RankError
+from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import StepPlan, as_lengths
 from .chain import PlanChain, warn_once
 
@@ -96,6 +97,8 @@ class Planner:
         self._first = first or chain
         self._ahead: _Begun | None = None
         self._warned: set[str] = set()
+        self._policy = EXPERTS_AT_HOME
+        """Of the last step: a simpler plan goes on with it."""
         self.step = 0
 
     def next(self) -> Planned:
@@ -107,6 +110,7 @@ class Planner:
             plan = self._fall_back(draw, chain, answers, why, future)
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
+        self._policy = plan.experts
         self.step += 1
         self._ahead = self._begin(self._chain) if self._background else None
         return Planned(plan, chain, draw, plan_s, waited_s)
@@ -178,6 +182,7 @@ class Planner:
             except Exception as error:
                 logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
                 continue
+            plan = replace(plan, experts=self._policy)
             logger.warning(
                 "step %d: planning %s (%s); the simpler plan '%s' runs", self.step, cause, why or "other ranks", name
             )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..costs import costs as cost_models
-from ..costs.context import PlanningContext, Traffic
+from ..costs.context import ExpertContext, PlanningContext, Traffic
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
 from ..recipe.shipped import RECIPES
-from ..recipe.sizes import VALUE_BYTES, heads_of, shape_of
+from ..recipe.sizes import VALUE_BYTES, heads_of, moe_layers_of, shape_of
 from ..recipe.traits import TrainerTraits, trainer_called
 from .stock import UNCAPPED
 
@@ -22,7 +22,19 @@ def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     shape, traffic = shape_of(recipe.model), traffic_of(recipe, layout)
     head_frac = shape.hidden_size * shape.vocab_size / shape.dense_weights
     of_stage = stage_costs(recipe, costs, layout)
-    return PlanningContext(of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac)
+    return PlanningContext(
+        of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac, experts_of(recipe)
+    )
+
+
+def experts_of(recipe: Recipe) -> ExpertContext | None:
+    """The model's experts, of whose loads nothing is known; None in a dense model."""
+    shape = shape_of(recipe.model)
+    if shape.experts is None:
+        return None
+    weight_bytes = shape.mlp_weights(shape.experts.ffn_hidden_size) * VALUE_BYTES[recipe.train.dtype]
+    layers = moe_layers_of(recipe.model)
+    return ExpertContext(shape.experts.num_experts, layers, shape.num_layers, float(weight_bytes))
 
 
 def traits_of(recipe: Recipe) -> TrainerTraits:

@@ -87,7 +87,7 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
     ]
     if moe is None:
         return rules
-    regroups = [plugin.name for plugin in recipe.enabled()]
+    regroups = [plugin.name for plugin in recipe.enabled() if plugin.place == "steps"]
     depends = {"model.moe.batch_aux_loss": moe.batch_aux_loss, "model.moe.capacity_factor": moe.capacity_factor}
     depending = next((name for name, value in depends.items() if value), "")
     return [

@@ -55,6 +55,14 @@ def experts_in(fields: dict[str, Any]) -> Experts | None:
     return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, len(sparse))
 
 
+def moe_layers_of(model: Model) -> tuple[int, ...]:
+    """Numbers of the layers that have experts, from 0. Raises EvenloadError for a config.json that lacks a size."""
+    if model.config is None:
+        return model.moe_layers
+    fields = _fields_of(model.config)
+    return tuple(layer for layer in range(_size(fields, "num_hidden_layers")) if _has_experts(fields, layer))
+
+
 def _has_experts(fields: dict[str, Any], layer: int) -> bool:
     """Whether a layer, from 0, of a config.json with experts has any."""
     if kinds := fields.get("mlp_layer_types"):

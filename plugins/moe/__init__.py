@@ -1,0 +1,23 @@
+"""Moe: which ranks compute which tokens of each expert, in every layer of every micro-batch (LAER-MoE, UltraEP)."""
+
+if __name__ != "evenload.plugins.moe":
+    raise ImportError(
+        f"{__name__}: import this package as evenload.plugins.moe; a second copy would mean a second registry"
+    )
+
+from ...core.registry import Plugin, register
+from . import baselines, config, plan
+
+register(
+    Plugin(
+        name="moe",
+        summary="copies of busy experts on idle ranks, chosen from exact counts in every layer",
+        papers=("LAER-MoE, arXiv 2602.11686", "UltraEP, arXiv 2606.04101"),
+        stage=60,
+        place="layers",
+        config=config.MoeConfig,
+        plan=plan.plan,
+        layers={**plan.LAYERS, **baselines.LAYERS},
+        baselines=baselines.BASELINES,
+    )
+)

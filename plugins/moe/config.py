@@ -1,0 +1,23 @@
+"""The moe section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ...core.input.bounds import AMOUNT, CountOrNone
+from ...core.registry import PluginConfig
+
+
+class MoeConfig(PluginConfig):
+    """Which ranks of an expert-parallel group compute which tokens of each expert."""
+
+    mode: Literal["auto", "clone", "reroute", "layout"] = "auto"
+    """layout: copies chosen from the loads of earlier steps, tokens divided evenly over them. reroute: the same copies,
+    tokens divided by exact counts. clone: copies chosen from exact counts, in every layer of every micro-batch. auto:
+    reroute and clone, whichever the costs of weights and tokens say."""
+    slots: CountOrNone | None = None
+    """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
+    tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
+    """Tokens of the busiest rank over those of the mean rank that are even enough; null: what the costs say."""
