@@ -35,7 +35,15 @@ class Load(NamedTuple):
     counts: tuple[int, ...]
     """Tokens of this rank for each expert."""
     imbalance: float
-    """Tokens for the busiest rank of the group over those for its mean rank."""
+    """Tokens for the busiest rank of the group over those for its mean rank, every expert at its home."""
+    imbalance_after: float
+    """The same as the ranks computed them, by the layer's quotas."""
+    copies: int = 0
+    """Of experts, on all ranks of the group together."""
+    copied_bytes: int = 0
+    """Weights of copies that this rank took in."""
+    exposed_s: float = 0.0
+    """Seconds for which this rank waited for the weights of its copies."""
 
 
 class ExpertGate:
@@ -131,7 +139,7 @@ class ExpertGate:
         loads_R = counted_RE.sum(axis=0).reshape(len(self._ranks), -1).sum(axis=1)
         mean = float(loads_R.mean())
         imbalance = float(loads_R.max()) / mean if mean else 1.0
-        return Load(number, layer, tuple(counted_RE[self._place].tolist()), imbalance)
+        return Load(number, layer, tuple(counted_RE[self._place].tolist()), imbalance, imbalance)
 
 
 def _said(seal: tuple[int, ...]) -> str:

@@ -27,6 +27,7 @@ def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_du
     (load,) = second.loads
     assert (load.number, load.layer, load.counts) == (0, 2, (12, 0, 0, 6))
     assert load.imbalance == 16 / 12  # 16 of 24 tokens for the two experts of the first rank
+    assert load[4:] == (16 / 12, 0, 0, 0.0)  # every expert at its home: none copied, nothing fetched
     assert first.opened(rows, book=False).shape == (2, 4)
     assert not first.loads
 
