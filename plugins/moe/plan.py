@@ -8,6 +8,7 @@ from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import ExpertPolicy
 from ...core.plan.step_plan import StepPlan
+from .baselines import FROM_HISTORY
 from .config import MoeConfig
 from .exact import exact
 
@@ -26,3 +27,8 @@ def policy_of(context: PlanningContext, config: MoeConfig, planner: str) -> Expe
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
     return ExpertPolicy(planner, slots, config.tolerance or 1.0)
+
+
+def needs_loads(config: MoeConfig, baseline: str) -> bool:
+    """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
+    return baseline in FROM_HISTORY if baseline else config.mode != "clone"
