@@ -263,7 +263,7 @@ def _micro_batch(row: _MicroBatch) -> MicroBatch:
 
 def _policy(row: _Experts) -> ExpertPolicy:
     copies = tuple(tuple(map(tuple, of_layer)) for of_layer in row.copies)
-    return ExpertPolicy(row.planner, row.slots, row.tolerance, row.least_tokens, row.node_ranks, row.keep, copies)
+    return ExpertPolicy(**(row.model_dump() | {"copies": copies}))
 
 
 def _checksum(row: Mapping[str, Any]) -> str:

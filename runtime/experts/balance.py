@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,16 @@ from .copies import Journey
 logger = logging.getLogger("evenload")
 
 
+@dataclass
+class CopyReport:
+    """What copies did in one layer's pass, for its `Load`."""
+
+    imbalance_after: float
+    copies: int = 0
+    copied_bytes: int = 0
+    exposed_s: float = 0.0
+
+
 class Shares:
     """The quotas of one layer's pass, as the rank at a place of its group sees them."""
 
@@ -44,6 +55,9 @@ class Shares:
         self.slots = self.own + max(map(len, copies))
         """Of one rank: its own experts and those for copies."""
         self._node_ranks = policy.node_ranks
+        self.keep = policy.keep
+        """Whether copies stay until their backward."""
+        self.report = CopyReport(imbalance_of(quotas_ER), sum(map(len, copies)))
 
     @cached_property
     def counts_of_slots(self) -> Ints:
@@ -73,11 +87,6 @@ class Shares:
         first = self.place * self.own
         return Journey(hops_of(self.copies, self.own), self.copies[self.place], first, self.own, self.place, group)
 
-    @property
-    def imbalance(self) -> float:
-        """Tokens of the busiest rank over those of the mean rank."""
-        return imbalance_of(self.quotas_ER)
-
     @cached_property
     def _slot_ER(self) -> Ints:
         """The slot of each expert on each rank, 0 where it has none [E, R]."""
@@ -96,38 +105,37 @@ class ExpertBalance:
 
     def __init__(self, place: int) -> None:
         self._place = place
-        self._policy, self._planner = EXPERTS_AT_HOME, at_home
+        self._policy = EXPERTS_AT_HOME
+        self._planner: LayerPlanner = at_home
         self._warned = False
-        self.seal = 0
+        self.checksum = 0
         """Of all quotas of the step so far: equal on two ranks that have planned alike."""
 
     def begin(self, policy: ExpertPolicy, planner: LayerPlanner) -> None:
         """Before the first pass of a step; ``planner``: the one that the policy names."""
-        self._policy, self._planner, self.seal = policy, planner, 0
+        self._policy, self._planner, self.checksum = policy, planner, 0
 
     @property
-    def keeps(self) -> bool:
-        """Whether copies stay until their backward."""
-        return self._policy.keep
+    def at_home(self) -> bool:
+        """Whether no expert of this step has copies."""
+        return self._policy.planner == AT_HOME
 
     def shares(self, layer: int, counts_RE: Ints) -> Shares | None:
         """Of a layer of the whole model, from the counts that all ranks of the group have for its experts; None where
         every token goes to its expert's home."""
         policy = self._policy
-        if policy.planner == AT_HOME:
-            return None
         known = policy.copies_of(layer)
         try:
             quotas_ER = check_quotas(self._planner(counts_RE, policy, known), counts_RE, policy, known)
         except Exception as error:
             self._warn(layer, error)
             return None
-        self.seal = zlib.crc32(quotas_ER.tobytes(), self.seal)
+        self.checksum = zlib.crc32(quotas_ER.tobytes(), self.checksum)
         copies = copies_of(quotas_ER)
         return Shares(counts_RE, quotas_ER, copies, self._place, policy) if any(copies) else None
 
     def _warn(self, layer: int, error: Exception) -> None:
         if not self._warned:
-            why = f"{error.what} ({error.found})" if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
             logger.warning("experts of layer %d stay at home, as '%s' failed: %s", layer, self._policy.planner, why)
         self._warned = True

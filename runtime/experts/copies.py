@@ -54,24 +54,28 @@ class Fetch:
     Args:
         parameters: for each expert of this rank its tensors, in one order.
         keep: hold the copies until the backward; else they are fetched again there.
+        waited: is called with the seconds that this rank has waited for them.
     """
 
-    def __init__(self, journey: Journey, parameters: Sequence[Sequence[Tensor]], *, keep: bool = True) -> None:
-        self.journey, self.keep = journey, keep
+    def __init__(
+        self,
+        journey: Journey,
+        parameters: Sequence[Sequence[Tensor]],
+        *,
+        keep: bool = True,
+        waited: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.journey, self.keep, self._waited = journey, keep, waited
         self._parameters = [list(one) for one in parameters]
         self._shapes = [p.shape for p in self._parameters[0]]
         self.size = sum(p.numel() for p in self._parameters[0])
         self.copies_CN: Tensor | None = None
-        self.exposed_s = 0.0
-        """How long `arrived` has waited."""
         self._start()
 
     def arrived(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
         """Tokens and probabilities as they are, and for each copy its tensors. Collective."""
-        start = time.perf_counter()
         flat = [parameter for one in self._parameters for parameter in one]
         tokens, probs, copies_CN = _Copied.apply(self, tokens, probs, *flat)  # type: ignore[no-untyped-call]
-        self.exposed_s += time.perf_counter() - start
         # Without its graph, which knows this object and would keep it, and itself, for ever.
         self.copies_CN = None if self.keep else copies_CN.detach()
         return tokens, probs, [self._tensors(copy_N) for copy_N in copies_CN]
@@ -94,7 +98,9 @@ class Fetch:
         """The copies [C, N]. Collective."""
         if self.copies_CN is None:
             self._start()
+        start = time.perf_counter()
         self._finish()
+        self._waited(time.perf_counter() - start)
         assert self.copies_CN is not None
         return self.copies_CN
 
@@ -148,7 +154,7 @@ class Fetch:
 
     def _tensors(self, flat_N: Tensor) -> list[Tensor]:
         sizes = [shape.numel() for shape in self._shapes]
-        return [part.view(shape) for part, shape in zip(flat_N.split(sizes), self._shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(flat_N, sizes), self._shapes, strict=True)]
 
     def _let_go(self, saved: Tensor) -> Any:
         copies_CN = self.copies_CN
@@ -229,7 +235,7 @@ def _exchange(
 
     def finish() -> None:
         work.wait()
-        parts = arriving.split([m.length(size) for m in received])
+        parts = torch.split(arriving, [m.length(size) for m in received])
         for message, part in zip(received, parts, strict=True):
             place = into[message.expert][slice(*message.bounds(size))]
             place.add_(part) if add else place.copy_(part)
