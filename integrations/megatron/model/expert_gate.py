@@ -34,15 +34,15 @@ from ....runtime.experts.routing import is_token
 
 def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
     """Let all layers of a GPTModel that have experts pass the gate; the function that is returned undoes it."""
-    with ExitStack() as undo:
-        for layer in gpt.decoder.layers:
-            if isinstance(layer.mlp, MoELayer):
-                undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
-                bound = _GatedLayer(layer, gate)
-                undo.enter_context(with_attributes(layer.mlp.token_dispatcher, dispatch_preprocess=bound.preprocess))
-                if not isinstance(layer.mlp.token_dispatcher, MoEAllGatherTokenDispatcher):
-                    undo.enter_context(with_attributes(layer.mlp.experts, forward=bound.forward))
-        return undo.pop_all().close
+    undo = ExitStack()
+    for layer in gpt.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
+            bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
+            dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
+            undo.callback(delattr, dispatcher, "dispatch_preprocess")
+            undo.callback(delattr, experts, "forward")
+    return undo.close
 
 
 class _GatedLayer:
