@@ -8,6 +8,7 @@ from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
+from .baselines import FROM_HISTORY
 from .config import MoeConfig
 from .exact import exact
 from .policy import can_pay, node_ranks_of, worthwhile
@@ -34,3 +35,8 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
         return EXPERTS_AT_HOME
     tolerance = tolerance if config.tolerance is None else config.tolerance
     return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
+
+
+def needs_loads(config: MoeConfig, baseline: str) -> bool:
+    """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
+    return baseline in FROM_HISTORY if baseline else config.mode != "clone"
