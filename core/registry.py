@@ -121,6 +121,10 @@ class Plugin:
     layers: Mapping[str, LayerPlanner] = field(default_factory=dict)
     """What a planner of layers offers: by the name that a plan's `ExpertPolicy` gives, the function that the ranks of a
     group ask in every layer."""
+    needs_loads: Callable[[Any, str], bool] | None = None
+    """``needs_loads(config, baseline)``: whether what a planner of layers, or its baseline of that name, writes into a
+    plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
+    the planner itself. None: neither does."""
 
     @property
     def origin(self) -> str:

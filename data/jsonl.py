@@ -153,5 +153,6 @@ def _parse(line: bytes, place: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
         detail = shorten(f"{error}: {line[:60].decode('utf-8', 'backslashreplace').strip()}")
-        do = "mend or delete the line (a cut-off last line often means an interrupted copy)"
+        whole = line.endswith(b"\n")
+        do = "mend or delete the line" if whole else "the file ends inside this line: delete it, or copy the file again"
         raise EvenloadError(f"{place} is not valid JSON", detail, do) from error

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest
+from ..experts.history import Loads
 from ..laws import check, check_policy
 from ..machine.layout import Layout
 from ..plan.limits import Limits
@@ -299,6 +300,21 @@ class PlanChain:
         caps = [getattr(config, "max_tokens", None) for _, config in self.links]
         sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self._cp
         return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
+
+    @property
+    def needs_loads(self) -> bool:
+        """Whether plans depend on the loads of experts in earlier steps."""
+        return any(
+            plugin.needs_loads(config, self.instead if self.instead in plugin.baselines else "")
+            for plugin, config in self.of_layers
+            if plugin.needs_loads
+        )
+
+    def with_loads(self, loads: Loads) -> PlanChain:
+        """The chain of a run whose experts had these loads."""
+        experts = self.context.experts
+        assert experts is not None
+        return replace(self, context=replace(self.context, experts=experts._replace(loads=loads)))
 
     def baselines_for(self, batch: Lengths, purpose: Literal["shown", "tried"]) -> tuple[str, ...]:
         """The baselines that are planned for a batch of this size; those of layers, whose loads lengths do not tell,

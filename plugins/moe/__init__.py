@@ -19,5 +19,6 @@ register(
         plan=plan.plan,
         layers={**plan.LAYERS, **baselines.LAYERS},
         baselines=baselines.BASELINES,
+        needs_loads=plan.needs_loads,
     )
 )

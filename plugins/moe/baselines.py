@@ -18,3 +18,5 @@ def static(incoming: StepPlan, context: PlanningContext, config: Any) -> StepPla
 
 BASELINES: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = {"static": static}
 LAYERS: Mapping[str, LayerPlanner] = {}
+FROM_HISTORY: frozenset[str] = frozenset()
+"""Baselines that choose copies from the loads of earlier steps."""
