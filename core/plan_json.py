@@ -88,6 +88,7 @@ class _Experts(_Form):
     tolerance: Annotated[float, Field(strict=True, ge=1, le=AMOUNT)]
     least_tokens: Whole
     node_ranks: Whole
+    keep: StrictBool = True
     copies: list[list[list[Whole]]] = []
 
 
@@ -262,7 +263,7 @@ def _micro_batch(row: _MicroBatch) -> MicroBatch:
 
 def _policy(row: _Experts) -> ExpertPolicy:
     copies = tuple(tuple(map(tuple, of_layer)) for of_layer in row.copies)
-    return ExpertPolicy(row.planner, row.slots, row.tolerance, row.least_tokens, row.node_ranks, copies)
+    return ExpertPolicy(**(row.model_dump() | {"copies": copies}))
 
 
 def _checksum(row: Mapping[str, Any]) -> str:

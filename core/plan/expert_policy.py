@@ -35,6 +35,8 @@ class ExpertPolicy(NamedTuple):
     """A copy that takes fewer tokens off the busiest rank is not worth its weights' way."""
     node_ranks: int = 0
     """Neighbouring ranks of a group on one node; 0: all of them."""
+    keep: bool = True
+    """Copies stay until the backward of their pass; else they are fetched again for it."""
     copies: tuple[LayerCopies, ...] = ()
     """For each layer of the model the copies that are there before its router has chosen; empty: none in any."""
 

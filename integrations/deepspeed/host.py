@@ -26,6 +26,7 @@ from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.program import lower
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
+from ...core.registry import layer_planner
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
@@ -120,7 +121,7 @@ class DeepSpeedHost(EngineHost):
                 self.dp_cp_rank,
             )
         if self._gated:
-            self._gated.gate.begin(plan.digest, mark)
+            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
         plane = self._plane_of(plan)
         share = self.world.size if self.stage == 3 else 1
         with ExitStack() as open_step:

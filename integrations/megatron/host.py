@@ -15,6 +15,7 @@ from ...core.machine.layout import Layout
 from ...core.plan.program import lower
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
+from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
@@ -146,7 +147,7 @@ class MegatronHost(Host):
         self.routes = {} if routing.routes is None else routing.routes
         forward = Forward(reduction, books=self._last and self.tp_rank == 0)
         if self._gate:
-            self._gate.begin(plan.digest, mark)
+            self._gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
         mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()

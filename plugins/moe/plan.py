@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
-from ...core.plan.expert_policy import ExpertPolicy
+from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from .baselines import FROM_HISTORY
 from .config import MoeConfig
 from .exact import exact
+from .policy import can_pay, node_ranks_of, worthwhile
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": exact}
 
@@ -19,14 +20,21 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
     """The plan with the policy of its experts; unchanged where no rank shares experts with another."""
     if context.experts is None or context.layout.ep == 1:
         return incoming
-    return incoming.revised(experts=policy_of(context, config, "clone"))
+    return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
 
 
-def policy_of(context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
-    """What a recipe's settings come to for a planner of layers."""
+def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
+    """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
+
+    Mode auto leaves experts at home where no copy of any layer can pay.
+    """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
-    return ExpertPolicy(planner, slots, config.tolerance or 1.0)
+    tolerance, least_tokens = worthwhile(incoming, context)
+    if config.mode == "auto" and not can_pay(incoming, context, least_tokens):
+        return EXPERTS_AT_HOME
+    tolerance = tolerance if config.tolerance is None else config.tolerance
+    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:

@@ -1,10 +1,11 @@
 """What the ranks of an expert-parallel group tell each other in every layer before a token moves.
 
 A rank that runs another pass, or another plan, than its peers would exchange tokens with them that do not belong
-together, or wait for ever. Counts of tokens are gathered in each layer anyway; a seal of four numbers rides on them:
-two of the plan's digest, the number of the pass among those of the step that exchange, and the layer. Ranks whose seals
-differ are named. While experts exchange, the rank's mark says in which layer, so that a rank that hangs or dies there
-is named together with it. Where one rank has all experts nothing is told: its tokens are counted, no more.
+together, or wait for ever. Counts of tokens are gathered in each layer anyway; a seal of five numbers rides on them:
+two of the plan's digest, the number of the pass among those of the step that exchange, the layer, and a checksum of all
+quotas of the step so far. Ranks whose seals differ are named. While experts exchange, the rank's mark says in which
+layer, so that a rank that hangs or dies there is named together with it. Where one rank has all experts nothing is
+told: its tokens are counted, no more.
 
 Shape legend: R = ranks of a group, E = experts.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,11 @@ from torch import Tensor, nn
 
 from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
+from ...core.experts.quotas import LayerPlanner
+from ...core.plan.expert_policy import ExpertPolicy
+from .balance import CopyReport, ExpertBalance, Shares
 
-SEAL = 4
+SEAL = 5
 """Numbers that stand before the counts."""
 
 
@@ -56,16 +61,18 @@ class ExpertGate:
 
     def __init__(self, ranks: Ranks, place: int) -> None:
         self._ranks, self._place = ranks, place
-        self._booked: list[tuple[int, int, Tensor]] = []
-        """Passes, layers and counts [R, E], which stay on the device until the step is over."""
+        self._booked: list[_Booked] = []
+        self._balance = ExpertBalance(place)
         self._number, self._where = -1, "a pass"
         self._digest = b"\0" * 16
         self._mark: Callable[[str], None] = lambda _: None
 
-    def begin(self, digest: bytes, mark: Callable[[str], None]) -> None:
-        """Before the first pass of a step that runs the plan of this digest (16 bytes)."""
+    def begin(self, digest: bytes, mark: Callable[[str], None], policy: ExpertPolicy, planner: LayerPlanner) -> None:
+        """Before the first pass of a step that runs the plan of this digest (16 bytes) and policy; ``planner``: the
+        planner of layers that the policy names."""
         self._digest, self._mark = digest, mark
         self._number, self._booked = -1, []
+        self._balance.begin(policy, planner)
 
     def enter(self, where: str) -> None:
         """Before each pass that exchanges tokens; ``where`` is what the watchdog says of it."""
@@ -79,9 +86,9 @@ class ExpertGate:
         """Behind them."""
         self._mark(self._where)
 
-    def mark_around(self, experts: nn.Module, layer: int) -> None:
-        """Let the mark say while the experts of a layer run, forward and backward. ``experts``: takes hidden states
-        first, and gives new ones, alone or first."""
+    def mark_around(self, experts: nn.Module, layer: int) -> Callable[[], None]:
+        """Let the mark say while the experts of a layer run, forward and backward, until the function that is returned
+        is called. ``experts``: takes hidden states first, and gives new ones, alone or first."""
 
         def begin(_: Any, __: Any) -> None:
             self.at_layer(layer)
@@ -93,19 +100,24 @@ class ExpertGate:
                 output.register_hook(lambda _: self.at_layer(layer))  # type: ignore[no-untyped-call]
                 inputs[0].register_hook(lambda _: self.behind_layer())  # type: ignore[no-untyped-call]
 
-        experts.register_forward_pre_hook(begin)
-        experts.register_forward_hook(end)
+        hooks = experts.register_forward_pre_hook(begin), experts.register_forward_hook(end)
+
+        def undo() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return undo
 
     def sealed(self, layer: int, sent_E: Tensor, counted_E: Tensor) -> Tensor:
-        """This rank's seal before its counts of a layer, int64 [4 + 2 E].
+        """This rank's seal before its counts of a layer, int64 [5 + 2 E].
 
         ``sent_E``: tokens for each expert; ``counted_E``: those among them that are no padding and no dummies.
         """
-        seal = [*struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16]), self._number, layer]
+        seal = [*struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16]), self._number, layer, self._balance.checksum]
         return torch.cat([torch.tensor(seal, dtype=sent_E.dtype, device=sent_E.device), sent_E, counted_E])
 
     def opened(self, rows: Tensor, *, book: bool) -> Tensor:
-        """What all ranks of the group send [R, E], from what they have sealed [R, 4 + 2 E].
+        """What all ranks of the group send [R, E], from what they have sealed [R, 5 + 2 E].
 
         ``book``: whether the pass counts: of passes that run a second time one does. Raises RankError where a rank runs
         another plan, pass or layer than this one.
@@ -123,25 +135,47 @@ class ExpertGate:
             self.book(seals[0][3], counted_RE)
         return sent_RE
 
+    def shares(self, layer: int, sent_RE: Tensor, *, book: bool) -> Shares | None:
+        """Which rank computes which of the tokens that all ranks of the group send to the experts of a layer; None
+        where each goes to its expert's home. ``book`` as in `opened`."""
+        if self._balance.at_home:
+            return None
+        shares = self._balance.shares(layer, sent_RE.cpu().numpy())
+        if shares is not None and book:
+            self._booked[-1] = self._booked[-1]._replace(report=shares.report)
+        return shares
+
     def book(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
-        self._booked.append((self._number, layer, counted_RE))
+        self._booked.append(_Booked(self._number, layer, counted_RE))
 
     @property
     def loads(self) -> list[Load]:
         """Of the passes of the step so far that were booked."""
         if not self._booked:
             return []
-        counts = torch.stack([counted_RE for *_, counted_RE in self._booked]).cpu().numpy()
-        return [self._load(number, layer, of) for (number, layer, _), of in zip(self._booked, counts, strict=True)]
+        counts = torch.stack([booked.counted_RE for booked in self._booked]).cpu().numpy()
+        return [self._load(booked, of) for booked, of in zip(self._booked, counts, strict=True)]
 
-    def _load(self, number: int, layer: int, counted_RE: Ints) -> Load:
+    def _load(self, booked: _Booked, counted_RE: Ints) -> Load:
         loads_R = counted_RE.sum(axis=0).reshape(len(self._ranks), -1).sum(axis=1)
         mean = float(loads_R.mean())
         imbalance = float(loads_R.max()) / mean if mean else 1.0
-        return Load(number, layer, tuple(counted_RE[self._place].tolist()), imbalance, imbalance)
+        counts = tuple(counted_RE[self._place].tolist())
+        after = CopyReport(imbalance) if booked.report is None else booked.report
+        return Load(booked.number, booked.layer, counts, imbalance, *astuple(after))
+
+
+class _Booked(NamedTuple):
+    """What is noted of a layer in a pass."""
+
+    number: int
+    layer: int
+    counted_RE: Tensor
+    """Stays on the device until the step is over."""
+    report: CopyReport | None = None
 
 
 def _said(seal: tuple[int, ...]) -> str:
     digest = struct.pack("<qq", *seal[:2]).hex()[:12]
-    return f"runs pass {seal[2]} of plan {digest}, layer {seal[3]}"
+    return f"runs pass {seal[2]} of plan {digest}, layer {seal[3]}, quotas so far {seal[4]:08x}"

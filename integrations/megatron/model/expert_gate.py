@@ -1,13 +1,20 @@
-"""Seals and marks at Megatron-Core's MoE layers (`runtime.experts.gate`).
+"""Seals, marks and copies at Megatron-Core's MoE layers (`runtime.experts`).
 
-Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`: what it gathers there carries the
-seals, so nothing more is sent. The allgather dispatcher knows no counts; there they are gathered before it moves
-tokens, which also finds packs of unlike length, in which torch would end the process.
+Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`; here they are gathered right before,
+with seals, and what it would gather is known then. Where the plan's planner of layers gives a rank copies of experts,
+the dispatcher sees slots instead of experts: a rank's own ones and its copies (`runtime.experts.balance`). Router,
+parameters and checkpoints know experts alone.
+
+The allgather dispatcher knows no counts; they are gathered before it moves tokens, which also finds packs of unlike
+length, in which torch would end the process. It has no copies.
+
+Shape legend: R = ranks of a group, T = slots of a pack, E = experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,66 +22,117 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
+from torch.func import functional_call
 
 from ....core.errors import RankError
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.balance import Shares
+from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.routing import is_token
 
 
-def bind_gate(gpt: Any, gate: ExpertGate) -> None:
-    """Let all layers of a GPTModel that have experts pass the gate."""
+def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
+    """Let all layers of a GPTModel that have experts pass the gate; the function that is returned undoes it."""
+    undo = ExitStack()
     for layer in gpt.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            gate.mark_around(layer.mlp, layer.layer_number - 1)
-            dispatcher = layer.mlp.token_dispatcher
-            if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
-                dispatcher.dispatch_preprocess = _gathering(layer, dispatcher, gate)
-            else:
-                dispatcher.preprocess = _sealing(layer, dispatcher, gate)
+            undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
+            bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
+            dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
+            undo.callback(delattr, dispatcher, "dispatch_preprocess")
+            undo.callback(delattr, experts, "forward")
+    return undo.close
 
 
-def _sealed(layer: Any, routing_map: Tensor, gate: ExpertGate) -> Tensor:
-    counted_E = (routing_map & is_token(layer.mlp.router.pack)[:, None]).sum(dim=0)
-    return gate.sealed(layer.layer_number - 1, routing_map.sum(dim=0), counted_E)
+class _GatedLayer:
+    """A layer between its router and its experts, in one pass after the other."""
 
+    def __init__(self, layer: Any, gate: ExpertGate) -> None:
+        self._layer, self._gate = layer, gate
+        self._dispatcher, self._experts = layer.mlp.token_dispatcher, layer.mlp.experts
+        self._own_preprocess = self._dispatcher.dispatch_preprocess
+        self._own_forward = self._experts.forward
+        self._number: int = layer.layer_number - 1
+        self._own: int = layer.mlp.num_local_experts
+        self._fetch: Fetch | None = None
+        """Of the pass that is running; None without copies."""
 
-def _sealing(layer: Any, dispatcher: Any, gate: ExpertGate) -> Callable[[Tensor], Tensor]:
-    """The `preprocess` of an alltoall dispatcher whose counts are sealed."""
-    own, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
+    def preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """`dispatch_preprocess`, behind the gate."""
+        book = torch.is_grad_enabled()
+        sent_RE = self._gathered(routing_map, book)
+        if isinstance(self._dispatcher, MoEAllGatherTokenDispatcher):
+            self._refuse_unlike_lengths(sent_RE)
+            return self._own_preprocess(hidden_states, routing_map, probs)
+        shares = self._gate.shares(self._number, sent_RE, book=book)
+        counts = sent_RE.flatten()
+        self._fetch = None
+        if shares is not None:
+            self._fetch = self._start(shares)
+            counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
+            routing_map, probs = shares.spread(routing_map, probs)
+        self._lay_out(self._own if shares is None else shares.slots)
+        with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
+            return self._own_preprocess(hidden_states, routing_map, probs)
 
-    def preprocess(routing_map: Tensor) -> Tensor:
-        sealed, book = _sealed(layer, routing_map, gate), torch.is_grad_enabled()
-        if dispatcher.ep_size == 1:
-            gate.opened(sealed[None], book=book)
-            counts: Tensor = own(routing_map)
-            return counts
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """The forward of Megatron's experts, then of this rank's copies."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is None:
+            own_output: tuple[Tensor, None] = self._own_forward(tokens, tokens_per_expert, probs)
+            return own_output
+        sizes = tokens_per_expert.tolist()
+        tokens, probs, copies = fetch.arrived(tokens, probs)
+        at_home = sum(sizes[: self._own])
+        outputs = [self._own_forward(tokens[:at_home], tokens_per_expert[: self._own], probs[:at_home])[0]]
+        template = self._experts.local_experts[0]
+        names = [name for name, _ in template.named_parameters()]
+        parts = (torch.split(each[at_home:], sizes[self._own :]) for each in (tokens, probs))
+        with fetch.saving():
+            for weights, own_tokens, own_probs in zip(copies, *parts, strict=False):
+                named = dict(zip(names, weights, strict=True))
+                outputs.append(functional_call(template, named, (own_tokens, own_probs))[0])
+        return fetch.again_behind(torch.cat(outputs)), None
 
-        def gathered(_: Tensor, group: Any) -> Tensor:
-            rows = gather(sealed, group=group).view(-1, len(sealed))
-            return gate.opened(rows, book=book).flatten()
+    def _gathered(self, routing_map: Tensor, book: bool) -> Tensor:
+        """Tokens of each rank of the group for each expert [R, E]."""
+        counted_E = (routing_map & is_token(self._layer.mlp.router.pack)[:, None]).sum(dim=0)
+        sealed = self._gate.sealed(self._number, routing_map.sum(dim=0), counted_E)
+        rows, dispatcher = sealed, self._dispatcher
+        if dispatcher.ep_size > 1:
+            rows = token_dispatcher.gather_from_sequence_parallel_region(sealed, group=dispatcher.tp_ep_group)
+        return self._gate.opened(rows.view(-1, len(sealed)), book=book)
 
-        with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=gathered):
-            counts = own(routing_map)
-        return counts
+    def _start(self, shares: Shares) -> Fetch:
+        """Send the weights of copies, which travel while tokens do."""
+        parameters = [list(expert.parameters()) for expert in self._experts.local_experts]
+        report = shares.report
 
-    return preprocess
+        def waited(seconds: float) -> None:
+            report.exposed_s += seconds
 
+        fetch = Fetch(shares.journey(self._dispatcher.ep_group), parameters, keep=shares.keep, waited=waited)
+        report.copied_bytes = len(fetch.journey.copies) * fetch.size * parameters[0][0].element_size()
+        return fetch
 
-def _gathering(layer: Any, dispatcher: Any, gate: ExpertGate) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """The `dispatch_preprocess` of an allgather dispatcher, behind a gathering of sealed counts."""
-    own, gather = dispatcher.dispatch_preprocess, token_dispatcher.gather_from_sequence_parallel_region
+    def _lay_out(self, slots: int) -> None:
+        """Let the dispatcher see so many slots on each rank instead of its experts."""
+        dispatcher = self._dispatcher
+        if dispatcher.num_local_experts == slots:
+            return
+        first, ranks = slots * torch.distributed.get_rank(dispatcher.ep_group), dispatcher.ep_size
+        chunks = torch.arange(ranks * slots, device=dispatcher.sort_input_by_local_experts.device)
+        dispatcher.num_local_experts, dispatcher.num_experts = slots, ranks * slots
+        dispatcher.local_expert_indices = list(range(first, first + slots))
+        dispatcher.sort_input_by_local_experts = chunks.view(-1, slots).T.ravel()
+        dispatcher.restore_output_by_local_experts = chunks.view(slots, -1).T.ravel()
 
-    def preprocess(hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        sealed = _sealed(layer, routing_map, gate)
-        rows = gather(sealed, group=dispatcher.tp_ep_group).view(-1, len(sealed))
-        tokens = gate.opened(rows, book=torch.is_grad_enabled()).sum(dim=1) // layer.config.moe_router_topk
+    def _refuse_unlike_lengths(self, sent_RE: Tensor) -> None:
+        tokens = sent_RE.sum(dim=1) // self._layer.config.moe_router_topk
         if len(set(tokens.tolist())) > 1:
             raise RankError(
                 "packs of unlike length meet in Megatron's allgather dispatcher",
-                f"{tokens.tolist()} tokens on the ranks of a group, layer {layer.layer_number - 1}",
+                f"{tokens.tolist()} tokens on the ranks of a group, layer {self._number}",
                 "set model.moe.dispatcher=alltoall",
             )
-        return own(hidden_states, routing_map, probs)
-
-    return preprocess

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from typing import Any
+from unittest import mock
 
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.branches import branches_of
+from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -21,6 +25,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_jobs import LENGTHS, VOCABULARY, hosted, recipe, tokens
 from megatron_random_plans import random_plan
+
+drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
 
 EXPERTS = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
 LOSSES = {"z_loss": 0.02, "sequence_aux_loss": 0.05}
@@ -44,13 +50,26 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     return check(in_rounds(replace(plan, limits=limits)))
 
 
-def routed(world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, **changes: Any) -> list[dict[str, Any]]:
-    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does."""
+def with_drawn_copies(plan: StepPlan, keep: bool | None) -> StepPlan:
+    """The plan with quotas that are drawn in every layer of every pass; None: as it is."""
+    if keep is None:
+        return plan
+    return plan.revised(experts=ExpertPolicy("drawn", slots=EXPERTS["num_experts"], keep=keep))
+
+
+def routed(
+    world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, drawn: bool | None = None, **changes: Any
+) -> list[dict[str, Any]]:
+    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does.
+
+    ``drawn``: quotas are drawn, and copies kept or fetched again; None: the plan's own.
+    """
     rows = []
-    with hosted(world, **small(**changes)) as host:
+    planner = mock.patch("evenload.integrations.megatron.host.layer_planner", return_value=drawn_quotas)
+    with hosted(world, **small(**changes)) as host, planner if drawn is not None else nullcontext():
         plain = PlainModel(host.recipe, host)
         for number, seed in enumerate(seeds):
-            data, plan = tokens(lengths, number), planned(host, lengths, seed)
+            data, plan = tokens(lengths, number), with_drawn_copies(planned(host, lengths, seed), drawn)
             gradients: dict[str, Any] = {}
             plain.load(host.weights())
             result = host.train_step(plan, data, lr=1e-2, inspect=gradients.update)
@@ -66,6 +85,7 @@ def routed(world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, **change
                     "names": sorted(gradients),
                     "expected": sorted(expected),
                     "branches": sorted(branches_of(plan)),
+                    "copies": sum(load.copies for load in result.expert_loads),
                 }
             )
         plain.close()

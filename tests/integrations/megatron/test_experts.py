@@ -140,3 +140,15 @@ def test_stock_megatron_reads_the_checkpoint(on_ranks, tmp_path):
     for same in on_ranks(2, "stock_reads", folder=there, parallel__ep=2, moe=BIASED):
         assert all(same.values())
         assert len(same) > 16
+
+
+COPIED = {"moe": {"enabled": True}}
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "fetched again"])
+@pytest.mark.parametrize("plugins", [{}, PACKS, SLICES], ids=["stock", "packs", "slices"])
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS[1:])
+def test_copies_drawn_in_every_layer_of_every_pass(on_ranks, size, layout, plugins, keep):
+    rows = on_ranks(size, "routed", moe=BIASED, plugins=plugins | COPIED, seeds=[None, None], drawn=keep, **layout)
+    exact(rows)
+    assert any(one["copies"] for of_rank in rows for one in of_rank)

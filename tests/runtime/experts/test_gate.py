@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from evenload.core.errors import RankError
+from evenload.core.experts.quotas import at_home
+from evenload.core.plan.expert_policy import EXPERTS_AT_HOME
 from evenload.runtime.experts.gate import ExpertGate
 
 SENT, COUNTED = torch.tensor([4, 1, 0, 3]), torch.tensor([4, 0, 0, 2])
@@ -14,7 +16,7 @@ def gates(digests: tuple[bytes, bytes] = (b"a" * 16, b"a" * 16)) -> tuple[Expert
     marks: list[str] = []
     pair = ExpertGate((4, 7), 0), ExpertGate((4, 7), 1)
     for gate, digest in zip(pair, digests, strict=True):
-        gate.begin(digest, marks.append)
+        gate.begin(digest, marks.append, EXPERTS_AT_HOME, at_home)
     return *pair, marks
 
 

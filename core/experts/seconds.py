@@ -1,0 +1,155 @@
+"""Seconds of one layer with experts in one pass under quotas, forward and backward.
+
+    forward    counts + plan        counts of all ranks gathered, quotas planned
+             + tokens               out to their experts and back: 2 * L(tokens)
+             + experts              tokens of the busiest rank * forward_s
+             + copies               L(tokens and first hop together) - L(tokens), + L(second hop)
+    backward   tokens               gradients the same two journeys back: 2 * L(tokens)
+             + experts              tokens of the busiest rank * backward_s
+             + copies               where they are not kept, weights again: L(first hop) + L(second hop)
+             + gradients            of copies, home: L(second hop) + L(first hop), in bytes of gradients
+
+    L(x) = the slower link of latency + max over ranks of max(sent, received) / bandwidth, inside nodes | across
+
+So a rank's sends and receives run at once, and so do both links; phases follow each other, but for the first hop of
+copies, which leaves together with the tokens. Hops are those of `core.experts.messages`: an expert that many copy goes
+as scatter and all-gather. Nothing else hides anything, and launches of products are free.
+
+Sources: the terms are UltraEP's objective (arXiv 2606.04101, section 4: planning, weights beside tokens, all-to-all by
+the rank that sends or receives most, experts by the busiest rank), with the weights' bytes by message instead of by
+copy; LAER-MoE (arXiv 2602.11686, section 3) weighs a layer as 4 all-to-alls and 3 times the busiest rank. Counts are
+gathered by recursive doubling (Thakur et al., IJHPCA 2005, section 4.1).
+
+Shape legend: R = ranks of a group, E = experts of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..aliases import Floats, Ints
+from ..machine.cluster import Link
+from .messages import Message, hops_of
+from .quotas import copies_of
+from .sources import sent_by
+
+COUNT_BYTES = 8
+"""Of the tokens that a rank has for an expert."""
+
+
+class LayerCost(NamedTuple):
+    """What a layer's tokens and experts cost on one rank and on its links."""
+
+    forward_s: float
+    """Of a routed token at its expert."""
+    backward_s: float
+    token_bytes: float
+    """Of a routed token's hidden state."""
+    weight_bytes: float
+    """Of one expert."""
+    gradient_bytes: float
+    """Of one copy's gradient on its way home."""
+    intra: Link
+    inter: Link
+    node_ranks: int = 0
+    """Neighbouring ranks of a group on one node; 0: all of them."""
+    plan_s: float = 0.0
+    """Of one planner's answer."""
+    keep: bool = True
+    """Copies stay until their backward."""
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one pass of one layer, by what they go into."""
+
+    counts: float
+    """Gathering the counts and planning."""
+    tokens: float
+    experts: float
+    copies: float
+    gradients: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def forward_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerSeconds:
+    """Of a forward pass of one layer; copies that take no token cost nothing."""
+    num_ranks, num_experts = counts_RE.shape
+    tokens, (first, second) = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
+    gathered_s = math.ceil(math.log2(num_ranks)) * _slowest(cost, num_ranks).latency_s
+    gathered_s += (num_ranks - 1) * COUNT_BYTES * num_experts / _slowest(cost, num_ranks).bytes_per_s
+    tokens_s = _seconds(tokens, cost)
+    exposed_s = _seconds(tokens + first * cost.weight_bytes, cost) - tokens_s
+    copies_s = exposed_s + _seconds(second * cost.weight_bytes, cost)
+    return LayerSeconds(gathered_s + cost.plan_s, 2 * tokens_s, cost.forward_s * _busiest(quotas_ER), copies_s)
+
+
+def backward_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerSeconds:
+    """Of the backward of that pass."""
+    hops = _copies(quotas_ER, cost.node_ranks)
+    tokens_s = 2 * _seconds(_tokens(counts_RE, quotas_ER, cost), cost)
+    again_s = 0.0 if cost.keep else sum(_seconds(hop * cost.weight_bytes, cost) for hop in hops)
+    gradients_s = sum(_seconds(hop * cost.gradient_bytes, cost) for hop in hops)
+    return LayerSeconds(0.0, tokens_s, cost.backward_s * _busiest(quotas_ER), again_s, gradients_s)
+
+
+def paying_tokens(cost: LayerCost) -> float:
+    """Routed tokens that a copy must take off the busiest rank so that forward and backward are no longer than without
+    it, on the slowest link of the group.
+
+    Weights of n parameters are 2 n bytes and 2 n operations a token in half precision: a forward's break-even would be
+    rate / bandwidth tokens, whatever the expert's size. A token that goes elsewhere saves its four journeys too, as the
+    busiest rank is where most arrive.
+    """
+    link = cost.inter if cost.node_ranks else cost.intra
+    weights_s = link.send_s(cost.weight_bytes) * (1 if cost.keep else 2)
+    token_s = cost.forward_s + cost.backward_s + 4 * cost.token_bytes / link.bytes_per_s
+    return (weights_s + link.send_s(cost.gradient_bytes)) / token_s
+
+
+def _busiest(quotas_ER: Ints) -> float:
+    return float(quotas_ER.sum(axis=0).max())
+
+
+def _slowest(cost: LayerCost, num_ranks: int) -> Link:
+    """The link that messages among all ranks must use."""
+    return cost.inter if 0 < cost.node_ranks < num_ranks else cost.intra
+
+
+def _seconds(num_bytes: Floats, cost: LayerCost) -> float:
+    """L: of the bytes [inside, across] x [sent, received] x R that leave and come at once."""
+    most = num_bytes.max(axis=(1, 2)).tolist()
+    links = zip((cost.intra, cost.inter), most, strict=True)
+    return max((link.send_s(amount) for link, amount in links if amount), default=0.0)
+
+
+def _tokens(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> Floats:
+    """Bytes of tokens that go to other ranks [inside, across] x [sent, received] x R."""
+    ranks, size = range(len(counts_RE)), cost.node_ranks or len(counts_RE)
+    sent_RR = np.array([sent_by(rank, counts_RE, quotas_ER, cost.node_ranks).sum(axis=0) for rank in ranks])
+    nodes = np.arange(len(counts_RE)) // size
+    inside_RR = nodes[:, None] == nodes
+    rows = [sent_RR * inside_RR * ~np.eye(len(sent_RR), dtype=bool), sent_RR * ~inside_RR]
+    return np.array([[row.sum(axis=1), row.sum(axis=0)] for row in rows]) * cost.token_bytes
+
+
+def _copies(quotas_ER: Ints, node_ranks: int) -> list[Floats]:
+    """For each hop the experts that each rank sends and receives, [inside, across] x [sent, received] x R."""
+    num_experts, num_ranks = quotas_ER.shape
+    hops = hops_of(copies_of(quotas_ER), num_experts // num_ranks)
+    return [_experts_sent(hop, num_ranks, node_ranks or num_ranks) for hop in hops]
+
+
+def _experts_sent(messages: Sequence[Message], num_ranks: int, node_ranks: int) -> Floats:
+    experts = np.zeros((2, 2, num_ranks))
+    for sender, receiver, _, _, pieces in messages:
+        across = int(sender // node_ranks != receiver // node_ranks)
+        experts[across, 0, sender] += 1 / pieces
+        experts[across, 1, receiver] += 1 / pieces
+    return experts

@@ -1,0 +1,89 @@
+"""What the moe plugin makes of costs and cluster: when a copy pays, how even is enough, which ranks share a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from evenload.api import load_plugins
+from evenload.core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import load, parse
+from evenload.plugins.moe.policy import layer_cost, node_ranks_of
+
+LENGTHS = as_lengths([1000, 1500, 500, 2000, 1024, 700, 300, 1800, 900, 1100, 1300, 400])
+
+
+def chain_of(cluster: str, ep: int = 8, dp: int = 64, **moe: Any) -> PlanChain:
+    load_plugins()
+    experts = {"num_experts": 128, "topk": 8, "ffn_hidden_size": 1536}
+    model = {"family": "qwen3_moe", "num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "moe": experts}
+    plugins = {"packing": {"enabled": True, "max_tokens": 8192}, "moe": {"enabled": True, **moe}}
+    recipe = parse(
+        {
+            "model": model,
+            "parallel": {"dp": dp, "ep": ep},
+            "train": {"dtype": "bf16"},
+            "cluster": cluster,
+            "plugins": plugins,
+        }
+    )
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
+def policy_in(chain: PlanChain, tokens: int = 8192) -> ExpertPolicy:
+    return chain.plan(as_lengths([tokens] * chain.limits.num_ranks)).experts
+
+
+def test_the_shipped_recipe_copies_experts_on_cpu_ranks() -> None:
+    """A copy of 221,184 bytes, and its gradient, over 2 GB/s against 6.6 us a routed token: some tens of tokens."""
+    load_plugins()
+    recipe = load("recipes/moe.yaml", ["plugins.moe.enabled=true"])
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    policy = chain.plan(LENGTHS).experts
+    assert policy.planner == "clone"
+    assert 30 <= policy.least_tokens <= 60
+    assert 1.0 < policy.tolerance < 1.01
+    cost = layer_cost(chain.context)
+    assert cost is not None
+    assert cost.weight_bytes == 4 * 3 * 96 * 192
+    assert cost.forward_s == pytest.approx(2 * 3 * 96 * 192 / 5e10)
+    assert cost.token_bytes == 4 * 96
+
+
+def test_between_nodes_a_copy_must_take_more_tokens() -> None:
+    inside, across = (policy_in(chain_of("h100", ep)) for ep in (8, 64))
+    assert (inside.node_ranks, across.node_ranks) == (0, 8)
+    assert 500 < inside.least_tokens < 1100 < across.least_tokens < 9900
+    assert inside.tolerance == pytest.approx(1 + inside.least_tokens / (8 * 8192), rel=1e-4)
+    assert across.tolerance == 1.01  # UltraEP's, where what pays is more of 64K tokens
+
+
+def test_groups_that_no_node_divides_count_as_one_and_pay_the_slow_link() -> None:
+    chain = chain_of("h100", ep=64)
+    layout = replace(chain.context.layout, ep=12, dp=24)
+    context = replace(chain.context, layout=layout)
+    cost = layer_cost(context)
+    assert node_ranks_of(context) == 0
+    assert cost is not None
+    assert cost.intra == chain.context.cluster.inter
+
+
+def test_what_a_recipe_sets_stands() -> None:
+    policy = policy_in(chain_of("h100", tolerance=1.2, slots=2))
+    assert (policy.tolerance, policy.slots) == (1.2, 2)
+
+
+def test_auto_leaves_experts_at_home_where_no_copy_can_pay() -> None:
+    """Of 8 tokens a rank that all went to one, at 8 experts each, none would pay for an expert's 37.7 MB."""
+    assert policy_in(chain_of("h100", mode="auto"), tokens=8) == EXPERTS_AT_HOME
+    assert policy_in(chain_of("h100", mode="clone"), tokens=8).planner == "clone"
+
+
+def test_costs_without_seconds_at_experts_ask_for_exact_loads() -> None:
+    chain = chain_of("h100")
+    costs = chain.context.costs.at_experts(0.0)
+    policy = policy_in(replace(chain, context=replace(chain.context, costs=costs)))
+    assert (policy.planner, policy.tolerance, policy.least_tokens) == ("clone", 1.0, 0)
