@@ -218,5 +218,5 @@ def _of_layer(policy: ExpertPolicy, layer: int, counts: Ints) -> tuple[float, in
     quotas = planner(counts, policy, copies)
     taken_s = time.perf_counter() - start
     check_quotas(quotas, counts, policy, copies)
-    fetched = [len(experts) for experts in copies or copies_of(quotas)]
+    fetched = [len(experts) for experts in copies_of(quotas)]
     return imbalance_of(quotas), sum(fetched), max(fetched), taken_s
