@@ -67,6 +67,14 @@ def test_busiest_over_mean_is_that_of_the_tokens_that_ranks_compute(tmp_path: Pa
     assert ours["copies"] == 0.5  # of expert 0, in the second layer
     assert ours["copied_bytes"] == 0.5 * 3 * 64 * 192 * 4
     assert ours["slots"] == 1
+    assert home["exposed_ms"] == 0
+    # Of both layers: counts, four journeys of the most tokens that a rank sends or takes, and the busiest rank's three
+    # products of 64 x 192, three times over, on the cluster 'local'.
+    counting_s = 5e-5 + 4 * 8 / 2e9
+    journeys_s = [4 * (5e-5 + tokens * 64 * 4 / 2e9) for tokens in (10000, 12000)]
+    experts_s = [3 * tokens * 2 * 3 * 64 * 192 / 5e10 for tokens in (20000, 24000)]
+    assert home["layer_ms"] == pytest.approx(1e3 * (counting_s + sum(journeys_s + experts_s) / 2))
+    assert 0 < ours["exposed_ms"] < ours["layer_ms"] < home["layer_ms"]
 
 
 def test_groups_of_another_size_hold_the_same_tokens(tmp_path: Path) -> None:
