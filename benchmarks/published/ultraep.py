@@ -179,8 +179,8 @@ def table(result: dict[str, Any]) -> Any:
     for r in result["rows"]:
         notes.append(f"{r['setting']}: a copy pays from {r['least_tokens']:.0f} tokens up")
         for name, one in r["columns"].items():
-            made = f"{one['num_copies']:.0f} copies, {one['slots']:.1f} on a rank"
-            notes.append(f"    {name}: busiest rank {one['imbalance']:.4f} of the mean, {made}")
+            copied = f"{one['num_copies']:.0f} copies, {one['slots']:.1f} on a rank"
+            notes.append(f"    {name}: busiest rank {one['imbalance']:.4f} of the mean, {copied}")
     return grid(f"{result['title']} (predicted)", head, rows, "\n".join(notes))
 
 
