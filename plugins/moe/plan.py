@@ -9,18 +9,23 @@ from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from .baselines import FROM_HISTORY
+from .clone import clone
 from .config import MoeConfig
-from .exact import exact
+from .history import of_layers
 from .policy import can_pay, node_ranks_of, worthwhile
+from .reroute import evenly, reroute
 
-LAYERS: Mapping[str, LayerPlanner] = {"clone": exact}
+LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> StepPlan:
     """The plan with the policy of its experts; unchanged where no rank shares experts with another."""
     if context.experts is None or context.layout.ep == 1:
         return incoming
-    return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    if config.mode in ("clone", "auto"):
+        return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    policy = policy_of(incoming, context, config, config.mode)
+    return incoming.revised(experts=policy._replace(copies=of_layers(context.experts, context.layout.ep, policy)))
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
