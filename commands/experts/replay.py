@@ -2,8 +2,9 @@
 
 Planners that read a layer's counts have those of the file. Those that choose copies from the loads of earlier steps
 know what they would know in training: all steps but the newest `late_steps`, as one plan is always being made ahead.
-All are held to the laws of quotas, on the same layers of the same passes. Ratios, copies and bytes are predicted; the
-seconds that planning took are measured.
+All are held to the laws of quotas, on the same layers of the same passes. Ratios, copies, bytes and the seconds of a
+layer (`core.experts.seconds`, with the recipe's costs and cluster) are predicted; the seconds that planning took are
+measured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ...core.costs.context import PlanningContext
 from ...core.errors import EvenloadError, refuse_first
 from ...core.experts.history import Loads, updated
 from ...core.experts.quotas import check_quotas, copies_of, imbalance_of
+from ...core.experts.seconds import LayerCost, layer_seconds
 from ...core.laws import check_policy
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
@@ -29,6 +31,7 @@ from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.registry import layer_planner, registered
+from ...core.simulate.experts import layer_cost
 from ...data.expert_loads import RecordedLoads, read_loads
 
 _MOST_LAYERS = 2048
@@ -49,6 +52,10 @@ class Replayed(NamedTuple):
     """The most copies that a rank had of a layer."""
     plan_s: float
     """Of a layer, the median, measured."""
+    layer_s: float
+    """Of a layer's experts and exchanges, forward and backward, in the mean; nan where costs know no experts."""
+    exposed_s: float
+    """The part of it that copies and their gradients travel, hidden behind nothing."""
     planner: str
     """Of layers, as the policy names it."""
     late_steps: int
@@ -100,6 +107,8 @@ class Replay:
             "copied_bytes": copies * self.weight_bytes,
             "slots": one.slots,
             "plan_ms_measured": 1e3 * one.plan_s,
+            "layer_ms": None if np.isnan(one.layer_s) else 1e3 * one.layer_s,
+            "exposed_ms": None if np.isnan(one.layer_s) else 1e3 * one.exposed_s,
             "planner": one.planner,
             "late_steps": one.late_steps,
         }
@@ -197,26 +206,33 @@ def _replayed(passes: Sequence[_Pass], plan: StepPlan, policy_of: PolicyOf, late
             policies[key] = planned.experts
         assert context.experts is not None
         layers = zip(context.experts.layers, counts, strict=True)
-        rows.append([_of_layer(policies[key], layer, counts) for layer, counts in layers])
+        cost = layer_cost(context, keep=policies[key].keep)
+        rows.append([_of_layer(policies[key], layer, counts, cost) for layer, counts in layers])
     (policy, *_) = policies.values()
-    ratios, copies, slots, seconds = np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
+    ratios, copies, slots, seconds, layer_s, exposed_s = np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
     return Replayed(
         ratios,
         copies,
         int(slots.max()),
         float(np.median(seconds)),
+        float(layer_s.mean()),
+        float(exposed_s.mean()),
         policy.planner,
         late_steps if any(policy.copies for policy in policies.values()) else 0,
     )
 
 
-def _of_layer(policy: ExpertPolicy, layer: int, counts: Ints) -> tuple[float, int, int, float]:
-    """Busiest over mean rank, copies of the group, the most of a rank, and the seconds that the planner took, from the
-    tokens of each rank for each expert."""
+def _of_layer(
+    policy: ExpertPolicy, layer: int, counts: Ints, cost: LayerCost | None
+) -> tuple[float, int, int, float, float, float]:
+    """Busiest over mean rank, copies of the group, the most of a rank, the seconds that the planner took, those of the
+    layer and of its copies' travel, from the tokens of each rank for each expert."""
     copies, planner = policy.copies_of(layer), layer_planner(policy.planner)
     start = time.perf_counter()
     quotas = planner(counts, policy, copies)
     taken_s = time.perf_counter() - start
     check_quotas(quotas, counts, policy, copies)
-    fetched = [len(experts) for experts in copies or copies_of(quotas)]
-    return imbalance_of(quotas), sum(fetched), max(fetched), taken_s
+    fetched = [len(experts) for experts in copies_of(quotas)]
+    predicted = layer_seconds(counts, quotas, cost) if cost else None
+    predicted_s = (predicted.total, predicted.moving) if predicted else (np.nan, np.nan)
+    return imbalance_of(quotas), sum(fetched), max(fetched), taken_s, *predicted_s

@@ -13,7 +13,19 @@ _MIB = 2.0**20
 
 def table(loads: dict[str, Any]) -> Table:
     """A row a planner, from the section ``loads`` of ``plan --json``."""
-    head = ("", "busiest rank, p50", "p95", "most", "copies", "weights", "slots", "planning", "looks back")
+    head = (
+        "",
+        "busiest rank, p50",
+        "p95",
+        "most",
+        "copies",
+        "weights",
+        "slots",
+        "a layer",
+        "for copies",
+        "planning",
+        "looks back",
+    )
     rows = [
         (
             name,
@@ -21,6 +33,7 @@ def table(loads: dict[str, Any]) -> Table:
             f"{row['copies']:.2f}",
             f"{row['copied_bytes'] / _MIB:,.3g} MiB",
             str(row["slots"]),
+            *("-" if row[name] is None else seconds(1e-3 * row[name]) for name in ("layer_ms", "exposed_ms")),
             seconds(1e-3 * row["plan_ms_measured"]),
             f"{row['late_steps']} steps" if row["late_steps"] else "-",
         )
@@ -32,6 +45,8 @@ def table(loads: dict[str, Any]) -> Table:
         f"{len(loads['layers'])} layers each; recorded on {recorded['ranks']} ranks, ep {recorded['ep']}",
         "busiest rank: its tokens over those of the mean rank of a group; copies: of experts, on all of its ranks; "
         "weights: that they move forward",
+        "a layer: its experts and exchanges, forward and backward, on the recipe's cluster; for copies: what of that "
+        "their weights and gradients travel",
         "slots: the most copies of a rank; looks back: chooses copies from loads of steps before, but not the newest",
         *loads["notes"],
     ]

@@ -31,13 +31,15 @@ from rich.console import Console
 load_plugins()
 LENGTHS = np.arange(20, 84)
 HEADER = {"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
-EVEN, HOT = [[5, 5, 5, 5]] * 2, [[12, 0, 4, 0], [12, 0, 0, 4]]
+EVEN, HOT = [[5000] * 4] * 2, [[12000, 0, 4000, 0], [12000, 0, 0, 4000]]
 
 
 def recipe(ep: int = 2, **sections: Any) -> Recipe:
     model = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}
     parallel = {"dp": max(2, ep), "ep": ep}
-    return parse({"model": model, "parallel": parallel, "train": {"global_batch_size": 8}, **sections})
+    plugins = {"moe": {"mode": "clone", "tolerance": 1.0}, **sections.pop("plugins", {})}
+    train = {"global_batch_size": 8}
+    return parse({"model": model, "parallel": parallel, "train": train, "plugins": plugins, **sections})
 
 
 def written(folder: Path, *steps: Any, **header: Any) -> Path:
@@ -65,12 +67,20 @@ def test_busiest_over_mean_is_that_of_the_tokens_that_ranks_compute(tmp_path: Pa
     assert ours["copies"] == 0.5  # of expert 0, in the second layer
     assert ours["copied_bytes"] == 0.5 * 3 * 64 * 192 * 4
     assert ours["slots"] == 1
+    assert home["exposed_ms"] == 0
+    # Of both layers: counts, four journeys of the most tokens that a rank sends or takes, and the busiest rank's three
+    # products of 64 x 192, three times over, on the cluster 'local'.
+    counting_s = 5e-5 + 4 * 8 / 2e9
+    journeys_s = [4 * (5e-5 + tokens * 64 * 4 / 2e9) for tokens in (10000, 12000)]
+    experts_s = [3 * tokens * 2 * 3 * 64 * 192 / 5e10 for tokens in (20000, 24000)]
+    assert home["layer_ms"] == pytest.approx(1e3 * (counting_s + sum(journeys_s + experts_s) / 2))
+    assert 0 < ours["exposed_ms"] < ours["layer_ms"] < home["layer_ms"]
 
 
 def test_groups_of_another_size_hold_the_same_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, *[[[EVEN, EVEN], [HOT, EVEN]]] * 4)
     home = replayed(recipe(4), path)["planners"]["static"]
-    assert home["imbalance_of_layers"] == pytest.approx([(24 + 10) / 18, 1.0])
+    assert home["imbalance_of_layers"] == pytest.approx([34 / 18, 1.0])
 
 
 class Backward:
