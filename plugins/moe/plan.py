@@ -6,22 +6,28 @@ from collections.abc import Mapping
 
 from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
+from ...core.plan.branches import COPIED
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
+from .clone import clone
 from .config import MoeConfig
-from .exact import exact
+from .history import of_layers
 from .policy import can_pay, worthwhile
+from .reroute import evenly, reroute
 
-LAYERS: Mapping[str, LayerPlanner] = {"clone": exact}
+LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> StepPlan:
     """The plan with the policy of its experts; unchanged where no rank shares experts with another."""
     if context.experts is None or context.layout.ep == 1:
         return incoming
-    return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    if config.mode in ("clone", "auto"):
+        return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    policy = policy_of(incoming, context, config, config.mode)
+    return incoming.revised(experts=policy._replace(copies=of_layers(context.experts, context.layout.ep, policy)))
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
@@ -41,3 +47,8 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
     return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+
+
+def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:
+    """The branch of the runtime that the settings open."""
+    return {COPIED: config} if context.layout.ep > 1 else {}
