@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import of_layers
-from .policy import can_pay, worthwhile
+from .policy import can_pay, least_tokens
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -37,16 +37,15 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
-    tolerance, least_tokens = worthwhile(incoming, context)
-    if config.mode == "auto" and not can_pay(incoming, context, least_tokens):
+    if config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
-    tolerance = tolerance if config.tolerance is None else config.tolerance
-    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
+    tolerance = 1.0 if config.tolerance is None else config.tolerance
+    return ExpertPolicy(planner, slots, tolerance, least_tokens(context), node_ranks_of(context))
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
-    return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+    return baseline in FROM_HISTORY if baseline else config.mode in ("layout", "reroute")
 
 
 def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:
