@@ -20,5 +20,6 @@ class MoeConfig(PluginConfig):
     slots: CountOrNone | None = None
     """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
-    """Tokens of the busiest rank over those of the mean rank that are even enough: above 1 it saves copies, and their
-    memory, but no time; null: 1."""
+    """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
+    takes; above 1 it saves copies and their memory, but hardly time. null: exact loads where the costs say that copies
+    pay, else none."""

@@ -33,14 +33,18 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
     """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
 
-    Mode auto leaves experts at home where no copy of any layer can pay.
+    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any
+    layer can pay.
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
-    if config.mode == "auto" and not can_pay(incoming, context):
+    if config.tolerance is not None:
+        tolerance, least = config.tolerance, 0
+    elif config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
-    tolerance = 1.0 if config.tolerance is None else config.tolerance
-    return ExpertPolicy(planner, slots, tolerance, least_tokens(context), node_ranks_of(context))
+    else:
+        tolerance, least = 1.0, least_tokens(context)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context))
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
