@@ -74,7 +74,7 @@ class Setting:
 
     model: Model
     node_ranks: int = 0
-    draws: int = 4
+    draws: int = 1
 
     @property
     def cost(self) -> LayerCost:
@@ -166,15 +166,15 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"{result['title']} (predicted)", head, rows, "\n".join(notes))
 
 
-def settings() -> Iterator[Setting]:
+def settings(draws: int) -> Iterator[Setting]:
     for node_ranks in (0, 8):
-        yield from (Setting(model, node_ranks) for model in MODELS)
+        yield from (Setting(model, node_ranks, draws) for model in MODELS)
 
 
 def main() -> None:
     options = arguments(__doc__)
     load_plugins()
-    chosen = [Setting(MEASURED, draws=1), Setting(MEASURED, 8, draws=1)] if options.quick else list(settings())
+    chosen = list(settings(1 if options.quick else 8))
     title = "UltraEP: a layer forward and backward, share of even routing"
     finish({"predicted": True, "title": title, "rows": [row_of(one) for one in chosen]}, options, table)
 
