@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import of_layers
-from .policy import can_pay, worthwhile
+from .policy import can_pay, keeps_copies, worthwhile
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -43,7 +43,8 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
         tolerance, least_tokens = config.tolerance, 0
     elif config.mode == "auto" and not can_pay(incoming, context, least_tokens):
         return EXPERTS_AT_HOME
-    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
+    keep = keeps_copies(incoming, context, slots)
+    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context), keep)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
