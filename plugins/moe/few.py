@@ -10,7 +10,7 @@ Shape legend: R = ranks of a group, E = experts of a layer.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -60,36 +60,79 @@ class _Draft:
     def fill(self, ranks: range) -> None:
         """Let these ranks take from each other until nobody has too much, or nobody can take more.
 
-        Heaps are of numbers: what they are ordered by, times the number of ranks, and the rank.
+        Rows and heaps are of numbers: what they are ordered by, times the number of ranks, and the rank. Entries of
+        heaps whose giver has changed since are skipped.
         """
         over, free, hottest, least, base = self._over, self._free, self._hottest, self._least, len(self._over)
-        takers = [over[rank] * base + rank for rank in ranks if over[rank] <= -least and free[rank]]
-        waiting = [rank - hottest[rank] * base for rank in ranks if over[rank] >= least]
+        lacks = sorted(base - 1 - rank - over[rank] * base for rank in ranks if over[rank] <= -least and free[rank])
+        givers = [rank for rank in ranks if over[rank] >= least]
+        waiting = [rank - hottest[rank] * base for rank in givers]
         ready: list[int] = []
-        """Givers whose hottest expert may fill the room of the next taker, most loaded first."""
-        heapify(takers)
+        """Givers whose hottest expert may fill what the next taker lacks, most loaded first."""
         heapify(waiting)
-        while takers and (waiting or ready):
-            taker = heappop(takers) % base
-            lack = -over[taker]
-            while waiting and hottest[giver := waiting[0] % base] >= lack:
-                heappop(waiting)
-                heappush(ready, giver - over[giver] * base)
-            while ready and hottest[giver := ready[0] % base] < lack:
-                heappop(ready)
-                heappush(waiting, giver - hottest[giver] * base)
-            giver = (ready or waiting)[0] % base
+        spare = (sum(code // base for code in lacks) - sum(over[rank] for rank in givers)) // 2
+        fits: list[tuple[int, int, int, int]] = []
+        """(what is left over, giver, its tokens over the share, taker's code), where one copy frees the giver."""
+        for giver in givers if spare > 0 else ():
+            self._note_fit(giver, lacks, fits)
+        while lacks:
+            giver, place = self._next_fit(lacks, fits, spare)
+            if giver < 0:
+                place = len(lacks) - 1
+                giver = self._next_giver(lacks[-1] // base, ready, waiting)
+                if giver < 0:
+                    return
+            code = lacks.pop(place)
+            lack, taker = code // base, base - 1 - code % base
             moved = min(lack, hottest[giver], lack if free[giver] else over[giver])
             if moved < least:
                 continue
-            heappop(ready or waiting)
             self._copy(giver, taker, moved)
             if over[giver] >= least:
                 heappush(waiting, giver - hottest[giver] * base)
+                if spare > 0:
+                    self._note_fit(giver, lacks, fits)
             elif over[giver] <= -least and free[giver]:
-                heappush(takers, over[giver] * base + giver)
-            if moved < lack and lack - moved >= least and free[taker]:
-                heappush(takers, over[taker] * base + taker)
+                insort(lacks, base - 1 - giver - over[giver] * base)
+            if lack - moved >= least and free[taker]:
+                insort(lacks, code - moved * base)
+
+    def _note_fit(self, giver: int, lacks: list[int], fits: list[tuple[int, int, int, int]]) -> None:
+        """Note the taker that one copy fills best of those that would free the giver, if there is any."""
+        over, base = self._over[giver], len(self._over)
+        if over <= self._hottest[giver] and (place := bisect_left(lacks, over * base)) < len(lacks):
+            heappush(fits, (lacks[place] // base - over, giver, over, lacks[place]))
+
+    def _next_fit(self, lacks: list[int], fits: list[tuple[int, int, int, int]], spare: int) -> tuple[int, int]:
+        """A giver and the place of its taker, if next to nothing is left over; (-1, -1) otherwise."""
+        while fits and fits[0][0] <= spare:
+            _, giver, over, code = heappop(fits)
+            if over == self._over[giver]:
+                place = bisect_left(lacks, code)
+                if place < len(lacks) and lacks[place] == code:
+                    return giver, place
+                self._note_fit(giver, lacks, fits)
+        return -1, -1
+
+    def _next_giver(self, lack: int, ready: list[int], waiting: list[int]) -> int:
+        """The most loaded rank whose hottest expert has what a taker lacks, else the one with the hottest; -1: none."""
+        over, hottest, least, base = self._over, self._hottest, self._least, len(self._over)
+        while waiting:
+            giver = waiting[0] % base
+            known = (giver - waiting[0]) // base
+            if known == hottest[giver] and over[giver] >= least:
+                if known < lack:
+                    break
+                heappush(ready, giver - over[giver] * base)
+            heappop(waiting)
+        while ready:
+            giver = ready[0] % base
+            if (giver - ready[0]) // base == over[giver] >= least:
+                if hottest[giver] >= lack:
+                    return giver
+                heappush(waiting, giver - hottest[giver] * base)
+            heappop(ready)
+        return waiting[0] % base if waiting else -1
 
     def _copy(self, giver: int, taker: int, tokens: int) -> None:
         left = self._left.get(giver)
