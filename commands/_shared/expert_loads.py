@@ -11,7 +11,7 @@ while it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +21,7 @@ import numpy as np
 from ...core.aliases import Floats, Ints
 from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
+from ...core.planning.chain import PlanChain
 from ...core.recipe.sizes import shape_of
 from ...integrations.host import StepResult
 from ...runtime.experts.gate import Load
@@ -49,6 +50,20 @@ def metrics_of(result: StepResult) -> dict[str, float] | None:
 def _spread(name: str, ratios: Floats) -> dict[str, float]:
     p50, p95 = np.percentile(ratios, (50, 95)).tolist()
     return {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_max": float(ratios.max())}
+
+
+def say_without_copies(chain: PlanChain, steps: Sequence[Mapping[str, float] | None]) -> None:
+    """Warn of a run with planners of layers in whose steps (`metrics_of`) no expert had a copy."""
+    metrics = [step for step in steps if step is not None]
+    if chain.of_layers and chain.context.layout.ep > 1 and metrics and not any(step["copies"] for step in metrics):
+        names = ", ".join(f"plugins.{plugin.name}" for plugin, _ in chain.of_layers)
+        logger.warning(
+            "%s changed nothing: in %d steps no layer had a copy of an expert, as loads were even or no copy was worth "
+            "its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95 of the last step)",
+            names,
+            len(metrics),
+            metrics[-1]["imbalance_p95"],
+        )
 
 
 @contextmanager

@@ -88,6 +88,7 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
     if moe is None:
         return rules
     regroups = [plugin.name for plugin in recipe.enabled() if plugin.place == "steps"]
+    copies = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
     depends = {"model.moe.batch_aux_loss": moe.batch_aux_loss, "model.moe.capacity_factor": moe.capacity_factor}
     depending = next((name for name, value in depends.items() if value), "")
     return [
@@ -123,6 +124,13 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
             f"{depending} {depends.get(depending, 0)}",
             "set it to 0 (model.moe.sequence_aux_loss and bias_rate balance experts and depend on no plan), or disable "
             "the plugin",
+        ),
+        (
+            moe.dispatcher == "allgather" and p.ep > 1 and bool(copies),
+            f"plugins.{copies[0] if copies else ''} gives ranks copies of experts, which the allgather dispatcher "
+            "cannot reach",
+            f"model.moe.dispatcher {moe.dispatcher}, ep {p.ep}",
+            "set model.moe.dispatcher=alltoall, or disable the plugin",
         ),
     ]
 

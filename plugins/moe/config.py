@@ -20,4 +20,5 @@ class MoeConfig(PluginConfig):
     slots: CountOrNone | None = None
     """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
-    """Tokens of the busiest rank over those of the mean rank that are even enough; null: what the costs say."""
+    """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
+    takes; null: the costs say how even is enough, and no copy is taken that does not pay."""

@@ -33,14 +33,16 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
     """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
 
-    Mode auto leaves experts at home where no copy of any layer can pay.
+    Under a tolerance of the recipe's own a copy need not pay. Else mode auto leaves experts at home where no copy of any
+    layer can pay.
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
     tolerance, least_tokens = worthwhile(incoming, context)
-    if config.mode == "auto" and not can_pay(incoming, context, least_tokens):
+    if config.tolerance is not None:
+        tolerance, least_tokens = config.tolerance, 0
+    elif config.mode == "auto" and not can_pay(incoming, context, least_tokens):
         return EXPERTS_AT_HOME
-    tolerance = tolerance if config.tolerance is None else config.tolerance
     return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.commands._shared import expert_loads
-from evenload.commands._shared.expert_loads import counts_of, metrics_of
+from evenload.commands._shared.expert_loads import counts_of, metrics_of, say_without_copies
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import load
 from evenload.runtime.experts.gate import Load
+
+load_plugins()
 
 
 def test_counts_stand_by_round_layer_rank_and_expert() -> None:
@@ -49,3 +55,26 @@ def test_metrics_are_of_all_ranks_layers_and_passes(monkeypatch: pytest.MonkeyPa
     }
     monkeypatch.setattr(expert_loads, "everyone", lambda own: [own, own])
     assert metrics_of(SimpleNamespace(expert_loads=())) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies", "warned"),
+    [
+        ({}, (0.0, 0.0), True),
+        ({}, (0.0, 0.5), False),
+        ({"plugins.moe.enabled": False}, (0.0, 0.0), False),
+        ({"parallel.ep": 1}, (0.0, 0.0), False),
+        ({}, (), False),
+    ],
+)
+def test_a_run_without_a_copy_says_so(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], copies: tuple[float, ...], warned: bool
+) -> None:
+    recipe = load("moe", ["plugins.moe.enabled=true"]).changed(changes)
+    with caplog.at_level(logging.WARNING, "evenload"):
+        steps = [{"copies": each, "imbalance_p95": 1.125} for each in copies]
+        say_without_copies(PlanChain.of_recipe(recipe, recipe.layout()), [None, *steps])
+    assert len(caplog.records) == warned
+    if warned:
+        assert "plugins.moe changed nothing: in 2 steps no layer had a copy" in caplog.text
+        assert "1.125 times the mean rank's tokens" in caplog.text
