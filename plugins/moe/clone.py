@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ...core.aliases import Ints
 from ...core.experts.exact import exact_quotas, most_tokens
-from ...core.experts.quotas import copies_of
+from ...core.experts.quotas import at_home, copies_of, ranks_of_experts
 from ...core.plan.expert_policy import ExpertPolicy, LayerCopies
 from .few import few_copies
 
@@ -18,12 +20,38 @@ def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
     """Quotas [E, R] of which no rank has more than the policy tolerates, if its slots allow: a `LayerPlanner`.
 
     With as many slots as a rank has experts of its own every loads come out exact, in closed form. Where the policy
-    asks for less (a tolerance, fewer slots, no small copies), copies are few.
+    asks for less (a tolerance, fewer slots), copies are few.
+
+    Copies of different ranks travel at once: the first copy of every rank takes no longer than a layer's first copy at
+    all. So the policy's least tokens are what all copies together must take off the busiest rank, or experts stay at
+    home; and what each further copy of one rank must take by itself.
     """
+    home_ER = at_home(counts_RE, policy, copies)
+    tokens_R = home_ER.sum(axis=0)
+    busiest, least = int(tokens_R.max()), max(1, policy.least_tokens)
+    if busiest - int(tokens_R.mean()) < least:
+        return home_ER
+    quotas_ER = _without_small(_even(counts_RE, policy._replace(least_tokens=0)), least)
+    return quotas_ER if busiest - int(quotas_ER.sum(axis=0).max()) >= least else home_ER
+
+
+def _without_small(quotas_ER: Ints, least: int) -> Ints:
+    """Every copy of a rank but its largest is back home if it takes fewer tokens."""
+    homes_E, ranks = ranks_of_experts(*quotas_ER.shape), np.arange(quotas_ER.shape[1])
+    away_ER = quotas_ER.copy()
+    away_ER[np.arange(len(homes_E)), homes_E] = 0
+    away_ER[away_ER.argmax(axis=0), ranks] = 0
+    small_ER = np.where(away_ER < least, away_ER, 0)
+    if small_ER.any():
+        quotas_ER = quotas_ER - small_ER
+        quotas_ER[np.arange(len(homes_E)), homes_E] += small_ER.sum(axis=1)
+    return quotas_ER
+
+
+def _even(counts_RE: Ints, policy: ExpertPolicy) -> Ints:
+    """Quotas as even as the policy asks, whatever a copy takes."""
     num_ranks, num_experts = counts_RE.shape
-    own = num_experts // num_ranks
-    asks_less = policy.tolerance > 1 or policy.slots < own or policy.least_tokens > 1
-    if not asks_less:
+    if policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks:
         exact_ER: Ints = exact_quotas(counts_RE, policy)
         return exact_ER
     most = int(most_tokens(counts_RE.sum(), num_ranks, policy))
@@ -45,10 +73,9 @@ def _drafts(counts_RE: Ints, policy: ExpertPolicy, most: int) -> Iterator[Ints]:
     yield quotas_ER
     if policy.node_ranks:
         yield few_copies(counts_RE, policy._replace(node_ranks=0))
-    if policy.least_tokens <= 1:
-        exact_ER = exact_quotas(counts_RE, policy)
-        if max(map(len, copies_of(exact_ER))) <= policy.slots:
-            yield exact_ER
+    exact_ER = exact_quotas(counts_RE, policy)
+    if max(map(len, copies_of(exact_ER))) <= policy.slots:
+        yield exact_ER
     low, high = most, int(quotas_ER.sum(axis=0).max())
     for _ in range(_TRIALS):
         if low + 1 >= high:

@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import of_layers
-from .policy import can_pay, worthwhile
+from .policy import can_pay, least_tokens
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -33,22 +33,23 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
     """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
 
-    Under a tolerance of the recipe's own a copy need not pay. Else mode auto leaves experts at home where no copy of
-    any layer can pay.
+    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any
+    layer can pay.
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
-    tolerance, least_tokens = worthwhile(incoming, context)
     if config.tolerance is not None:
-        tolerance, least_tokens = config.tolerance, 0
-    elif config.mode == "auto" and not can_pay(incoming, context, least_tokens):
+        tolerance, least = config.tolerance, 0
+    elif config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
-    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
+    else:
+        tolerance, least = 1.0, least_tokens(context)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context))
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
-    return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+    return baseline in FROM_HISTORY if baseline else config.mode in ("layout", "reroute")
 
 
 def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:

@@ -44,26 +44,26 @@ def under_a_threshold(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies
 
 def _handed_out(tokens: list[int], loads: list[int], policy: ExpertPolicy, threshold: int) -> Quotas | None:
     """Copies after which no rank is over the threshold; None where the rule finds none."""
-    room = [max(0, threshold - amount) for amount in tokens]
+    space = [max(0, threshold - amount) for amount in tokens]
     excess = [max(0, amount - threshold) for amount in tokens]
     free, own = [policy.slots] * len(tokens), len(loads) // len(tokens)
     quotas: Quotas = []
-    if sum(excess) > sum(room):
+    if sum(excess) > sum(space):
         return None
     for giver in sorted(range(len(tokens)), key=lambda rank: -excess[rank]):
         for expert in sorted(range(giver * own, giver * own + own), key=lambda e: -loads[e]):
             left = loads[expert]
             takers = {giver}
             while excess[giver] and left:
-                able = [rank for rank in range(len(tokens)) if free[rank] and room[rank] and rank not in takers]
-                taker = max(able, key=lambda rank: room[rank], default=giver)
-                amount = min(excess[giver], room[taker], left)
+                able = [rank for rank in range(len(tokens)) if free[rank] and space[rank] and rank not in takers]
+                taker = max(able, key=lambda rank: space[rank], default=giver)
+                amount = min(excess[giver], space[taker], left)
                 if not able or amount < policy.least_tokens:
                     break
                 takers.add(taker)
                 quotas.append((expert, taker, amount))
                 excess[giver] -= amount
-                room[taker] -= amount
+                space[taker] -= amount
                 left -= amount
                 free[taker] -= 1
         if excess[giver]:

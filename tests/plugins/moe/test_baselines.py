@@ -68,7 +68,9 @@ def test_busier_experts_have_more_places_and_loads_that_come_again_are_even() ->
     places_E = np.bincount([expert for experts in copies for expert in experts], minlength=32)
     assert places_E.sum() == 32 + 2 * 8
     assert places_E[loads_E == loads_E.max()] > 1 == places_E[loads_E == 0].max()
-    assert imbalance_of(LAYERS["eplb"](counts_RE, policy, copies)) < 1.3 < 3 < imbalance_of(at_home(counts_RE, policy, ()))
+    assert (
+        imbalance_of(LAYERS["eplb"](counts_RE, policy, copies)) < 1.3 < 3 < imbalance_of(at_home(counts_RE, policy, ()))
+    )
 
 
 def test_tokens_stay_in_nodes_that_have_the_expert() -> None:
