@@ -1,9 +1,11 @@
-"""Few copies: within the slots, the tolerance and the least tokens of a policy, as few copies as a greedy rule needs.
+"""Few copies: within the slots and the tolerance of a policy, as few copies as a greedy rule needs.
 
-The roomiest rank takes from the most loaded one of those whose hottest expert fills its room whole; where none does, it
-takes the hottest expert there is. A giver may so fall below its share, and takes from another. One slot a rank was
-enough for exact loads in all drawn loads of 64 ranks x 128 experts and 256 x 256 (docs/benchmarks). Ranks take from
-their node first. Cost: O((R slots + E) log R), in Python numbers on heaps.
+A rank is freed of what it has over its share by one copy, if the taker that this fills best leaves over no more than
+half of what all takers have to spare. Where no rank is freed so, the taker that lacks most takes from the most loaded
+rank of those whose hottest expert fills it whole, or takes the hottest expert there is. A giver may so fall below its
+share, and takes from another. One slot a rank was enough for exact loads in all drawn loads of 64 ranks x 128 experts
+and 256 x 256, and the first rule saves 6 to 10 % of the copies at a tolerance of 1 %
+(docs/benchmarks/moe_2026-11-23.md). Ranks take from their node first. Cost: O((R slots + E) log R), in Python numbers.
 
 Shape legend: R = ranks of a group, E = experts of a layer.
 """
@@ -20,9 +22,6 @@ from ...core.experts.exact import most_tokens
 from ...core.experts.quotas import at_home
 from ...core.plan.expert_policy import ExpertPolicy
 
-Copy = tuple[int, int, int]
-"""An expert, the rank that takes of it, and how many tokens."""
-
 
 def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
     """Quotas [E, R] with few copies. ``most``: tokens that no rank needs to be below; 0: what the policy tolerates."""
@@ -34,11 +33,9 @@ def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
         draft.fill(range(first, first + size))
     draft.fill(range(num_ranks))
     quotas_ER = at_home(counts_RE, policy, ())
-    if draft.copies:
-        expert, taker, tokens = np.array(draft.copies).T
-        own = len(loads_E) // num_ranks
-        np.subtract.at(quotas_ER, (expert, expert // own), tokens)
-        quotas_ER[expert, taker] += tokens
+    experts, tokens = np.array(draft.experts, dtype=np.int64), np.array(draft.tokens, dtype=np.int64)
+    np.subtract.at(quotas_ER, (experts, experts // (len(loads_E) // num_ranks)), tokens)
+    quotas_ER[experts, draft.takers] += tokens
     return quotas_ER
 
 
@@ -47,15 +44,17 @@ class _Draft:
 
     def __init__(self, loads_E: Ints, num_ranks: int, policy: ExpertPolicy, most: int) -> None:
         loads_RM = loads_E.reshape(num_ranks, -1)
-        self.copies: list[Copy] = []
-        self._loads_RM = loads_RM
+        self.experts: list[int] = []
+        self.takers: list[int] = []
+        self.tokens: list[int] = []
+        """Of each copy: its expert, the rank that takes of it, and how much."""
+        self._loads: list[list[int]] = loads_RM.tolist()
         self._over: list[int] = (loads_RM.sum(axis=1) - most).tolist()
         self._hottest: list[int] = loads_RM.max(axis=1).tolist()
         """Tokens that each rank has left of the expert of which it has most."""
         self._free = [policy.slots] * num_ranks
-        self._least = max(1, policy.least_tokens)
-        self._left: dict[int, list[tuple[int, int]]] = {}
-        """Of givers, (tokens left, -expert), ascending."""
+        self._left: list[list[int]] = [[] for _ in range(num_ranks)]
+        """Of givers the experts, by tokens left."""
 
     def fill(self, ranks: range) -> None:
         """Let these ranks take from each other until nobody has too much, or nobody can take more.
@@ -63,9 +62,9 @@ class _Draft:
         Rows and heaps are of numbers: what they are ordered by, times the number of ranks, and the rank. Entries of
         heaps whose giver has changed since are skipped.
         """
-        over, free, hottest, least, base = self._over, self._free, self._hottest, self._least, len(self._over)
-        lacks = sorted(base - 1 - rank - over[rank] * base for rank in ranks if over[rank] <= -least and free[rank])
-        givers = [rank for rank in ranks if over[rank] >= least]
+        over, free, hottest, base = self._over, self._free, self._hottest, len(self._over)
+        lacks = sorted(base - 1 - rank - over[rank] * base for rank in ranks if over[rank] < 0 < free[rank])
+        givers = [rank for rank in ranks if over[rank] > 0]
         waiting = [rank - hottest[rank] * base for rank in givers]
         ready: list[int] = []
         """Givers whose hottest expert may fill what the next taker lacks, most loaded first."""
@@ -84,17 +83,17 @@ class _Draft:
                     return
             code = lacks.pop(place)
             lack, taker = code // base, base - 1 - code % base
-            moved = min(lack, hottest[giver], lack if free[giver] else over[giver])
-            if moved < least:
-                continue
+            moved = lack if lack < hottest[giver] else hottest[giver]
+            if not free[giver] and over[giver] < moved:
+                moved = over[giver]
             self._copy(giver, taker, moved)
-            if over[giver] >= least:
+            if over[giver] > 0:
                 heappush(waiting, giver - hottest[giver] * base)
                 if spare > 0:
                     self._note_fit(giver, lacks, fits)
-            elif over[giver] <= -least and free[giver]:
+            elif over[giver] < 0 < free[giver]:
                 insort(lacks, base - 1 - giver - over[giver] * base)
-            if lack - moved >= least and free[taker]:
+            if moved < lack and free[taker]:
                 insort(lacks, code - moved * base)
 
     def _note_fit(self, giver: int, lacks: list[int], fits: list[tuple[int, int, int, int]]) -> None:
@@ -116,18 +115,18 @@ class _Draft:
 
     def _next_giver(self, lack: int, ready: list[int], waiting: list[int]) -> int:
         """The most loaded rank whose hottest expert has what a taker lacks, else the one with the hottest; -1: none."""
-        over, hottest, least, base = self._over, self._hottest, self._least, len(self._over)
+        over, hottest, base = self._over, self._hottest, len(self._over)
         while waiting:
             giver = waiting[0] % base
             known = (giver - waiting[0]) // base
-            if known == hottest[giver] and over[giver] >= least:
+            if known == hottest[giver] and over[giver] > 0:
                 if known < lack:
                     break
                 heappush(ready, giver - over[giver] * base)
             heappop(waiting)
         while ready:
             giver = ready[0] % base
-            if (giver - ready[0]) // base == over[giver] >= least:
+            if (giver - ready[0]) // base == over[giver] > 0:
                 if hottest[giver] >= lack:
                     return giver
                 heappush(waiting, giver - hottest[giver] * base)
@@ -135,14 +134,15 @@ class _Draft:
         return waiting[0] % base if waiting else -1
 
     def _copy(self, giver: int, taker: int, tokens: int) -> None:
-        left = self._left.get(giver)
-        if left is None:
-            own, row = self._loads_RM.shape[1], self._loads_RM[giver].tolist()
-            left = self._left[giver] = sorted((tokens, -giver * own - place) for place, tokens in enumerate(row))
-        most, expert = left.pop()
-        insort(left, (most - tokens, expert))
-        self.copies.append((-expert, taker, tokens))
-        self._hottest[giver] = left[-1][0]
+        left, own = self._left[giver], len(self._loads[giver])
+        if not left:
+            left += sorted([amount * own + own - 1 - place for place, amount in enumerate(self._loads[giver])])
+        code = left.pop()
+        insort(left, code - tokens * own)
+        self._hottest[giver] = left[-1] // own
+        self.experts.append(giver * own + own - 1 - code % own)
+        self.takers.append(taker)
+        self.tokens.append(tokens)
         self._over[giver] -= tokens
         self._over[taker] += tokens
         self._free[taker] -= 1
