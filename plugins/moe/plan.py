@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import of_layers
-from .policy import can_pay, least_tokens
+from .policy import can_pay, keeps_copies, least_tokens
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -33,8 +33,8 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
     """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
 
-    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any
-    layer can pay.
+    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any layer
+    can pay.
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
@@ -44,7 +44,8 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
         return EXPERTS_AT_HOME
     else:
         tolerance, least = 1.0, least_tokens(context)
-    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context))
+    keep = keeps_copies(incoming, context, slots)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context), keep)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:

@@ -17,7 +17,11 @@ from ...core.costs.context import PlanningContext
 from ...core.costs.rounds import rounds_of
 from ...core.experts.seconds import paying_tokens
 from ...core.plan.step_plan import StepPlan
+from ...core.planning.judge import judge
 from ...core.simulate.experts import layer_cost, routed_per_token
+
+_COPIES = 2
+"""Of a layer on a rank, about as many as exact loads need."""
 
 
 def least_tokens(context: PlanningContext) -> int:
@@ -29,6 +33,17 @@ def least_tokens(context: PlanningContext) -> int:
 def can_pay(plan: StepPlan, context: PlanningContext) -> bool:
     """Whether a copy would pay if all tokens of a mean round went to one rank."""
     return _routed_tokens(plan, context) * (context.layout.ep - 1) >= least_tokens(context)
+
+
+def keeps_copies(plan: StepPlan, context: PlanningContext, slots: int) -> bool:
+    """Whether the predicted peak of a plan leaves memory for the copies of all forwards that wait for a backward."""
+    assert context.experts is not None
+    ranks = range(plan.limits.num_ranks)
+    waiting = max(len(plan.of_rank(rank)) for rank in ranks)
+    if not plan.order and not plan.cut:
+        waiting = min(waiting, plan.limits.num_stages)
+    copies = min(slots, _COPIES) * context.traffic.moe_layers * waiting
+    return judge(plan, context).missing_bytes + copies * context.experts.weight_bytes <= 0
 
 
 def _routed_tokens(plan: StepPlan, context: PlanningContext) -> float:

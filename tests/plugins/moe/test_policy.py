@@ -85,3 +85,13 @@ def test_costs_without_seconds_at_experts_ask_for_exact_loads() -> None:
     costs = chain.context.costs.at_experts(0.0)
     policy = policy_in(replace(chain, context=replace(chain.context, costs=costs)))
     assert (policy.planner, policy.tolerance, policy.least_tokens) == ("clone", 1.0, 0)
+
+
+def test_copies_are_let_go_where_memory_is_short() -> None:
+    """The peak of this plan is far below the H100's memory; with weights a thousand times as large it is not."""
+    chain = chain_of("h100", mode="clone")
+    assert policy_in(chain).keep
+    context = chain.context
+    assert context.experts is not None
+    heavy = replace(context, experts=context.experts._replace(weight_bytes=1e3 * context.experts.weight_bytes))
+    assert not policy_in(replace(chain, context=heavy)).keep
