@@ -26,13 +26,15 @@ def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
     all. So the policy's least tokens are what all copies together must take off the busiest rank, or experts stay at
     home; and what each further copy of one rank must take by itself.
     """
-    home_ER = at_home(counts_RE, policy, copies)
-    tokens_R = home_ER.sum(axis=0)
+    tokens_R = counts_RE.sum(axis=0).reshape(len(counts_RE), -1).sum(axis=1)
     busiest, least = int(tokens_R.max()), max(1, policy.least_tokens)
     if busiest - int(tokens_R.mean()) < least:
-        return home_ER
-    quotas_ER = _without_small(_even(counts_RE, policy._replace(least_tokens=0)), least)
-    return quotas_ER if busiest - int(quotas_ER.sum(axis=0).max()) >= least else home_ER
+        return at_home(counts_RE, policy, copies)
+    quotas_ER = _even(counts_RE, policy._replace(least_tokens=0))
+    if least > 1 and policy.slots > 1:
+        quotas_ER = _without_small(quotas_ER, least)
+    enough = busiest - int(quotas_ER.sum(axis=0).max()) >= least
+    return quotas_ER if enough else at_home(counts_RE, policy, copies)
 
 
 def _without_small(quotas_ER: Ints, least: int) -> Ints:

@@ -1,16 +1,18 @@
-"""Few copies: within the slots, the tolerance and the least tokens of a policy, as few copies as a greedy rule needs.
+"""Few copies: within the slots and the tolerance of a policy, as few copies as a greedy rule needs.
 
-The roomiest rank takes from the most loaded one of those whose hottest expert fills its room whole; where none does, it
-takes the hottest expert there is. A giver may so fall below its share, and takes from another. One slot a rank was
-enough for exact loads in all drawn loads of 64 ranks x 128 experts and 256 x 256 (docs/benchmarks). Ranks take from
-their node first. Cost: O((R slots + E) log R), in Python numbers on heaps.
+A rank is freed of what it has over its share by one copy, if the taker that this fills best leaves over no more than
+half of what all takers have to spare. Where no rank is freed so, the taker that lacks most takes from the most loaded
+rank of those whose hottest expert fills it whole, or takes the hottest expert there is. A giver may so fall below its
+share, and takes from another. One slot a rank was enough for exact loads in all drawn loads of 64 ranks x 128 experts
+and 256 x 256, and the first rule saves 6 to 10 % of the copies at a tolerance of 1 %
+(docs/benchmarks/moe_2026-11-23.md). Ranks take from their node first. Cost: O((R slots + E) log R), in Python numbers.
 
 Shape legend: R = ranks of a group, E = experts of a layer.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -19,9 +21,6 @@ from ...core.aliases import Ints
 from ...core.experts.exact import most_tokens
 from ...core.experts.quotas import at_home
 from ...core.plan.expert_policy import ExpertPolicy
-
-Copy = tuple[int, int, int]
-"""An expert, the rank that takes of it, and how many tokens."""
 
 
 def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
@@ -34,11 +33,9 @@ def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
         draft.fill(range(first, first + size))
     draft.fill(range(num_ranks))
     quotas_ER = at_home(counts_RE, policy, ())
-    if draft.copies:
-        expert, taker, tokens = np.array(draft.copies).T
-        own = len(loads_E) // num_ranks
-        np.subtract.at(quotas_ER, (expert, expert // own), tokens)
-        quotas_ER[expert, taker] += tokens
+    experts, tokens = np.array(draft.experts, dtype=np.int64), np.array(draft.tokens, dtype=np.int64)
+    np.subtract.at(quotas_ER, (experts, experts // (len(loads_E) // num_ranks)), tokens)
+    quotas_ER[experts, draft.takers] += tokens
     return quotas_ER
 
 
@@ -47,59 +44,105 @@ class _Draft:
 
     def __init__(self, loads_E: Ints, num_ranks: int, policy: ExpertPolicy, most: int) -> None:
         loads_RM = loads_E.reshape(num_ranks, -1)
-        self.copies: list[Copy] = []
-        self._loads_RM = loads_RM
+        self.experts: list[int] = []
+        self.takers: list[int] = []
+        self.tokens: list[int] = []
+        """Of each copy: its expert, the rank that takes of it, and how much."""
+        self._loads: list[list[int]] = loads_RM.tolist()
         self._over: list[int] = (loads_RM.sum(axis=1) - most).tolist()
         self._hottest: list[int] = loads_RM.max(axis=1).tolist()
         """Tokens that each rank has left of the expert of which it has most."""
         self._free = [policy.slots] * num_ranks
-        self._least = max(1, policy.least_tokens)
-        self._left: dict[int, list[tuple[int, int]]] = {}
-        """Of givers, (tokens left, -expert), ascending."""
+        self._left: list[list[int]] = [[] for _ in range(num_ranks)]
+        """Of givers the experts, by tokens left."""
 
     def fill(self, ranks: range) -> None:
         """Let these ranks take from each other until nobody has too much, or nobody can take more.
 
-        Heaps are of numbers: what they are ordered by, times the number of ranks, and the rank.
+        Rows and heaps are of numbers: what they are ordered by, times the number of ranks, and the rank. Entries of
+        heaps whose giver has changed since are skipped.
         """
-        over, free, hottest, least, base = self._over, self._free, self._hottest, self._least, len(self._over)
-        takers = [over[rank] * base + rank for rank in ranks if over[rank] <= -least and free[rank]]
-        waiting = [rank - hottest[rank] * base for rank in ranks if over[rank] >= least]
+        over, free, hottest, base = self._over, self._free, self._hottest, len(self._over)
+        lacks = sorted(base - 1 - rank - over[rank] * base for rank in ranks if over[rank] < 0 < free[rank])
+        givers = [rank for rank in ranks if over[rank] > 0]
+        waiting = [rank - hottest[rank] * base for rank in givers]
         ready: list[int] = []
-        """Givers whose hottest expert may fill the room of the next taker, most loaded first."""
-        heapify(takers)
+        """Givers whose hottest expert may fill what the next taker lacks, most loaded first."""
         heapify(waiting)
-        while takers and (waiting or ready):
-            taker = heappop(takers) % base
-            lack = -over[taker]
-            while waiting and hottest[giver := waiting[0] % base] >= lack:
-                heappop(waiting)
-                heappush(ready, giver - over[giver] * base)
-            while ready and hottest[giver := ready[0] % base] < lack:
-                heappop(ready)
-                heappush(waiting, giver - hottest[giver] * base)
-            giver = (ready or waiting)[0] % base
-            moved = min(lack, hottest[giver], lack if free[giver] else over[giver])
-            if moved < least:
-                continue
-            heappop(ready or waiting)
+        spare = (sum(code // base for code in lacks) - sum(over[rank] for rank in givers)) // 2
+        fits: list[tuple[int, int, int, int]] = []
+        """(what is left over, giver, its tokens over the share, taker's code), where one copy frees the giver."""
+        for giver in givers if spare > 0 else ():
+            self._note_fit(giver, lacks, fits)
+        while lacks:
+            giver, place = self._next_fit(lacks, fits, spare)
+            if giver < 0:
+                place = len(lacks) - 1
+                giver = self._next_giver(lacks[-1] // base, ready, waiting)
+                if giver < 0:
+                    return
+            code = lacks.pop(place)
+            lack, taker = code // base, base - 1 - code % base
+            moved = lack if lack < hottest[giver] else hottest[giver]
+            if not free[giver] and over[giver] < moved:
+                moved = over[giver]
             self._copy(giver, taker, moved)
-            if over[giver] >= least:
+            if over[giver] > 0:
                 heappush(waiting, giver - hottest[giver] * base)
-            elif over[giver] <= -least and free[giver]:
-                heappush(takers, over[giver] * base + giver)
-            if moved < lack and lack - moved >= least and free[taker]:
-                heappush(takers, over[taker] * base + taker)
+                if spare > 0:
+                    self._note_fit(giver, lacks, fits)
+            elif over[giver] < 0 < free[giver]:
+                insort(lacks, base - 1 - giver - over[giver] * base)
+            if moved < lack and free[taker]:
+                insort(lacks, code - moved * base)
+
+    def _note_fit(self, giver: int, lacks: list[int], fits: list[tuple[int, int, int, int]]) -> None:
+        """Note the taker that one copy fills best of those that would free the giver, if there is any."""
+        over, base = self._over[giver], len(self._over)
+        if over <= self._hottest[giver] and (place := bisect_left(lacks, over * base)) < len(lacks):
+            heappush(fits, (lacks[place] // base - over, giver, over, lacks[place]))
+
+    def _next_fit(self, lacks: list[int], fits: list[tuple[int, int, int, int]], spare: int) -> tuple[int, int]:
+        """A giver and the place of its taker, if next to nothing is left over; (-1, -1) otherwise."""
+        while fits and fits[0][0] <= spare:
+            _, giver, over, code = heappop(fits)
+            if over == self._over[giver]:
+                place = bisect_left(lacks, code)
+                if place < len(lacks) and lacks[place] == code:
+                    return giver, place
+                self._note_fit(giver, lacks, fits)
+        return -1, -1
+
+    def _next_giver(self, lack: int, ready: list[int], waiting: list[int]) -> int:
+        """The most loaded rank whose hottest expert has what a taker lacks, else the one with the hottest; -1: none."""
+        over, hottest, base = self._over, self._hottest, len(self._over)
+        while waiting:
+            giver = waiting[0] % base
+            known = (giver - waiting[0]) // base
+            if known == hottest[giver] and over[giver] > 0:
+                if known < lack:
+                    break
+                heappush(ready, giver - over[giver] * base)
+            heappop(waiting)
+        while ready:
+            giver = ready[0] % base
+            if (giver - ready[0]) // base == over[giver] > 0:
+                if hottest[giver] >= lack:
+                    return giver
+                heappush(waiting, giver - hottest[giver] * base)
+            heappop(ready)
+        return waiting[0] % base if waiting else -1
 
     def _copy(self, giver: int, taker: int, tokens: int) -> None:
-        left = self._left.get(giver)
-        if left is None:
-            own, row = self._loads_RM.shape[1], self._loads_RM[giver].tolist()
-            left = self._left[giver] = sorted((tokens, -giver * own - place) for place, tokens in enumerate(row))
-        most, expert = left.pop()
-        insort(left, (most - tokens, expert))
-        self.copies.append((-expert, taker, tokens))
-        self._hottest[giver] = left[-1][0]
+        left, own = self._left[giver], len(self._loads[giver])
+        if not left:
+            left += sorted([amount * own + own - 1 - place for place, amount in enumerate(self._loads[giver])])
+        code = left.pop()
+        insort(left, code - tokens * own)
+        self._hottest[giver] = left[-1] // own
+        self.experts.append(giver * own + own - 1 - code % own)
+        self.takers.append(taker)
+        self.tokens.append(tokens)
         self._over[giver] -= tokens
         self._over[taker] += tokens
         self._free[taker] -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from ...core.costs.context import ExpertContext
 from ...core.experts.quotas import copies_of
 from ...core.plan.expert_policy import ExpertPolicy, LayerCopies
 from .clone import clone
+
+ChooseCopies = Callable[[Sequence[float], int, ExpertPolicy], LayerCopies]
+"""Of one layer: loads of its experts, ranks of a group and the policy, to copies."""
 
 _TOTAL = 1 << 30
 """Loads are read as so many tokens of all experts together."""
@@ -25,11 +28,13 @@ def choose_copies(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy
     return copies_of(clone(counts_RE, policy._replace(least_tokens=0), ()))
 
 
-def of_layers(experts: ExpertContext, num_ranks: int, policy: ExpertPolicy) -> tuple[LayerCopies, ...]:
+def of_layers(
+    experts: ExpertContext, num_ranks: int, policy: ExpertPolicy, choose: ChooseCopies = choose_copies
+) -> tuple[LayerCopies, ...]:
     """For each layer of the model its copies; empty where no loads are known."""
     if not experts.loads:
         return ()
     copies: list[LayerCopies] = [()] * experts.num_layers
     for layer, loads_E in zip(experts.layers, experts.loads, strict=True):
-        copies[layer] = choose_copies(loads_E, num_ranks, policy)
+        copies[layer] = choose(loads_E, num_ranks, policy)
     return tuple(copies)
