@@ -161,10 +161,7 @@ def _loads(facts: Facts) -> Markup:
             not place,
             name,
             [
-                *(
-                    number(row[f"imbalance_{part}"], f"{row[f'imbalance_{part}']:.4f}")
-                    for part in ("p50", "p95", "max")
-                ),
+                *(number(row[column], f"{row[column]:.4f}") for column in columns),
                 number(row["copies"], f"{row['copies']:.2f}"),
                 number(row["copied_bytes"], mib(row["copied_bytes"])),
                 number(row["slots"], str(row["slots"])),
