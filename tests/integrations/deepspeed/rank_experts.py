@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
 from evenload.core.errors import EvenloadError, RankError
+from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
@@ -33,6 +37,7 @@ def _load(file: str) -> ModuleType:
     return module
 
 
+drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
 slices, plans, scripts = _load("rank_slices"), _load("expert_plans"), _load("rank_scripts")
 
 
@@ -51,8 +56,16 @@ def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 
     )
 
 
-def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
-    """Errors of every plan against the plain reference, and what the rank ran."""
+def exactness(stage: int, names: list[str], drawn: bool | None = None, **asked: Any) -> dict[str, Any]:
+    """Errors of every plan against the plain reference, and what the rank ran.
+
+    ``drawn``: quotas of experts are drawn in every layer of every pass, and copies kept or fetched again.
+    """
+    with mock.patch("evenload.integrations.deepspeed.host.layer_planner", return_value=drawn_quotas) if drawn is not None else nullcontext():
+        return _exactness(stage, names, drawn, **asked)
+
+
+def _exactness(stage: int, names: list[str], drawn: bool | None = None, **asked: Any) -> dict[str, Any]:
     made = recipe(stage, **asked)
     world = init_world()
     host = open_host(made, world)
@@ -60,6 +73,8 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
     references: dict[Any, Any] = {}
     for name in names:
         plan = plans.named(name, world.size, world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep)
+        if drawn is not None:
+            plan = plan.revised(experts=ExpertPolicy("drawn", slots=4, keep=drawn))
         if plan.sequences not in references:
             references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
         loss, wanted = references[plan.sequences]
@@ -70,6 +85,7 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
             "grad": relative_error(gradients, wanted),
             "norm": abs(result.grad_norm - norm) / norm,
             "executed": [tuple(piece) for piece in result.executed],
+            "copies": sum(load.copies for load in result.expert_loads),
         }
     host.close()
     return found

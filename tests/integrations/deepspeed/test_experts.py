@@ -38,6 +38,19 @@ def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
     _check(on_ranks(4, "rank_experts.exactness", stage=stage, names=names, ep=ep), names)
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "fetched again"])
+@pytest.mark.parametrize("stage", [0,1,2,3])
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_copies_drawn(on_ranks, stage, ranks, ep, keep, recompute):
+    names = ["whole_sequences", *(["chains some", "regrouped"] if ranks == 2 else []), "random 3"]
+    results = on_ranks(ranks, "rank_experts.exactness", stage=stage, names=names, ep=ep, drawn=keep, recompute=recompute)
+    _check(results, names)
+    for name in names:
+        print(stage, ranks, ep, keep, recompute, name, results[0][name])
+    assert all(result[name]["copies"] > 0 for result in results for name in names)
+
+
 def test_every_division_starts_from_the_same_weights_and_takes_the_same_steps(on_ranks):
     """As the seed gives them, and by the number that an expert has in the model."""
     runs = [on_ranks(4, "rank_experts.trained", stage=1, ep=ep)[0] for ep in (1, 2, 4)]
