@@ -104,6 +104,7 @@ def plan(
         str | None, typer.Option("--nproc", metavar="N", help="Ranks; default: what parallel.* needs.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plans as JSON.")] = None,
+    loads: Annotated[Path | None, typer.Option("--loads", help="Replay what log.loads recorded of experts.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, evenload and baselines.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (PNG).")] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Write a page to read (HTML).")] = None,
@@ -122,11 +123,12 @@ def plan(
     if sweep:
         from .commands.sweep import sweep as work
 
-        files = {"--out": out, **{f"--{kind}": path for kind, path in pictures.items()}}
+        files = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
         _show("sweep", work(chosen, sweep, lengths, num_steps, num_ranks, files), as_json)
         return
     refuse(**pictures)
-    outlook = look_ahead(chosen, lengths, num_steps, num_ranks, record=trace is not None or report is not None)
+    record = trace is not None or report is not None
+    outlook = look_ahead(chosen, lengths, num_steps, num_ranks, loads=loads, record=record)
     if out is not None:
         write_plans(outlook, out)
     draw(outlook, **pictures)

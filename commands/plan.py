@@ -30,6 +30,7 @@ from ..data.lengths import read_lengths
 from ..data.order import SampleOrder
 from ._shared.drawing import Drawing
 from ._shared.pipelines import describe
+from .experts.replay import Replay, loads_for, replay
 
 _MOST_ROWS = 32
 """Ranks of stages whose programs are shown."""
@@ -77,6 +78,8 @@ class Outlook:
     lengths: Lengths
     """Tokens of every sample of the file, as training would cut them."""
     steps: tuple[PlannedStep, ...]
+    loads: Replay | None = None
+    """Recorded loads of experts under every planner of layers, where they are given."""
     times: Literal["predicted", "measured"] = "predicted"
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
 
@@ -94,19 +97,28 @@ class Outlook:
                 {"step": number, **_step_json(step, self.chain), **(_program(step.ours.plan) if explain else {})}
                 for number, step in enumerate(self.steps)
             ],
+            **({"loads": self.loads.to_json()} if self.loads else {}),
         }
 
 
 def look_ahead(
-    recipe: Recipe, lengths: Path | Lengths, steps: int, num_ranks: int | None = None, *, record: bool = False
+    recipe: Recipe,
+    lengths: Path | Lengths,
+    steps: int,
+    num_ranks: int | None = None,
+    *,
+    loads: Path | None = None,
+    record: bool = False,
 ) -> Outlook:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
-    Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``record`` keeps every step's timeline.
+    Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
+    named, to be replayed; ``record`` keeps every step's timeline.
     """
     layout = recipe.layout(num_ranks)
     refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
+    recorded = loads_for(recipe, chain.context, loads) if loads else None
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     size = recipe.train.global_batch_size
@@ -128,7 +140,8 @@ def look_ahead(
     # Some baselines share nothing, and a sequence may be too long for them: those alone that can plan every step.
     known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
     comparable = (replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
-    return Outlook(recipe, chain, samples, tuple(comparable))
+    replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
+    return Outlook(recipe, chain, samples, tuple(comparable), replayed)
 
 
 def write_plans(outlook: Outlook, path: Path) -> None:

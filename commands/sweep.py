@@ -40,7 +40,7 @@ def sweep(
         steps: global batches a combination.
         nproc: ranks of every combination, so that all have the same machines: ``parallel.dp`` takes what the other
             degrees leave unless it is swept. None: the fewest that each needs; then compare per rank.
-        files: options that name an output file; none can be given, as they show one setting.
+        files: options that name a file of one setting; none can be given.
     """
     for option, path in files.items():
         if path is not None:

@@ -1,4 +1,4 @@
-"""What routers did in a step, gathered from all ranks: the imbalance that is logged, and the file of ``log.loads``.
+"""What routers did in a step, gathered from all ranks: the metrics that are logged, and the file of ``log.loads``.
 
     {"format": 1, "experts": 8, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
     {"step": 0, "counts": [round][layer][rank][expert]}
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ...core.aliases import Ints
+from ...core.aliases import Floats, Ints
 from ...core.errors import EvenloadError
 from ...core.input.json_text import to_json
 from ...core.recipe.sizes import shape_of
@@ -28,14 +28,27 @@ from ...runtime.world.agreement import everyone
 from .job import Job, logger
 
 
-def imbalance_of(result: StepResult) -> dict[str, float] | None:
-    """Busiest over mean rank of a group in a step: median, 95th percentile and most over all layers and passes of all
-    groups. Collective among hosts that book loads; None where nothing was routed."""
-    ratios = [ratio for own in everyone([load.imbalance for load in result.expert_loads]) for ratio in own]
-    if not ratios:
+def metrics_of(result: StepResult) -> dict[str, float] | None:
+    """What is logged of a step's experts (`metrics.Row.moe`); None where nothing was routed. Collective among hosts
+    that book loads."""
+    columns = ("imbalance", "imbalance_after", "copies", "copied_bytes", "exposed_s")
+    own = np.array([[getattr(load, name) for name in columns] for load in result.expert_loads], dtype=np.float64)
+    ranks = [rows for rows in everyone(own) if len(rows)]
+    if not ranks:
         return None
+    before, after, copies, copied_bytes, _ = np.concatenate(ranks).T
+    return {
+        **_spread("imbalance", before),
+        **_spread("imbalance_after", after),
+        "copies": float(copies.mean()),
+        "copied_bytes": float(copied_bytes.sum()),
+        "exposed_s": max(float(rows[:, -1].sum()) for rows in ranks),
+    }
+
+
+def _spread(name: str, ratios: Floats) -> dict[str, float]:
     p50, p95 = np.percentile(ratios, (50, 95)).tolist()
-    return {"imbalance_p50": p50, "imbalance_p95": p95, "imbalance_max": max(ratios)}
+    return {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_max": float(ratios.max())}
 
 
 @contextmanager

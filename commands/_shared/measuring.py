@@ -20,7 +20,7 @@ import numpy as np
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planned, Planner
 from ...core.recipe.sections import Train
-from .expert_loads import imbalance_of
+from .expert_loads import metrics_of
 from .job import Job
 from .metrics import Taken
 from .recording import gather_spans
@@ -63,7 +63,7 @@ def measure_step(job: Job, planned: Planned, step: int, *, record: bool) -> Take
     slowest_s, plan_s, wait_s = rows[:, :3].max(axis=0).tolist()
     seconds = job.of_stages(rows[:, 3:])
     spans = gather_spans(result.spans) if record else []
-    moe = imbalance_of(result) if job.has_experts else None
+    moe = metrics_of(result) if job.has_experts else None
     return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], moe, spans)
 
 

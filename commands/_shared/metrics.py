@@ -53,8 +53,10 @@ class Row:
     bubble_worst: float = 0.0
     """Of the stage and rank that idles most."""
     moe: dict[str, float] | None = None
-    """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, over all layers and
-    passes (imbalance_p50, imbalance_p95, imbalance_max)."""
+    """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, with every expert at
+    its home, over all layers and passes (imbalance_p50, imbalance_p95, imbalance_max), and as the ranks computed them
+    (imbalance_after_*); copies of experts in a layer's pass, in the mean; copied_bytes, weights that all ranks took in
+    for them; exposed_s, for which the rank that waits longest waits for these."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
+from ..experts.table import table as table_of_loads
 from ..sweep import said, written
 from .show import gib, grid, percent, plain, seconds
 
@@ -226,7 +227,8 @@ def plan(result: Result) -> Group:
         plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
     ]
     table = _table("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(steps), *programs)
+    loads = [table_of_loads(result["loads"])] if "loads" in result else []
+    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(steps), *loads, *programs)
 
 
 _STAGE: Columns = {

@@ -26,6 +26,7 @@ from .facts import (
     shown_places,
 )
 from .files import whole
+from .loads import draw_loads
 from .outlook import what_it_does
 
 _MOST_NUMBERED = 16
@@ -80,8 +81,9 @@ def write(outlook: Outlook, path: Path) -> None:
     shown = facts.shown
     with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.04)
-        figure = Figure(figsize=(12.0, 1.6 + 1.75 * len(shown)), dpi=_DPI, layout=layout)
-        grid = figure.add_gridspec(len(shown), 2, width_ratios=(3.1, 1))
+        heights = [1.75] * len(shown) + ([2.6] if outlook.loads else [])
+        figure = Figure(figsize=(12.0, 1.6 + sum(heights)), dpi=_DPI, layout=layout)
+        grid = figure.add_gridspec(len(heights), 2, width_ratios=(3.1, 1), height_ratios=heights)
         figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
         first, parts = None, set[Part]()
         most_s = max(one.steps[0].outcome.step_s for one in shown)
@@ -93,7 +95,9 @@ def write(outlook: Outlook, path: Path) -> None:
         first.set_xlim(0, 1.01 * most_s)
         say = f"seconds of the first step, {facts.outlook.times}"
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
-        _draw_lengths(figure.add_subplot(grid[:, 1]), facts)
+        _draw_lengths(figure.add_subplot(grid[: len(shown), 1]), facts)
+        if outlook.loads:
+            draw_loads(figure.add_subplot(grid[-1, 0]), figure.add_subplot(grid[-1, 1]), outlook.loads)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
         _draw_legend(figure, parts, facts.bounds_s[0], partly=partly)
         with whole(path) as part:

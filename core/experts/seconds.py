@@ -35,7 +35,7 @@ from ..aliases import Floats, Ints
 from ..machine.cluster import Link
 from .messages import Message, hops_of
 from .quotas import copies_of
-from .sources import sent_by
+from .sources import tokens_between
 
 COUNT_BYTES = 8
 """Of the tokens that a rank has for an expert."""
@@ -78,25 +78,36 @@ class LayerSeconds(NamedTuple):
         return sum(self)
 
 
-def forward_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerSeconds:
-    """Of a forward pass of one layer; copies that take no token cost nothing."""
-    num_ranks, num_experts = counts_RE.shape
-    tokens, (first, second) = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
-    gathered_s = math.ceil(math.log2(num_ranks)) * _slowest(cost, num_ranks).latency_s
-    gathered_s += (num_ranks - 1) * COUNT_BYTES * num_experts / _slowest(cost, num_ranks).bytes_per_s
-    tokens_s = _seconds(tokens, cost)
-    exposed_s = _seconds(tokens + first * cost.weight_bytes, cost) - tokens_s
-    copies_s = exposed_s + _seconds(second * cost.weight_bytes, cost)
-    return LayerSeconds(gathered_s + cost.plan_s, 2 * tokens_s, cost.forward_s * _busiest(quotas_ER), copies_s)
+class LayerPasses(NamedTuple):
+    """A layer's forward and its backward."""
+
+    forward: LayerSeconds
+    backward: LayerSeconds
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+    @property
+    def moving(self) -> float:
+        """For copies: weights and gradients that nothing hides."""
+        return sum(one.copies + one.gradients for one in self)
 
 
-def backward_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerSeconds:
-    """Of the backward of that pass."""
-    hops = _copies(quotas_ER, cost.node_ranks)
-    tokens_s = 2 * _seconds(_tokens(counts_RE, quotas_ER, cost), cost)
-    again_s = 0.0 if cost.keep else sum(_seconds(hop * cost.weight_bytes, cost) for hop in hops)
-    gradients_s = sum(_seconds(hop * cost.gradient_bytes, cost) for hop in hops)
-    return LayerSeconds(0.0, tokens_s, cost.backward_s * _busiest(quotas_ER), again_s, gradients_s)
+def layer_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerPasses:
+    """Of both passes of one layer, whose quotas keep their laws (`quotas.check_quotas`); copies without a token cost
+    nothing."""
+    tokens, hops = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
+    first, second = (hop * cost.weight_bytes for hop in hops)
+    tokens_s, busiest = _seconds(tokens, cost), float(quotas_ER.sum(axis=0).max())
+    copies_s = _seconds(tokens + first, cost) - tokens_s + _seconds(second, cost)
+    again_s = 0.0 if cost.keep else _seconds(first, cost) + _seconds(second, cost)
+    home_s = sum(_seconds(hop * cost.gradient_bytes, cost) for hop in hops)
+    counted_s = _counting_seconds(counts_RE, cost) + cost.plan_s
+    return LayerPasses(
+        LayerSeconds(counted_s, 2 * tokens_s, cost.forward_s * busiest, copies_s),
+        LayerSeconds(0.0, 2 * tokens_s, cost.backward_s * busiest, again_s, home_s),
+    )
 
 
 def paying_tokens(cost: LayerCost) -> float:
@@ -113,13 +124,12 @@ def paying_tokens(cost: LayerCost) -> float:
     return (weights_s + link.send_s(cost.gradient_bytes)) / token_s
 
 
-def _busiest(quotas_ER: Ints) -> float:
-    return float(quotas_ER.sum(axis=0).max())
-
-
-def _slowest(cost: LayerCost, num_ranks: int) -> Link:
-    """The link that messages among all ranks must use."""
-    return cost.inter if 0 < cost.node_ranks < num_ranks else cost.intra
+def _counting_seconds(counts_RE: Ints, cost: LayerCost) -> float:
+    """Until every rank has the counts of all."""
+    num_ranks, num_experts = counts_RE.shape
+    link = cost.inter if 0 < cost.node_ranks < num_ranks else cost.intra
+    others_bytes = (num_ranks - 1) * COUNT_BYTES * num_experts
+    return float(math.ceil(math.log2(num_ranks)) * link.latency_s + others_bytes / link.bytes_per_s)
 
 
 def _seconds(num_bytes: Floats, cost: LayerCost) -> float:
@@ -131,12 +141,12 @@ def _seconds(num_bytes: Floats, cost: LayerCost) -> float:
 
 def _tokens(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> Floats:
     """Bytes of tokens that go to other ranks [inside, across] x [sent, received] x R."""
-    ranks, size = range(len(counts_RE)), cost.node_ranks or len(counts_RE)
-    sent_RR = np.array([sent_by(rank, counts_RE, quotas_ER, cost.node_ranks).sum(axis=0) for rank in ranks])
-    nodes = np.arange(len(counts_RE)) // size
+    sent_RR = tokens_between(counts_RE, quotas_ER, cost.node_ranks)
+    nodes = np.arange(len(counts_RE)) // (cost.node_ranks or len(counts_RE))
     inside_RR = nodes[:, None] == nodes
-    rows = [sent_RR * inside_RR * ~np.eye(len(sent_RR), dtype=bool), sent_RR * ~inside_RR]
-    return np.array([[row.sum(axis=1), row.sum(axis=0)] for row in rows]) * cost.token_bytes
+    rows = [sent_RR * inside_RR * ~np.eye(len(nodes), dtype=bool), sent_RR * ~inside_RR]
+    num_bytes: Floats = np.array([[row.sum(axis=1), row.sum(axis=0)] for row in rows]) * cost.token_bytes
+    return num_bytes
 
 
 def _copies(quotas_ER: Ints, node_ranks: int) -> list[Floats]:

@@ -24,12 +24,36 @@ def received_by(rank: int, counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0
     return _between(None, rank, counts_RE, quotas_ER, node_ranks).T
 
 
+def tokens_between(counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
+    """Tokens of each rank that go to each other one, all experts together [R, R]; those that stay are on the diagonal.
+
+    Rows of all experts stand one behind the other, so that a level is one sort of O(E R) ends.
+    """
+    num_ranks = len(counts_RE)
+    from_ER, to_ER = counts_RE.T.copy(), quotas_ER.copy()
+    moved = np.zeros(num_ranks * num_ranks)
+    for size in _levels(num_ranks, node_ranks):
+        taken_ER, filled_ER = _inside(from_ER, size, to_ER), _inside(to_ER, size, from_ER)
+        sources, ranks = taken_ER.ravel().cumsum(), filled_ER.ravel().cumsum()
+        ends = np.unique(np.concatenate(([0], sources, ranks)))
+        source, rank = (np.searchsorted(each, ends[:-1], side="right") % num_ranks for each in (sources, ranks))
+        moved += np.bincount(source * num_ranks + rank, np.diff(ends), len(moved))
+        from_ER -= taken_ER
+        to_ER -= filled_ER
+    return moved.astype(np.int64).reshape(num_ranks, num_ranks)
+
+
+def _levels(num_ranks: int, node_ranks: int) -> tuple[int, ...]:
+    """Ranks of the blocks inside which tokens stay if they can, ascending."""
+    return tuple(dict.fromkeys((1, node_ranks or num_ranks, num_ranks)))
+
+
 def _between(source: int | None, rank: int | None, counts_RE: Ints, quotas_ER: Ints, node_ranks: int) -> Ints:
     """Of one source to all ranks, or of all sources to one rank, [E, R]."""
     num_ranks, num_experts = counts_RE.shape
     from_ER, to_ER = counts_RE.T.copy(), quotas_ER.copy()
     moved_ER = np.zeros((num_experts, num_ranks), dtype=np.int64)
-    for size in dict.fromkeys((1, node_ranks or num_ranks, num_ranks)):
+    for size in _levels(num_ranks, node_ranks):
         taken_ER, filled_ER = _inside(from_ER, size, to_ER), _inside(to_ER, size, from_ER)
         one = source if rank is None else rank
         assert one is not None

@@ -8,10 +8,11 @@ from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
+from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
 from .config import MoeConfig
 from .exact import exact
-from .policy import can_pay, node_ranks_of, worthwhile
+from .policy import can_pay, worthwhile
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": exact}
 

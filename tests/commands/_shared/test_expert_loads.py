@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from evenload.commands._shared.expert_loads import counts_of
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.commands._shared import expert_loads
+from evenload.commands._shared.expert_loads import counts_of, metrics_of
 from evenload.runtime.experts.gate import Load
 
 
@@ -16,3 +22,30 @@ def test_counts_stand_by_round_layer_rank_and_expert() -> None:
     counts, layers = counts_of(rows, 2)
     assert layers == [1, 3]
     assert counts.tolist() == [[[[3, 1], [5, 0]], [[2, 2], [0, 4]]], [[[0, 2], [1, 1]], [[1, 0], [0, 0]]]]
+
+
+def test_metrics_are_of_all_ranks_layers_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[Any] = [
+        [Load(0, 0, (1, 1), 1.5, 1.0, 2, 100, 0.25), Load(0, 1, (1, 1), 2.0, 1.25)],
+        [Load(0, 0, (1, 1), 1.5, 1.0, 2, 300, 0.5), Load(0, 1, (1, 1), 2.0, 1.25, 0, 0, 0.125)],
+        [],  # a rank whose stage has no experts
+    ]
+
+    def gathered(own: Any) -> list[Any]:
+        assert own.tolist() == [list(load[3:]) for load in ranks[0]]
+        return [own, *(np.array([load[3:] for load in loads], dtype=float) for loads in ranks[1:])]
+
+    monkeypatch.setattr(expert_loads, "everyone", gathered)
+    assert metrics_of(SimpleNamespace(expert_loads=ranks[0])) == {  # type: ignore[arg-type]
+        "imbalance_p50": 1.75,
+        "imbalance_p95": 2.0,
+        "imbalance_max": 2.0,
+        "imbalance_after_p50": 1.125,
+        "imbalance_after_p95": 1.25,
+        "imbalance_after_max": 1.25,
+        "copies": 1.0,
+        "copied_bytes": 400.0,
+        "exposed_s": 0.625,
+    }
+    monkeypatch.setattr(expert_loads, "everyone", lambda own: [own, own])
+    assert metrics_of(SimpleNamespace(expert_loads=())) is None  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas
-from evenload.core.experts.seconds import LayerCost, backward_seconds, forward_seconds, paying_tokens
+from evenload.core.experts.seconds import LayerCost, layer_seconds, paying_tokens
 from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 
@@ -38,45 +38,45 @@ def quotas_of(counts_RE: list[list[int]], moves: list[tuple[int, int, int]]) -> 
 
 def test_at_home_a_layer_waits_for_the_busiest_rank_and_for_who_receives_most() -> None:
     counts, quotas = quotas_of([[6, 2], [10, 0]], [])
-    seconds = forward_seconds(counts, quotas, COST)
+    seconds = layer_seconds(counts, quotas, COST).forward
     # Rank 0 computes 16 tokens; 10 come to it, 2 leave it; 2 ranks tell each other 16 bytes of counts.
     assert seconds == (16 / 4, 2 * 10 * 4 / 4, 16.0, 0.0, 0.0)
-    assert backward_seconds(counts, quotas, COST) == (0.0, 2 * 10 * 4 / 4, 32.0, 0.0, 0.0)
-    assert forward_seconds(counts, quotas, COST._replace(plan_s=0.5)).counts == 4.5
+    assert layer_seconds(counts, quotas, COST).backward == (0.0, 2 * 10 * 4 / 4, 32.0, 0.0, 0.0)
+    assert layer_seconds(counts, quotas, COST._replace(plan_s=0.5)).forward.counts == 4.5
 
 
 def test_a_copy_takes_tokens_off_the_busiest_rank_and_its_weights_stand_behind_tokens() -> None:
     counts, quotas = quotas_of([[6, 2], [10, 0]], [(0, 1, 7)])
-    forward, backward = forward_seconds(counts, quotas, COST), backward_seconds(counts, quotas, COST)
+    forward, backward = layer_seconds(counts, quotas, COST)
     # Rank 1 keeps 7 of its own 10 tokens: 3 leave it and 2 come. Rank 0 sends 2 tokens and the weights: 12 bytes of
     # tokens take 3 s, 8 + 40 bytes 12 s.
     assert forward.experts == 9.0
     assert forward.tokens == 2 * 3.0
     assert forward.copies == 12.0 - 3.0
     assert (backward.experts, backward.copies, backward.gradients) == (18.0, 0.0, 80 / 4)
-    assert backward_seconds(counts, quotas, COST._replace(keep=False)).copies == 40 / 4
+    assert layer_seconds(counts, quotas, COST._replace(keep=False)).backward.copies == 40 / 4
     assert forward.total == sum(forward)
 
 
 def test_an_expert_that_many_copy_is_sent_once_by_its_home() -> None:
     counts, quotas = quotas_of([[4, 0, 0, 0]] * 4, [(0, rank, 4) for rank in (1, 2, 3)])
-    seconds = forward_seconds(counts, quotas, COST)
+    seconds = layer_seconds(counts, quotas, COST).forward
     # No token travels. Home sends three thirds, then each of three ranks two thirds to the others.
     assert seconds.tokens == 0.0
     assert seconds.copies == pytest.approx(40 / 4 + 2 / 3 * 40 / 4)
-    assert backward_seconds(counts, quotas, COST).gradients == pytest.approx(2 * seconds.copies)
+    assert layer_seconds(counts, quotas, COST).backward.gradients == pytest.approx(2 * seconds.copies)
 
 
 def test_links_between_nodes_carry_what_crosses_them() -> None:
     counts, quotas = quotas_of([[0, 0, 4, 0], [4, 0, 0, 0], [0, 0, 4, 0], [0, 0, 4, 0]], [])
     on_nodes = COST._replace(node_ranks=2)
     # 4 tokens come to rank 2 from inside its node, 4 from the other one.
-    assert forward_seconds(counts, quotas, COST).tokens == 2 * 8 * 4 / 4
-    assert forward_seconds(counts, quotas, on_nodes).tokens == 2 * 4 * 4 / 1
+    assert layer_seconds(counts, quotas, COST).forward.tokens == 2 * 8 * 4 / 4
+    assert layer_seconds(counts, quotas, on_nodes).forward.tokens == 2 * 4 * 4 / 1
     _, moved = quotas_of(counts.tolist(), [(2, 3, 4)])
-    assert backward_seconds(counts, moved, on_nodes).gradients == 80 / 4
+    assert layer_seconds(counts, moved, on_nodes).backward.gradients == 80 / 4
     _, away = quotas_of(counts.tolist(), [(2, 0, 4)])
-    assert backward_seconds(counts, away, on_nodes).gradients == 80 / 1
+    assert layer_seconds(counts, away, on_nodes).backward.gradients == 80 / 1
 
 
 def test_a_copy_pays_from_rate_over_bandwidth_tokens_up() -> None:
@@ -100,6 +100,6 @@ def test_a_copy_that_takes_what_pays_takes_no_longer_than_none() -> None:
     _, copied = quotas_of(counts.tolist(), [(0, 1, tokens)])
 
     def total(quotas: Ints) -> float:
-        return forward_seconds(counts, quotas, cost).total + backward_seconds(counts, quotas, cost).total
+        return layer_seconds(counts, quotas, cost).total
 
     assert total(copied) == total(home)

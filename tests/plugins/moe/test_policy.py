@@ -11,7 +11,7 @@ from evenload.core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import load, parse
-from evenload.plugins.moe.policy import layer_cost, node_ranks_of
+from evenload.core.simulate.experts import layer_cost, node_ranks_of
 
 LENGTHS = as_lengths([1000, 1500, 500, 2000, 1024, 700, 300, 1800, 900, 1100, 1300, 400])
 
