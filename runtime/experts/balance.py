@@ -87,9 +87,7 @@ class Shares:
         slots[order] = self._slots_in_order(len(order), chosen_TK.device)
         return slots.view(chosen_TK.shape)
 
-    def fetch(
-        self, group: Any, parameters: Sequence[Sequence[Tensor]], *, keep: bool | None = None
-    ) -> Fetch:
+    def fetch(self, group: Any, parameters: Sequence[Sequence[Tensor]], *, keep: bool | None = None) -> Fetch:
         """Send the weights of the layer's copies, and note what they take. ``parameters``: for each expert of this rank
         its tensors, in one order; ``keep``: hold copies until their backward, None: as the policy says."""
         report = self.report

@@ -61,7 +61,11 @@ def exactness(stage: int, names: list[str], drawn: bool | None = None, **asked: 
 
     ``drawn``: quotas of experts are drawn in every layer of every pass, and copies kept or fetched again.
     """
-    with mock.patch("evenload.integrations.deepspeed.host.layer_planner", return_value=drawn_quotas) if drawn is not None else nullcontext():
+    with (
+        mock.patch("evenload.integrations.deepspeed.host.layer_planner", return_value=drawn_quotas)
+        if drawn is not None
+        else nullcontext()
+    ):
         return _exactness(stage, names, drawn, **asked)
 
 

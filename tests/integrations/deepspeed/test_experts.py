@@ -39,12 +39,14 @@ def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "fetched again"])
-@pytest.mark.parametrize("stage", [0,1,2,3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_copies_drawn(on_ranks, stage, ranks, ep, keep, recompute):
     names = ["whole_sequences", *(["chains some", "regrouped"] if ranks == 2 else []), "random 3"]
-    results = on_ranks(ranks, "rank_experts.exactness", stage=stage, names=names, ep=ep, drawn=keep, recompute=recompute)
+    results = on_ranks(
+        ranks, "rank_experts.exactness", stage=stage, names=names, ep=ep, drawn=keep, recompute=recompute
+    )
     _check(results, names)
     for name in names:
         print(stage, ranks, ep, keep, recompute, name, results[0][name])
