@@ -36,6 +36,7 @@ from ._shared.job import Job, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Taken
 from ._shared.show import progress
+from .experts.history import LoadHistory
 
 WARMUP_STEPS = 1
 
@@ -101,7 +102,10 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
     names = [*against, OURS]
     most_bytes, hardest = -1.0, dict[str, Planned]()
     planner = job.planner(job.drawing())
-    followers = {name: Follower(replace(job.chain, instead=name)) for name in against}
+    chains = {name: replace(job.chain, instead=name) for name in against}
+    followers = {name: Follower(chain) for name, chain in chains.items()}
+    planners = {OURS: planner, **{name: follower.planner for name, follower in followers.items()}}
+    histories = {name: LoadHistory(chain) for name, chain in {OURS: job.chain, **chains}.items()}
     measured = {name: Measured() for name in names}
     steps = recipe.train.steps + WARMUP_STEPS
     with progress(job.leads) as bar, bar.task("bench", (steps * repeats + 1) * len(names)) as tick:
@@ -114,6 +118,8 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
                 for name in in_turn(names, turn):
                     runs[name].append(measure_step(job, plans[name], step, record=True))
                     tick(name)
+            for name, history in histories.items():
+                history.after(planners[name], runs[name][-1].result)
             for name in names if step >= WARMUP_STEPS else ():
                 _count(job, plans[name], runs[name], measured[name])
             peak_bytes = max(max(_predicted_peaks(planned)) for planned in plans.values())

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import EvenloadError, RankError
-from ..core.planning.planner import Planned
+from ..core.planning.chain import PlanChain
+from ..core.planning.planner import Planned, Planner
 from ..core.recipe.recipe import Recipe
 from ._shared.drawing import num_waiting
 from ._shared.expert_loads import loads_writer
@@ -28,6 +29,7 @@ from ._shared.metrics import Row, Taken, summary, writer
 from ._shared.recording import Recording
 from ._shared.refitting import PredictedStep, Refitting, predict_step
 from ._shared.show import progress
+from .experts.history import LoadHistory
 from .saving.resuming import drawing_after, keep, resume
 
 Pictures = Mapping[str, Path | None]
@@ -79,6 +81,7 @@ class _Variant:
         self.job, self.name = job, name
         chain = replace(job.chain, instead="" if name == OURS else name)
         self.refitting = Refitting(job, chain, state.get("refit") if state else None)
+        self.history = LoadHistory(chain, state.get("loads") if state else None)
         self.rows: list[Row] = []
         self.same_plans = True
         """Whether it planned every step as evenload did."""
@@ -101,6 +104,20 @@ class _Variant:
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s
         return taken, predicted_step
 
+    @property
+    def chains(self) -> tuple[PlanChain, PlanChain]:
+        """What plans are made with, and the first of this run."""
+        return self.history.newest(self.refitting.chain), self.history.first(self.refitting.first)
+
+    def learn(self, planner: Planner, planned: Planned, taken: Taken, predicted_step: PredictedStep | None) -> None:
+        """Let its planner follow the step that it has trained last. Collective."""
+        self.refitting.after(planner, self.rows[-1].step, planned, taken, predicted_step)
+        self.history.after(planner, taken.result)
+
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """What a checkpoint keeps of what it has learned."""
+        return {**self.refitting.state(planner), **self.history.state(planner)}
+
     def result(self) -> dict[str, Any]:
         """What its steps come to; ``idle`` is 1 - busy / step of every rank, [stages][plane ranks]."""
         idle = (1 - self._busy_s / self._seconds).tolist()
@@ -118,8 +135,8 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
     """All steps, every variant in its turn; only evenload's own run is logged and saved."""
     recipe, own = job.recipe, variants[OURS]
     first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
-    planner = job.planner(drawing, own.refitting.chain, own.refitting.first)
-    followers = {name: Follower(v.refitting.chain, v.refitting.first) for name, v in variants.items() if v is not own}
+    planner = job.planner(drawing, *own.chains)
+    followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe if job.leads else None))
@@ -136,7 +153,7 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
                 variant = variants[name]
                 taken[name], predicted_step = variant.step(planned[name], step, executor, record=recording.wants(step))
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
-                variant.refitting.after(planners[name], step, planned[name], taken[name], predicted_step)
+                variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 row = variant.rows[-1]
                 ticks[name](f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s")
             write(own.rows[-1], planned[OURS])
@@ -145,7 +162,7 @@ def _run(job: Job, variants: dict[str, _Variant], state: dict[str, Any] | None, 
             done = step + 1
             due = done % recipe.checkpoint.every == 0 or done == recipe.train.steps
             if recipe.checkpoint.dir and due:
-                keep(job, recipe.checkpoint.dir, step, planned[OURS], own.refitting.state(planner))
+                keep(job, recipe.checkpoint.dir, step, planned[OURS], own.state(planner))
     if own.rows and own.rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
         logger.info("%d samples still wait for a later batch; %s", own.rows[-1].waiting, where)

@@ -30,6 +30,7 @@ from ..runtime.world.world import World
 from ._shared.job import Job, hand_over, logger, open_trainer, open_world
 from ._shared.measuring import learning_rate
 from ._shared.preflight import preflight
+from .experts.history import LoadHistory
 from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
 from .saving.resuming import drawing_after, keep, resume
@@ -68,10 +69,11 @@ class _Proof:
             self._opened = set(opened(job.chain))
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
-            last_planned = self._take(beside, job.planner(job.drawing()), range(last))
+            planner, history = job.planner(job.drawing()), LoadHistory(job.chain)
+            last_planned = self._take(beside, planner, history, range(last))
             self._reach(beside)
             if folder is not None:
-                keep(job, folder, last - 1, last_planned)
+                keep(job, folder, last - 1, last_planned, history.state(planner))
             beside.plain.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
@@ -86,15 +88,18 @@ class _Proof:
         layout = job.host.layout
         self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
         beside = replace(beside, job=job)
-        self._take(beside, job.planner(drawing_after(job, state)), range(state["step"], self._steps))
+        history = LoadHistory(job.chain, state.get("loads"))
+        planner = job.planner(drawing_after(job, state), history.newest(job.chain), history.first(job.chain))
+        self._take(beside, planner, history, range(state["step"], self._steps))
         beside.plain.close()
 
-    def _take(self, beside: Beside, planner: Planner, numbers: range) -> Planned:
+    def _take(self, beside: Beside, planner: Planner, history: LoadHistory, numbers: range) -> Planned:
         """Steps in the run's own order; the last of them as it was planned."""
         for number in numbers:
             newest = planner.next()
             batch = Batch(newest.draw, newest.plan, next(self._expected))
             self._proven.append(beside.step(number, batch, learning_rate(number, beside.job.recipe.train)))
+            history.after(planner, beside.result)
         return newest
 
     def _reach(self, beside: Beside) -> None:

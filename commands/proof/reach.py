@@ -50,6 +50,8 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
         for name, settings in preferring.items():
             links = (*chain.links[:place], (plugin, settings), *chain.links[place + 1 :])
             chains[name] = chain if settings == config else replace(chain, links=links)
+    for plugin, config in chain.of_layers:
+        chains |= dict.fromkeys(plugin.branches(config, chain.context) if plugin.branches else (), chain)
     return chains
 
 

@@ -20,7 +20,7 @@ from ...core.plan.branches import branches_of
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.planning.planner import Draw
 from ...integrations.exactness import relative_error
-from ...integrations.host import TokensOf
+from ...integrations.host import StepResult, TokensOf
 from ...integrations.textbook import AdamW
 from ...runtime.world.agreement import everyone
 from .._shared.hosts import integration
@@ -106,6 +106,8 @@ class Beside:
     """Weights before the first step."""
     tolerance: Tolerance
     plain: Any = field(init=False)
+    result: StepResult = field(init=False)
+    """Of the run's last step."""
 
     def __post_init__(self) -> None:
         self.plain = integration(self.job.recipe.trainer).PlainModel(self.job.recipe, self.job.host)
@@ -123,7 +125,7 @@ class Beside:
         job, errors, captured = self.job, StepErrors(), dict[str, Tensor]()
         job.watchdog.at("planned step", number)
         reader = _Reader(job, batch)
-        result = job.host.train_step(
+        self.result = result = job.host.train_step(
             batch.plan, reader, lr=lr, mark=lambda where: job.watchdog.at(where, number), inspect=captured.update
         )
         with job.watchdog.working("plain step", number):

@@ -26,6 +26,7 @@ UNEQUAL_COUNTS = "unequal numbers of micro-batches"
 DUMMIES = "dummies"
 PADDED = "padding"
 OWN_ORDER = "an order of the plan's own"
+COPIED = "copies of experts"
 
 SUM_AFTER_PASSES = "gradient sum after the passes"
 SUM_IN_LAST_BACKWARD = "gradient sum during the last backward"

@@ -123,6 +123,11 @@ class Planner:
         self._chain = chain
 
     @property
+    def chain(self) -> PlanChain:
+        """What plans that are begun from now on are made with."""
+        return self._chain
+
+    @property
     def chain_of_next(self) -> PlanChain:
         """What the next plan is made with, or will be."""
         return self._ahead.chain if self._ahead else self._chain

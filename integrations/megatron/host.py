@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ...core.machine.layout import Layout
+from ...core.plan.branches import COPIED
 from ...core.plan.program import lower
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
@@ -157,8 +158,8 @@ class MegatronHost(Host):
         else:
             executed = self._run_program(plan, tokens_of, routing, forward, reduction, mark, clock)
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
-        loss, branches = loss_sum / max(1, num_targets), (reduction.branch,)
-        loads = tuple(self._gate.loads) if self._gate else ()
+        loss, loads = loss_sum / max(1, num_targets), tuple(self._gate.loads) if self._gate else ()
+        branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
         forget_tokens(self.model)
         return StepResult(loss, num_targets, busy.total_s, busy.forward_s, tuple(executed), branches, loads)
 

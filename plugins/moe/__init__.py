@@ -20,5 +20,6 @@ register(
         layers={**plan.LAYERS, **baselines.LAYERS},
         baselines=baselines.BASELINES,
         needs_loads=plan.needs_loads,
+        branches=plan.branches,
     )
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
+from ...core.plan.branches import COPIED
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.experts import node_ranks_of
@@ -41,3 +42,8 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
     return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+
+
+def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:
+    """The branch of the runtime that the settings open."""
+    return {COPIED: config} if context.layout.ep > 1 else {}

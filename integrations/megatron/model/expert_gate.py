@@ -42,6 +42,7 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
             dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
             undo.callback(delattr, dispatcher, "dispatch_preprocess")
             undo.callback(delattr, experts, "forward")
+            undo.callback(bound.lay_out, layer.mlp.num_local_experts)
     return undo.close
 
 
@@ -72,7 +73,7 @@ class _GatedLayer:
             self._fetch = self._start(shares)
             counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
             routing_map, probs = shares.spread(routing_map, probs)
-        self._lay_out(self._own if shares is None else shares.slots)
+        self.lay_out(self._own if shares is None else shares.slots)
         with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
             return self._own_preprocess(hidden_states, routing_map, probs)
 
@@ -109,7 +110,7 @@ class _GatedLayer:
         parameters = [list(expert.parameters()) for expert in self._experts.local_experts]
         return shares.fetch(self._dispatcher.ep_group, parameters)
 
-    def _lay_out(self, slots: int) -> None:
+    def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""
         dispatcher = self._dispatcher
         if dispatcher.num_local_experts == slots:

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
     topk_routing_with_score_function,
@@ -22,6 +24,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ....core.errors import EvenloadError, Rule
+from ....core.plan.step_plan import StepPlan
+from ....core.registry import layer_planner
+from ....runtime.experts.gate import ExpertGate
+from ...host import no_mark
 from ..model.experts import SEQUENCE_LOSS, PlannedRouter, forget_tokens, routers
 
 _REGROUPED = "depends on which samples are in a micro-batch"
@@ -70,6 +76,14 @@ def routing_packs(gpt: Any) -> Iterator[None]:
                 undo.callback(layer.register_forward_pre_hook(router.take_pack, with_kwargs=True).remove)
         undo.callback(forget_tokens, gpt)
         yield
+
+
+def gate_of(plan: StepPlan) -> ExpertGate:
+    """Of the layers with experts of this rank's stage, for one training call that runs a plan."""
+    group = parallel_state.get_expert_model_parallel_group()
+    gate = ExpertGate(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+    gate.begin(plan.digest, no_mark, plan.experts, layer_planner(plan.experts.planner))
+    return gate
 
 
 def refuse_routers(gpt: Any) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.routing import StepRouting
 from ..model.attention import PlannedSeqParams, seq_params
+from ..model.expert_gate import bind_gate
 from ..model.rope import TokenRope
 from .experts import routing_packs
 from .samples import UserPack, one_batch
@@ -35,13 +37,21 @@ class UserStep:
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
         routing: what routers know of the step, in a model that has some.
+        gate: of its layers with experts.
     """
 
     def __init__(
-        self, function: UserFunction, gpt: Any, *, by_token: bool, checks: bool, routing: StepRouting | None = None
+        self,
+        function: UserFunction,
+        gpt: Any,
+        *,
+        by_token: bool,
+        checks: bool,
+        routing: StepRouting | None = None,
+        gate: ExpertGate | None = None,
     ) -> None:
         self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
-        self._routing = routing
+        self._routing, self.gate = routing, gate
         self._signature = inspect.signature(gpt.forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
@@ -57,6 +67,8 @@ class UserStep:
                 undo.enter_context(with_attributes(self._gpt, rotary_pos_emb=TokenRope(rope)))
             if self._routing is not None:
                 undo.enter_context(routing_packs(self._gpt))
+            if self.gate is not None:
+                undo.callback(bind_gate(self._gpt, self.gate))
             yield
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:

@@ -48,7 +48,7 @@ from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
-from .experts import refuse_routers
+from .experts import gate_of, refuse_routers
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -139,7 +139,8 @@ class PlannedSteps:
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
         routing = _routing(plan, config, len(batches[0]["tokens"])) if config.num_moe_experts else None
-        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing)
+        gate = gate_of(plan) if config.num_moe_experts else None
+        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing, gate=gate)
         if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
@@ -261,6 +262,8 @@ def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack],
     coming = iter(packs)
 
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
+        if step.gate:
+            step.gate.enter("a micro-batch")
         return step.run(next(coming), chunk, *more)
 
     with with_attributes(config, variable_seq_lengths=True), step.listening():

@@ -66,7 +66,8 @@ def run_order(
     place = plan, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
 
     last = parallel_state.is_pipeline_last_stage()
-    trainer, program = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares), lower(*place)
+    trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate)
+    program = lower(*place)
     if shares > 1:
         trainer.tape = _SharedTape()
     executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
@@ -18,6 +17,7 @@ from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.registry import layer_planner
 from evenload.integrations.exactness import relative_error
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.model.experts import routers
@@ -50,26 +50,29 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     return check(in_rounds(replace(plan, limits=limits)))
 
 
-def with_drawn_copies(plan: StepPlan, keep: bool | None) -> StepPlan:
-    """The plan with quotas that are drawn in every layer of every pass; None: as it is."""
-    if keep is None:
+def with_drawn_copies(plan: StepPlan, number: int) -> StepPlan:
+    """The plan, every second one with quotas that are drawn in every layer of every pass, and half of those with copies
+    that are fetched again for the backward."""
+    if plan.limits.in_step == 1 or number % 2 == 0:
         return plan
-    return plan.revised(experts=ExpertPolicy("drawn", slots=EXPERTS["num_experts"], keep=keep))
+    return plan.revised(experts=ExpertPolicy("drawn", slots=EXPERTS["num_experts"], keep=number % 4 == 1))
 
 
-def routed(
-    world: Any, *, seeds: Any = (None,), lengths: Any = LENGTHS, drawn: bool | None = None, **changes: Any
-) -> list[dict[str, Any]]:
-    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does.
+def layer_planner_of(name: str) -> Any:
+    """The registry's, which knows no planner that draws."""
+    return drawn_quotas if name == "drawn" else layer_planner(name)
 
-    ``drawn``: quotas are drawn, and copies kept or fetched again; None: the plan's own.
-    """
+
+def routed(world: Any, *, seeds: Any = (None, None), lengths: Any = LENGTHS, **changes: Any) -> list[dict[str, Any]]:
+    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does."""
     rows = []
-    planner = mock.patch("evenload.integrations.megatron.host.layer_planner", return_value=drawn_quotas)
-    with hosted(world, **small(**changes)) as host, planner if drawn is not None else nullcontext():
+    with (
+        hosted(world, **small(**changes)) as host,
+        mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of),
+    ):
         plain = PlainModel(host.recipe, host)
         for number, seed in enumerate(seeds):
-            data, plan = tokens(lengths, number), with_drawn_copies(planned(host, lengths, seed), drawn)
+            data, plan = tokens(lengths, number), with_drawn_copies(planned(host, lengths, seed), number)
             gradients: dict[str, Any] = {}
             plain.load(host.weights())
             result = host.train_step(plan, data, lr=1e-2, inspect=gradients.update)

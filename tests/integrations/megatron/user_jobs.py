@@ -37,6 +37,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron_expert_jobs import layer_planner_of, with_drawn_copies
 from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
 from torch.distributed import distributed_c10d
@@ -195,7 +196,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
         }
         plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
         own = replace(plan.limits, whole_sequences=limits.whole_sequences, in_step=limits.in_step)
-        plan = check(in_rounds(plan.revised(limits=own)))
+        plan = with_drawn_copies(check(in_rounds(plan.revised(limits=own))), seed)
         return with_weights(plan, seed) if limits.splits_backward and seed % 2 else plan
 
     return make
@@ -222,7 +223,8 @@ def user_plans(
         wanted = loss_and_tokens(stock)
         for seed in seeds:
             try:
-                with evenload.enabled(recipe()), planning(drawn(seed, **(how or {}))) as made, fault(mutant):
+                quotas = patch("evenload.integrations.megatron.unmodified.experts.layer_planner", layer_planner_of)
+                with evenload.enabled(recipe()), planning(drawn(seed, **(how or {}))) as made, fault(mutant), quotas:
                     found = user.step()
             except EvenloadError as error:
                 results.append({"seed": seed, "error": error.what})
