@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError, Rule, refuse_first
 from ...core.machine.layout import Layout
+from ...core.plan.branches import COPIED
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
@@ -99,6 +100,7 @@ class EngineHost(Host):
         dist.all_reduce(total)
         busy = clock.read()
         loads = tuple(self._gated.gate.loads) if self._gated else ()
+        branches = (*branches, *((COPIED,) if any(load.copies for load in loads) else ()))
         loss = float(total) / num_targets
         return StepResult(loss, num_targets, busy.total_s, busy.forward_s, executed, branches, loads)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from runpy import run_path
@@ -14,9 +15,12 @@ from unittest import mock
 import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from evenload.core.errors import EvenloadError, RankError
+from evenload.core.plan.branches import COPIED
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe import recipe as recipes
+from evenload.core.registry import layer_planner
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
 from evenload.integrations.deepspeed.experts import DividedExperts
@@ -26,6 +30,7 @@ from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.experts import copies
 from evenload.runtime.world.world import init_world
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -56,43 +61,77 @@ def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 
     )
 
 
-def exactness(stage: int, names: list[str], drawn: bool | None = None, **asked: Any) -> dict[str, Any]:
-    """Errors of every plan against the plain reference, and what the rank ran.
-
-    ``drawn``: quotas of experts are drawn in every layer of every pass, and copies kept or fetched again.
-    """
-    with (
-        mock.patch("evenload.integrations.deepspeed.host.layer_planner", return_value=drawn_quotas)
-        if drawn is not None
-        else nullcontext()
-    ):
-        return _exactness(stage, names, drawn, **asked)
+def with_drawn_copies(plan: Any, number: int) -> Any:
+    """The plan, all but the first with quotas that are drawn in every layer of every pass; of every second one copies
+    are fetched again for the backward."""
+    if plan.limits.in_step == 1 or number == 0:
+        return plan
+    return plan.revised(experts=ExpertPolicy("drawn", slots=4, keep=number % 2 == 1))
 
 
-def _exactness(stage: int, names: list[str], drawn: bool | None = None, **asked: Any) -> dict[str, Any]:
+def layer_planner_of(name: str) -> Any:
+    """The registry's, which knows no planner that draws."""
+    return drawn_quotas if name == "drawn" else layer_planner(name)
+
+
+@contextmanager
+def opened(made: Any) -> Iterator[Any]:
+    """The host of a recipe, which knows the planner that draws."""
+    host = open_host(made, init_world())
+    with mock.patch("evenload.integrations.deepspeed.host.layer_planner", layer_planner_of):
+        yield host
+    host.close()
+
+
+def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
+    """Errors of every plan against the plain reference, and what the rank ran."""
     made = recipe(stage, **asked)
-    world = init_world()
-    host = open_host(made, world)
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
-    for name in names:
-        plan = plans.named(name, world.size, world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep)
-        if drawn is not None:
-            plan = plan.revised(experts=ExpertPolicy("drawn", slots=4, keep=drawn))
-        if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
-        loss, wanted = references[plan.sequences]
-        result, gradients = host.gradients(plan, plans.tokens_of(plan))
-        norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
-        found[name] = {
-            "loss": abs(result.loss - loss) / loss,
-            "grad": relative_error(gradients, wanted),
-            "norm": abs(result.grad_norm - norm) / norm,
-            "executed": [tuple(piece) for piece in result.executed],
-            "copies": sum(load.copies for load in result.expert_loads),
-        }
-    host.close()
+    with opened(made) as host:
+        in_step = host.world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep
+        for number, name in enumerate(names):
+            plan = with_drawn_copies(plans.named(name, host.world.size, in_step), number)
+            if plan.sequences not in references:
+                references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
+            loss, wanted = references[plan.sequences]
+            result, gradients = host.gradients(plan, plans.tokens_of(plan))
+            norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
+            found[name] = {
+                "loss": abs(result.loss - loss) / loss,
+                "grad": relative_error(gradients, wanted),
+                "norm": abs(result.grad_norm - norm) / norm,
+                "executed": [tuple(piece) for piece in result.executed],
+                "copied": COPIED in result.branches,
+            }
     return found
+
+
+def bookkeeping(stage: int) -> list[dict[str, Any]]:
+    """Of one plan with experts at home, then with copies: what is booked, what AutoEP's layers count and how many
+    experts they know behind a step, and the messages of copies."""
+    with opened(recipe(stage, ep=2, recompute=True)) as host:
+        plan = plans.named("chains some", 2, 2)
+        layers = [module for module in host.engine.module.modules() if isinstance(module, AutoEPMoELayer)]
+        rows = []
+        for number in range(3):
+            for layer in layers:
+                layer.tokens_per_expert.zero_()
+            with mock.patch.object(copies, "_exchange", wraps=copies._exchange) as sent:
+                result, _ = host.gradients(with_drawn_copies(plan, number), plans.tokens_of(plan))
+            rows.append(
+                {
+                    "counts": [load.counts for load in result.expert_loads],
+                    "buffers": [layer.tokens_per_expert.tolist() for layer in layers],
+                    "experts": [(layer.num_experts, layer.num_local_experts) for layer in layers],
+                    "after": [load.imbalance_after for load in result.expert_loads],
+                    "messages": sent.call_count,
+                }
+            )
+        host._gated.unbind()
+        bound = [name for layer in layers for name in ("_forward",) if name in vars(layer)]
+        bound += [name for layer in layers for name in ("forward",) if name in vars(layer.experts)]
+    return [{**row, "bound": bound} for row in rows]
 
 
 def save_and_go_on(stage: int, ep: int, folder: str) -> list[str]:
