@@ -88,6 +88,8 @@ class EngineHost(Host):
 
     def close(self) -> None:
         super().close()
+        if self._gated:
+            self._gated.unbind()
         self.engine.destroy()
 
     def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:

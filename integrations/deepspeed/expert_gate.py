@@ -70,6 +70,8 @@ class GatedExperts:
 
     def _shares(self, number: int, chosen_TK: Tensor) -> Shares | None:
         """Whose experts run where in the pass; the ranks of the group tell each other their counts."""
+        if self.pack is None and not torch.is_grad_enabled():
+            return None  # a forward of no plan: somebody evaluates
         book = self.pack is not None and torch.is_grad_enabled()
         sent_E = torch.bincount(chosen_TK.flatten(), minlength=self._num_experts)
         counted_E = torch.zeros_like(sent_E) if self.pack is None else self._counted(self.pack, number, chosen_TK)

@@ -108,6 +108,8 @@ class SlottedLayer:
 
     def _start(self, shares: Shares) -> Fetch:
         """Send the weights of copies, which travel while tokens do."""
-        experts = self._experts
-        parameters = list(zip(*(weight.unbind() for weight in (experts.w1, experts.w2, experts.w3)), strict=True))
+        # In the order in which AutoEP's products use them: their gradients are complete in the reverse order with and
+        # without copies, in which ZeRO reduces them, also among groups of which one has copies and one has none.
+        by_name = {name: getattr(self._experts, name).unbind() for name in ("w1", "w3", "w2")}
+        parameters = list(zip(by_name["w1"], by_name["w2"], by_name["w3"], strict=True))
         return shares.fetch(self._layer.ep_group, parameters, keep=shares.keep or self._recomputed())

@@ -11,12 +11,14 @@ from runpy import run_path
 from types import ModuleType
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from evenload.core.errors import EvenloadError, RankError
+from evenload.core.experts.quotas import at_home
 from evenload.core.plan.branches import COPIED
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe import recipe as recipes
@@ -42,7 +44,7 @@ def _load(file: str) -> ModuleType:
     return module
 
 
-drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
+_drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
 slices, plans, scripts = _load("rank_slices"), _load("expert_plans"), _load("rank_scripts")
 
 
@@ -59,6 +61,12 @@ def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 
             "deepspeed": {"zero_stage": stage, **zero},
         }
     )
+
+
+def drawn_quotas(counts_RE: Any, *more: Any) -> Any:
+    """In every layer of every pass and in every group of ranks anew: drawn, or every expert at home."""
+    drawn = crc32(counts_RE.astype("int64").tobytes()) % 4
+    return (_drawn_quotas if drawn else at_home)(counts_RE, *more)
 
 
 def with_drawn_copies(plan: Any, number: int) -> Any:
@@ -107,6 +115,12 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
     return found
 
 
+def bound(model: Any) -> int:
+    """How many of the functions of AutoEP's layers are replaced."""
+    layers = [module for module in model.modules() if isinstance(module, AutoEPMoELayer)]
+    return sum(("_forward" in vars(layer)) + ("forward" in vars(layer.experts)) for layer in layers)
+
+
 def bookkeeping(stage: int) -> list[dict[str, Any]]:
     """Of one plan with experts at home, then with copies: what is booked, what AutoEP's layers count and how many
     experts they know behind a step, and the messages of copies."""
@@ -128,10 +142,9 @@ def bookkeeping(stage: int) -> list[dict[str, Any]]:
                     "messages": sent.call_count,
                 }
             )
+        while_bound = bound(host.engine.module)
         host._gated.unbind()
-        bound = [name for layer in layers for name in ("_forward",) if name in vars(layer)]
-        bound += [name for layer in layers for name in ("forward",) if name in vars(layer.experts)]
-    return [{**row, "bound": bound} for row in rows]
+        return [{**row, "bound": while_bound, "left": bound(host.engine.module)} for row in rows]
 
 
 def save_and_go_on(stage: int, ep: int, folder: str) -> list[str]:
@@ -233,7 +246,7 @@ def _steps(host: Any, count: int) -> list[str]:
 
 def unmodified(stage: int, ep: int) -> dict[str, Any]:
     """A step of a user's loop on a model whose experts DeepSpeed divides: how far its weights are from those of plain
-    training, how far these have moved, and the loads."""
+    training, against how far these have moved, and what the copies of its last step leave behind."""
     prepare_deepspeed()
     world = init_world()
     rows = scripts.rows_of(31, 7, 12, 25, 3, 18, 9, 14)
@@ -251,23 +264,27 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "expert_parallel": {"enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False},
-        "evenload": {"packing": {"enabled": True, "max_tokens": 64}},
+        "evenload": {"packing": {"enabled": True, "max_tokens": 64}, "moe": {"enabled": True, "mode": "clone"}},
     }
     with Ledger() as ledger:
         ledger.apply([*transformers.rows()[:1], *patch.rows()])
         engine, _, loader, _ = deepspeed.initialize(
             model=model, config=ds_config, training_data=rows, collate_fn=scripts.collate
         )
-        sizes = []
-        for batch in loader:
-            sizes.append(batch["input_ids"].shape)
-            engine.backward(engine(**batch).loss)
-            engine.step()
+        gate, num_copies = loop._attached[engine].gated.gate, 0
+        with mock.patch("evenload.integrations.deepspeed.unmodified.experts.layer_planner", return_value=drawn_quotas):
+            for batch in loader:
+                engine.backward(engine(**batch).loss)
+                num_copies = sum(load.copies for load in gate.loads)
+                engine.step()
         divided = DividedExperts(engine.module, world.device)
         weights = divided.whole(full_weights(engine, dict(engine.module.named_parameters())))
-        divided.close()
-        engine.destroy()
+        evaluated = [_evaluated(engine, rows[0])]
     loop.release()
+    evaluated.append(_evaluated(engine, rows[0]))
+    left = bound(engine.module)
+    divided.close()
+    engine.destroy()
     targets = sum(len(row) - 1 for row in rows)
     for row in rows:
         logits = plain(input_ids=row[None, :-1], use_cache=False).logits[0]
@@ -276,4 +293,16 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
     wanted = dict(plain.named_parameters())
     moved = {name: (wanted[name] - start[name]).norm() for name in wanted}
     errors = {name: float((weights[name] - wanted[name]).norm() / moved[name]) for name in wanted}
-    return {"error": max(errors.values()), "named": weights.keys() == wanted.keys(), "sizes": sizes}
+    return {
+        "error": max(errors.values()),
+        "named": weights.keys() == wanted.keys(),
+        "copies": num_copies,
+        "evaluation differs": float((evaluated[0] - evaluated[1]).abs().max()),
+        "bound": left,
+    }
+
+
+@torch.no_grad()
+def _evaluated(engine: Any, row: torch.Tensor) -> torch.Tensor:
+    engine.eval()
+    return engine(input_ids=row[None], use_cache=False).logits
