@@ -109,12 +109,14 @@ def test_what_does_not_compose_is_refused(on_ranks):
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": PACKS},
         {"moe": {"topk": 1}},
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}},
+        {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": {"moe": {"enabled": True}}},
     ]
     said = on_ranks(2, "refused_recipes", cases=cases)[0]
     assert "sequence parallelism" in said[0]
     assert "allgather" in said[1]
     assert "softmax over one" in said[2]
     assert said[3] == ""
+    assert "copies of experts" in said[4]
 
 
 KINDS = [{"train__dtype": "fp64"}, {"train__dtype": "fp32"}]
