@@ -16,6 +16,7 @@ from zlib import crc32
 import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.experts.quotas import at_home
@@ -28,6 +29,7 @@ from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspe
 from evenload.integrations.deepspeed.experts import DividedExperts
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.integrations.deepspeed.unmodified import loop
+from evenload.integrations.deepspeed.unmodified.experts import gated_experts
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
@@ -242,6 +244,18 @@ def _steps(host: Any, count: int) -> list[str]:
     ranks = host.world.size
     plan = plans.named("whole_sequences", ranks, ranks if host.stage == 3 and host.layout.ep > 1 else host.layout.ep)
     return [host.train_step(plan, plans.tokens_of(plan), lr=1e-2).loss.hex() for _ in range(count)]
+
+
+def other_exchange() -> str:
+    """Why copies are refused in a loop whose experts exchange tokens by DeepEP."""
+    layer = AutoEPMoELayer.__new__(AutoEPMoELayer)
+    torch.nn.Module.__init__(layer)
+    layer.ep_size, layer.comm_backend = 2, DEEPEP_BACKEND
+    try:
+        gated_experts(layer, recipe(1, ep=2).changed({"plugins.moe.enabled": True}))
+        return ""
+    except EvenloadError as error:
+        return str(error)
 
 
 def unmodified(stage: int, ep: int) -> dict[str, Any]:

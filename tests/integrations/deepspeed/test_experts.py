@@ -116,3 +116,9 @@ def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, ep):
         assert result["copies"] > 0
         assert result["evaluation differs"] == 0.0
         assert result["bound"] == 0
+
+
+def test_copies_are_refused_where_a_loop_exchanges_tokens_by_other_means(on_ranks):
+    for said in on_ranks(2, "rank_experts.other_exchange"):
+        assert "plugins.moe runs on AutoEP's own exchange of tokens" in said
+        assert "comm_backend deepep" in said
