@@ -5,8 +5,9 @@ measured imbalance, busiest rank over mean with steps summed, which is what bala
 compares it with ``of_totals``, which weighs steps alike.
 
 Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
-``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,
-``busiest_error`` still says how good the costs are: compute of the busiest rank, predicted against measured.
+``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Experts that ranks divide are taken to
+be as unevenly busy as in the variant's steps before. Where other programs use the cores, ``busiest_error`` still says
+how good the costs are: compute of the busiest rank, predicted against measured.
 
 ``bubble_frac`` is what ranks and stages wait (`bubbles`), from the spans of the timed steps themselves: recording them
 costs about 1 us a pass on a CPU. ``peak_activation_bytes`` is what the passes of a step hold at once above the level
@@ -35,6 +36,7 @@ from ..core.simulate.step import simulate
 from ..integrations.host import UPDATE
 from ..runtime.measure.memory import Levels
 from ._shared.bubbles import bubbles_of
+from ._shared.expert_loads import imbalance_of
 from ._shared.job import Job, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Taken
@@ -63,6 +65,8 @@ class Measured:
     predicted_peak_bytes: list[float] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """Of its plans."""
+    expert_imbalance: list[float] = field(default_factory=list)
+    """Of divided experts (`expert_loads.imbalance_of`)."""
     paths: list[Path] = field(default_factory=list)
     """Where ranks divide experts."""
     loss: float = 0.0
@@ -170,7 +174,10 @@ def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> Non
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
-    simulated = simulate(planned.plan, job.chain.context, record=False)
+    context, known = job.chain.context, float(np.mean(into.expert_imbalance or [1.0]))
+    costs = context.costs.model_copy(update={"expert_imbalance": known})
+    simulated = simulate(planned.plan, replace(context, costs=costs), record=False)
+    into.expert_imbalance.append(imbalance_of(runs[-1].result))
     into.predicted_s.append(simulated.step_s)
     into.bubbles.append(float(np.median([bubbles_of([run.spans]).frac for run in runs])))
     into.predicted_bubbles.append(simulated.bubble_frac)
