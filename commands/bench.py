@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..core.aliases import Floats
+from ..core.costs.context import PlanningContext
 from ..core.costs.memory import peaks_of_stage
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
@@ -80,6 +81,11 @@ class Measured:
     def busiest_s(self) -> float:
         """Seconds of each step's busiest rank, summed: the time of compute where every rank has cores of its own."""
         return float(np.max(self.busy, axis=1).sum())
+
+    def knowing(self, context: PlanningContext) -> PlanningContext:
+        """The context of a step to come: its experts are as unevenly busy as those of the steps so far, in the mean."""
+        known = float(np.mean(self.expert_imbalance or [1.0]))
+        return replace(context, costs=context.costs.model_copy(update={"expert_imbalance": known}))
 
     def to_json(self) -> dict[str, Any]:
         """What ``bench --json`` says of a variant; ``busiest_error`` is of the compute of the steps' busiest ranks."""
@@ -174,10 +180,9 @@ def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> Non
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
-    context, known = job.chain.context, float(np.mean(into.expert_imbalance or [1.0]))
-    costs = context.costs.model_copy(update={"expert_imbalance": known})
-    simulated = simulate(planned.plan, replace(context, costs=costs), record=False)
-    into.expert_imbalance.append(imbalance_of(runs[-1].result))
+    simulated = simulate(planned.plan, into.knowing(job.chain.context), record=False)
+    if job.host.layout.ep > 1:
+        into.expert_imbalance.append(imbalance_of(runs[-1].result))
     into.predicted_s.append(simulated.step_s)
     into.bubbles.append(float(np.median([bubbles_of([run.spans]).frac for run in runs])))
     into.predicted_bubbles.append(simulated.bubble_frac)
