@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,7 @@ from ...core.experts.messages import hops_of
 from ...core.experts.quotas import LayerPlanner, at_home, check_quotas, copies_of, imbalance_of
 from ...core.experts.sources import received_by, sent_by
 from ...core.plan.expert_policy import AT_HOME, EXPERTS_AT_HOME, ExpertPolicy, LayerCopies
-from .copies import Journey
+from .copies import Fetch, Journey
 
 logger = logging.getLogger("evenload")
 
@@ -71,21 +72,43 @@ class Shares:
     def spread(self, chosen_TE: Tensor, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choices (bool) and probabilities of experts as those of slots [T, S]; a token's place among those of its
         rank for an expert says which rank's slot it goes to."""
-        sent_ER = sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)
         experts, tokens = chosen_TE.T.nonzero(as_tuple=True)
-        device = chosen_TE.device
-        slots_ER, counts_ER = (torch.from_numpy(each).flatten().to(device) for each in (self._slot_ER, sent_ER))
-        slots = slots_ER.repeat_interleave(counts_ER, output_size=len(tokens))
+        slots = self._slots_in_order(len(tokens), chosen_TE.device)
         shape = len(chosen_TE), self.num_ranks * self.slots
-        chosen_TS = torch.zeros(shape, dtype=torch.bool, device=device)
+        chosen_TS = torch.zeros(shape, dtype=torch.bool, device=chosen_TE.device)
         chosen_TS[tokens, slots] = True
         probs_TS = probs_TE.new_zeros(shape).index_put((tokens, slots), probs_TE[tokens, experts])
         return chosen_TS, probs_TS
+
+    def slots_of(self, chosen_TK: Tensor) -> Tensor:
+        """The same of choices as numbers of experts [T, K]: the numbers of their slots."""
+        order = chosen_TK.flatten().argsort(stable=True)
+        slots = torch.empty_like(chosen_TK.flatten())
+        slots[order] = self._slots_in_order(len(order), chosen_TK.device)
+        return slots.view(chosen_TK.shape)
+
+    def fetch(self, group: Any, parameters: Sequence[Sequence[Tensor]], *, keep: bool | None = None) -> Fetch:
+        """Send the weights of the layer's copies, and note what they take. ``parameters``: for each expert of this rank
+        its tensors, in one order; ``keep``: hold copies until their backward, None: as the policy says."""
+        report = self.report
+
+        def waited(seconds: float) -> None:
+            report.exposed_s += seconds
+
+        fetch = Fetch(self.journey(group), parameters, keep=self.keep if keep is None else keep, waited=waited)
+        report.copied_bytes = len(fetch.journey.copies) * fetch.size * parameters[0][0].element_size()
+        return fetch
 
     def journey(self, group: Any) -> Journey:
         """The way of the copies' weights."""
         first = self.place * self.own
         return Journey(hops_of(self.copies, self.own), self.copies[self.place], first, self.own, self.place, group)
+
+    def _slots_in_order(self, length: int, device: torch.device) -> Tensor:
+        """Slots of this rank's tokens, by expert and, for an expert, by the tokens' order [length]."""
+        sent_ER = sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)
+        slots_ER, counts_ER = (torch.from_numpy(each).flatten().to(device) for each in (self._slot_ER, sent_ER))
+        return slots_ER.repeat_interleave(counts_ER, output_size=length)
 
     @cached_property
     def _slot_ER(self) -> Ints:

@@ -68,6 +68,8 @@ KILLERS: dict[str, Words] = {
     + ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4"),
     "experts": ("pytest", "tests/integrations/megatron/test_experts.py")
     + ("-k", "ep2-slices or ep4-packs or dummies or recompute"),
+    "copies on autoep": ("pytest", "tests/integrations/deepspeed/test_experts.py")
+    + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-2 or change_no_count"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -705,5 +707,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "        return torch.cat(parts).cpu()\n",
         "        return torch.cat(parts[::-1]).cpu()\n",
         "divided experts",
+    ),
+    Mutant(
+        "the gradient of a copy does not come home",
+        "runtime/experts/copies.py",
+        "result += [None] * len(self._shapes) if known is None else self._tensors(known)",
+        "result += [None] * len(self._shapes)",
+        "copies on autoep",
+    ),
+    Mutant(
+        "copies stand in each other's slots",
+        "runtime/experts/balance.py",
+        "rank * self.slots + np.arange(len(experts))",
+        "rank * self.slots + np.arange(len(experts))[::-1]",
+        "copies on autoep",
+    ),
+    Mutant(
+        "tokens go to slots of other experts",
+        "runtime/experts/balance.py",
+        "chosen_TK.flatten().argsort(stable=True)",
+        "chosen_TK.flatten().argsort(stable=True, descending=True)",
+        "copies on autoep",
+    ),
+    Mutant(
+        "AutoEP's loads count slots for experts",
+        "integrations/deepspeed/expert_slots.py",
+        "        layer.tokens_per_expert.add_(counts_E)\n",
+        "",
+        "copies on autoep",
+    ),
+    Mutant(
+        "ranks with copies reduce the gradients of experts in another order than ranks without",
+        "integrations/deepspeed/expert_slots.py",
+        '("w1", "w3", "w2")',
+        '("w1", "w2", "w3")',
+        "copies on autoep",
     ),
 )

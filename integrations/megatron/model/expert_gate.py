@@ -108,14 +108,7 @@ class _GatedLayer:
     def _start(self, shares: Shares) -> Fetch:
         """Send the weights of copies, which travel while tokens do."""
         parameters = [list(expert.parameters()) for expert in self._experts.local_experts]
-        report = shares.report
-
-        def waited(seconds: float) -> None:
-            report.exposed_s += seconds
-
-        fetch = Fetch(shares.journey(self._dispatcher.ep_group), parameters, keep=shares.keep, waited=waited)
-        report.copied_bytes = len(fetch.journey.copies) * fetch.size * parameters[0][0].element_size()
-        return fetch
+        return shares.fetch(self._dispatcher.ep_group, parameters)
 
     def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""

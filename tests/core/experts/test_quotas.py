@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from .drawn_counts import counts
 
-LOST, SLOTS, UNKNOWN = "lose tokens", "more copies of experts than slots", "has no copy of"
+SLOTS, UNKNOWN = "more copies of experts than slots", "has no copy of"
 
 
 @given(counts(), st.data())

@@ -39,6 +39,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "capacity": ({"moe": {"capacity_factor": 1.2}, **PACKING}, "depends on which samples"),
     "tensor parallelism": ({"parallel": {"tp": 2, "ep": 2, "dp": 2}}, "sequence parallelism"),
     "allgather of packs": ({"moe": {"dispatcher": "allgather"}, **PACKING}, "equally many tokens"),
+    "copies in a Trainer": (
+        {"trainer": "transformers", "plugins": {"moe": {"enabled": True}}},
+        r"trainer transformers has no plugins\.moe",
+    ),
     "an unknown key": ({"moe": {"experts": 8}}, "no key 'experts'"),
 }
 
