@@ -79,6 +79,12 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
             "set model.moe, e.g. {num_experts: 8, topk: 2}, or choose a dense family",
         ),
         (
+            p.ep == 1 and recipe.sharded_experts,
+            "experts are cut over the ranks of a group, and here each rank is a group of its own",
+            "plugins.moe.owners sharded, parallel.ep 1",
+            "set parallel.ep to two or more, or plugins.moe.owners=home",
+        ),
+        (
             p.ep > 1 and moe is None and not has_config,
             "parallel.ep divides experts, and this model has none",
             f"parallel.ep {p.ep}",

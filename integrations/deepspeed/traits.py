@@ -57,6 +57,12 @@ def rules(recipe: Recipe) -> list[Rule]:
             "set deepspeed.zero_stage=1, or train.dtype=fp32",
         ),
         (
+            recipe.sharded_experts,
+            "experts are cut over their group in trainer megatron alone",
+            "plugins.moe.owners sharded",
+            "set plugins.moe.owners=home, or use trainer: megatron",
+        ),
+        (
             p.tp > 1,
             "trainer deepspeed runs without tensor parallelism here",
             f"parallel.tp {p.tp}",

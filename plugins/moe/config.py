@@ -21,3 +21,6 @@ class MoeConfig(PluginConfig):
     """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
     """Tokens of the busiest rank over those of the mean rank that are even enough; null: what the costs say."""
+    owners: Literal["home", "sharded"] = "home"
+    """What a rank has between passes. home: its own experts, whole. sharded: a piece of every expert, with its gradient
+    and optimizer state; each pass fetches all that it runs, so that one layout costs as much as another."""

@@ -36,12 +36,19 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     if config.mode == "auto" and not can_pay(incoming, context, least_tokens):
         return EXPERTS_AT_HOME
     tolerance = tolerance if config.tolerance is None else config.tolerance
-    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context))
+    keep = config.owners == "home"
+    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context), keep)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
     return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+
+
+def shards_experts(config: MoeConfig) -> bool:
+    """Whether every rank has a piece of every expert. Such pieces are let go behind each pass: to keep what was fetched
+    would need the memory that cutting has saved."""
+    return config.owners == "sharded"
 
 
 def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:

@@ -10,7 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from ...textbook import AdamState
-from ..model.weights import global_parameters
+from ..model.weights import global_tensors
 
 
 @torch.no_grad()
@@ -19,13 +19,16 @@ def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
 
     Tensor-parallel shards are those of this rank. Collective over the data-parallel ranks.
     """
-    return {
-        name: AdamState(*(row.cpu().view(parameter.shape) for row in _rows(optimizer, parameter)))
-        for name, parameter in global_parameters(model)
-    }
+    rows = {parameter: rows_of(optimizer, parameter).cpu() for parameter in model.parameters()}
+
+    def part(number: int) -> dict[str, Tensor]:
+        return dict(global_tensors(model, lambda parameter: rows[parameter][number].view(parameter.shape)))
+
+    parts = [part(number) for number in range(3)]
+    return {name: AdamState(*(values[name].cpu() for values in parts)) for name in parts[0]}
 
 
-def _rows(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+def rows_of(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """[3, values]: weight, first and second moment. Experts on expert-parallel ranks have an optimizer of their own."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
