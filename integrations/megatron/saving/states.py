@@ -13,7 +13,10 @@ from ...textbook import AdamState
 from ..model.weights import global_tensors
 
 
-@torch.no_grad()
+ROWS = "param", "exp_avg", "exp_avg_sq"
+"""What Megatron's distributed optimizer calls weight, first and second moment."""
+
+
 def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
     """Weights in the optimizer's precision and Adam's moments of this stage's parameters, by global name, on the CPU.
 
@@ -28,6 +31,7 @@ def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
     return {name: AdamState(*(values[name].cpu() for values in parts)) for name in parts[0]}
 
 
+@torch.no_grad()
 def rows_of(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """[3, values]: weight, first and second moment. Experts on expert-parallel ranks have an optimizer of their own."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -37,6 +41,23 @@ def rows_of(optimizer: Any, parameter: nn.Parameter) -> Tensor:
         elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
             return _whole(part, parameter)
     raise AssertionError("a parameter without an optimizer")
+
+
+@torch.no_grad()
+def write_rows(optimizer: Any, parameter: nn.Parameter, rows: Tensor) -> None:
+    """Set what `rows_of` gives, each rank its own part of it."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            if parameter in part.model_param_group_index_map:
+                shard = part._get_model_param_range_map(parameter)["param"]
+                held = part._get_main_param_and_optimizer_states(parameter)
+                for row, name in zip(rows, ROWS, strict=True):
+                    held[name].copy_(row[shard.start : shard.end].view_as(held[name]))
+        elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
+            own = getattr(parameter, "main_param", parameter)
+            state = part.optimizer.state[own]
+            for row, tensor in zip(rows, (own, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                tensor.copy_(row.view_as(tensor))
 
 
 def _whole(part: Any, parameter: nn.Parameter) -> Tensor:
@@ -51,7 +72,7 @@ def _sharded(part: Any, parameter: nn.Parameter) -> Tensor:
     if parameter in part.model_param_group_index_map:
         shard = part._get_model_param_range_map(parameter)["param"]
         held = part._get_main_param_and_optimizer_states(parameter)
-        for row, name in zip(rows, ("param", "exp_avg", "exp_avg_sq"), strict=True):
+        for row, name in zip(rows, ROWS, strict=True):
             row[shard.start : shard.end] = held[name].flatten()
     dist.all_reduce(rows, group=part.data_parallel_group)
     return rows
