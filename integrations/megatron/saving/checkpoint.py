@@ -66,10 +66,11 @@ def save(host: Any, directory: Path) -> None:
     """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
     directory is missing or holds something, or the disk refused; the same on every rank."""
     agreed(lambda: _expect_empty(directory))
-    with experts_at_home(host, loading=False), _naming_failures(f"the checkpoint in {directory} could not be written"):
+    with experts_at_home(host, loading=False):
         state = _sharded_state(host, loading=False)
         state[ABOUT] = _about(host)
-        dist_checkpointing.save(state, str(directory), InProcessWriter())
+        with _naming_failures(f"the checkpoint in {directory} could not be written"):
+            dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
 def load(host: Any, directory: Path) -> None:
@@ -80,7 +81,10 @@ def load(host: Any, directory: Path) -> None:
     same_layout = about["layout"] == _about(host)["layout"]
     with experts_at_home(host, loading=True):
         state = _sharded_state(host, loading=True, with_random=same_layout)
-        with _naming_failures(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+        with (
+            _naming_failures(f"the checkpoint in {directory} could not be read"),
+            tensors_only(what, DATA, trust=trust),
+        ):
             loaded = dist_checkpointing.load(state, str(directory))
         host.model.load_state_dict(loaded["model"])
         load_optimizer(host.optimizer, loaded["optimizer"])

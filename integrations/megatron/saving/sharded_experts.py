@@ -50,8 +50,9 @@ def _is_sharded(layer: Any) -> bool:
 def _whole_optimizer(host: Any, pieces: Any, layers: list[ShardedExperts]) -> Any:
     """Megatron's optimizer of whole experts, which get their weights, with the states of the pieces' one."""
     modules = nn.ModuleList(experts.fill_home() for experts in layers)
-    # Where no experts are cut Megatron makes an optimizer of dense parameters, then one of experts.
-    whole = build_optimizer(host.recipe, wrap_model(host.recipe, host.model.config, modules)).chained_optimizers[-1]
+    recipe = host.recipe.changed({"megatron.distributed_optimizer": host.ddp.ddp_config.use_distributed_optimizer})
+    # Megatron makes an optimizer of dense parameters, here of none, and one of experts.
+    whole = build_optimizer(recipe, wrap_model(recipe, host.model.config, modules)).chained_optimizers[-1]
     for experts in layers:
         rows = rows_of(pieces, experts.shards).view(3, *experts.shards.shape)
         columns = zip(*(experts.at_home(row) for row in rows), strict=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...textbook import AdamState
 from ..model.weights import global_tensors
 
-
 ROWS = "param", "exp_avg", "exp_avg_sq"
 """What Megatron's distributed optimizer calls weight, first and second moment."""
 

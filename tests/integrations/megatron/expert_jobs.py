@@ -175,38 +175,40 @@ def refused_recipes(world: Any, *, cases: list[dict[str, Any]]) -> list[str]:
 
 
 def sharded_beside_home(world: Any, *, folder: str, **changes: Any) -> dict[str, Any]:
-    """Three steps with updates under each kind of owner, and what a checkpoint carries from one to the other and back:
-    ``differs`` names what is not the same to the bit."""
+    """Two steps with updates where experts are whole and where they are cut, and what differs by a bit behind a
+    checkpoint that goes from the second host to the first, and behind one that comes back."""
     common = small(**changes)
     with (
         hosted(world, **common) as home,
         hosted(world, **common | {"plugins__moe": {"enabled": True, "owners": "sharded"}}) as sharded,
+        mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of),
     ):
-        hosts, started = (home, sharded), equal(home, sharded)
-        losses, norms = [], []
-        for step in range(3):
-            plan = with_drawn_copies(planned(home), step)
-            with mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of):
-                results = [host.train_step(plan, tokens(seed=step), lr=1e-2) for host in hosts]
-            losses.append([result.loss for result in results])
-            norms.append([result.grad_norm for result in results])
-        rows = {"started": started, "losses": losses, "norms": norms, "far": farthest(home, sharded)}
-        rows["shape"] = sorted({tuple(p.shape) for n, p in sharded.model.named_parameters() if n.endswith("shards")})
-        for number, (source, target) in enumerate(((sharded, home), (home, sharded))):
-            there = Path(folder) / str(number)
+        rows: dict[str, Any] = {"started": unequal(home, sharded), "losses": [], "norms": []}
+
+        def step(number: int) -> None:
+            plan = with_drawn_copies(planned(home), number)
+            results = [host.train_step(plan, tokens(seed=number), lr=1e-2) for host in (home, sharded)]
+            rows["losses"].append([result.loss for result in results])
+            rows["norms"].append([result.grad_norm for result in results])
+
+        for number in range(2):
+            step(number)
+        rows["far"] = farthest(home, sharded)
+        for source, target in ((sharded, home), (home, sharded)):
+            target.train_step(planned(home), tokens(seed=9), lr=1e-2)
+            rows[f"before {target is home}"] = unequal(source, target)
+            there = Path(folder) / str(target is home)
             if world.rank == 0:
                 there.mkdir(parents=True)
             torch.distributed.barrier()
             source.save(there)
-            if number:
-                target.train_step(planned(home), tokens(seed=9), lr=1e-2)
             target.load(there)
-            rows[f"carried {number}"] = equal(source, target)
-        results = [host.train_step(planned(home), tokens(seed=5), lr=1e-2) for host in hosts]
-        return rows | {"after": [result.loss for result in results], "then": farthest(home, sharded)}
+            rows[f"behind {target is home}"] = unequal(source, target)
+        step(3)
+        return rows | {"then": farthest(home, sharded)}
 
 
-def equal(one: Any, other: Any) -> list[str]:
+def unequal(one: Any, other: Any) -> list[str]:
     """Names of weights and states of optimizers that differ by a bit between two hosts."""
     weights, states = one.weights(), one.optimizer_states()
     others, their_states = other.weights(), other.optimizer_states()
@@ -221,5 +223,7 @@ def farthest(one: Any, other: Any) -> float:
     """The largest relative difference of weights and moments between two hosts."""
     states, others = one.optimizer_states(), other.optimizer_states()
     return max(
-        relative_error(ours, theirs) for name, state in states.items() for ours, theirs in zip(state, others[name], strict=True)
+        relative_error(ours, theirs)
+        for name, state in states.items()
+        for ours, theirs in zip(state, others[name], strict=True)
     )
