@@ -22,7 +22,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Planned, Planner
 from ..core.recipe.recipe import Recipe
 from ._shared.drawing import num_waiting
-from ._shared.expert_loads import loads_writer
+from ._shared.expert_loads import loads_writer, say_without_copies
 from ._shared.job import Job, logger, open_host, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Row, Taken, summary, writer
@@ -57,6 +57,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         recording = Recording(job, first, pictures)
         _run(job, variants, state, recording)
     own = variants[OURS]
+    say_without_copies(job.chain, [row.moe for row in own.rows])
     results = {name: variant.result() for name, variant in variants.items()}
     rates = {name: results[name]["tokens_per_s"] for name in against}
     return {

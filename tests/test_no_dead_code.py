@@ -16,6 +16,7 @@ CALLED_FROM_OUTSIDE = {
     "slice_losses": "for users that weigh samples (docs/packing.md)",
     "_partition_layers": "DeepSpeed calls it",
     "record_event": "Megatron calls it",
+    "exact_on_device": "for layers whose counts stay on the device",
 }
 """Names that the product defines and does not refer to, and who does."""
 CALLING_DECORATORS = ("field_validator", "model_validator", "field_serializer")

@@ -11,21 +11,25 @@ while it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
 from ...core.aliases import Floats, Ints
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, shorten
 from ...core.input.json_text import to_json
+from ...core.planning.chain import PlanChain
 from ...core.recipe.sizes import shape_of
 from ...integrations.host import StepResult
 from ...runtime.experts.gate import Load
 from ...runtime.world.agreement import everyone
 from .job import Job, logger
+
+_BLOCK_BYTES = 1 << 16
 
 
 def metrics_of(result: StepResult) -> dict[str, float] | None:
@@ -51,6 +55,20 @@ def _spread(name: str, ratios: Floats) -> dict[str, float]:
     return {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_max": float(ratios.max())}
 
 
+def say_without_copies(chain: PlanChain, steps: Sequence[Mapping[str, float] | None]) -> None:
+    """Warn of a run with planners of layers in whose steps (`metrics_of`) no expert had a copy."""
+    metrics = [step for step in steps if step is not None]
+    if chain.of_layers and chain.context.layout.ep > 1 and metrics and not any(step["copies"] for step in metrics):
+        names = ", ".join(f"plugins.{plugin.name}" for plugin, _ in chain.of_layers)
+        logger.warning(
+            "%s changed nothing: in %d steps no layer had a copy of an expert, as loads were even or no copy was worth "
+            "its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95 of the last step)",
+            names,
+            len(metrics),
+            metrics[-1]["imbalance_p95"],
+        )
+
+
 @contextmanager
 def loads_writer(job: Job, *, goes_on: bool) -> Iterator[Callable[[int, StepResult], None]]:
     """Writes the router counts of a step to ``log.loads``, from all ranks on rank 0; the function is collective.
@@ -63,35 +81,51 @@ def loads_writer(job: Job, *, goes_on: bool) -> Iterator[Callable[[int, StepResu
     if path is None or not job.has_experts:
         yield lambda step, result: None
         return
-    with ExitStack() as opened:
-        file = opened.enter_context(_opened(path, goes_on)) if job.leads else None
-        log = _LoadsLog(job, file, headed=goes_on)
-        yield log.write
+    file = _opened(path, goes_on) if job.leads else None
+    try:
+        yield _LoadsLog(job, file).write
+    finally:
+        if file is not None:
+            with suppress(OSError):  # of a log that was given up, what was not written is tried again
+                file.close()
 
 
 class _LoadsLog:
-    def __init__(self, job: Job, file: TextIO | None, *, headed: bool) -> None:
-        self._job, self._file, self._headed = job, file, headed
+    """Appends to a file, whose header it writes or, where it goes on with one, compares."""
+
+    def __init__(self, job: Job, file: TextIO | None) -> None:
+        self._job, self._file, self._headed = job, file, False
 
     def write(self, step: int, result: StepResult) -> None:
         """A disk that fails is no reason to end a training run: the log is given up then."""
         rows = everyone((self._job.host.dp_cp_rank, result.expert_loads))
         if self._file is None:
             return
-        layout, shape = self._job.host.layout, shape_of(self._job.recipe.model)
-        assert shape.experts is not None
-        counts, layers = counts_of(rows, layout.dp_cp_size)
-        lines: list[dict[str, Any]] = [{"step": step, "counts": counts.tolist()}]
-        if not self._headed:
-            sizes = {"experts": shape.experts.num_experts, "topk": shape.experts.topk, "layers": layers}
-            lines.insert(0, {"format": 1, **sizes, "ranks": layout.dp_cp_size, "ep": layout.ep})
-            self._headed = True
+        counts, layers = counts_of(rows, self._job.host.layout.dp_cp_size)
         try:
-            self._file.write("".join(to_json(line) + "\n" for line in lines))
-            self._file.flush()
+            if self._headed or self._begin(self._file, layers):
+                self._file.write(to_json({"step": step, "counts": counts.tolist()}) + "\n")
+                self._file.flush()
         except OSError as error:
-            logger.warning("log.loads is given up after step %d, training goes on: %s", step, error)
-            self._file = None
+            self._give_up(f"step {step} is not in it: {error}")
+
+    def _begin(self, file: TextIO, layers: list[int]) -> bool:
+        """Write the header, or compare that of the file; whether lines of this run may follow it."""
+        layout, experts = self._job.host.layout, shape_of(self._job.recipe.model).experts
+        assert experts is not None
+        sizes = {"experts": experts.num_experts, "topk": experts.topk, "layers": layers}
+        header = to_json({"format": 1, **sizes, "ranks": layout.dp_cp_size, "ep": layout.ep}) + "\n"
+        file.seek(0)
+        if not (first := file.readline(len(header) + 1)):
+            file.write(first := header)
+        self._headed = first == header
+        if not self._headed:
+            self._give_up(f"its file was begun by another model or layout, name another one: {shorten(first.strip())}")
+        return self._headed
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("log.loads is given up, training goes on: %s", why)
+        self._file = None
 
 
 def counts_of(rows: Sequence[tuple[int, Sequence[Load]]], num_ranks: int) -> tuple[Ints, list[int]]:
@@ -113,9 +147,25 @@ def counts_of(rows: Sequence[tuple[int, Sequence[Load]]], num_ranks: int) -> tup
 
 
 def _opened(path: Path, goes_on: bool) -> TextIO:
+    """For reading and appending; of a run that goes on what is whole, as the last line may be cut short."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a" if goes_on else "w")
+        if goes_on and path.exists():
+            with path.open("r+b") as file:
+                file.truncate(_whole_bytes(file))
+        return path.open("a+" if goes_on else "w+")
     except OSError as error:
         do = "give a path that can be written"
-        raise EvenloadError("log.loads cannot be written", f"{path}: {error.strerror}", do) from error
+        raise EvenloadError("log.loads cannot be written", f"{path}: {error.strerror or error}", do) from error
+
+
+def _whole_bytes(file: BinaryIO) -> int:
+    """Of a file up to the end of its last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + newline + 1
+        end = start
+    return 0

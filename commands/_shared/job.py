@@ -105,7 +105,7 @@ class Job:
 
     def say_stock(self, verb: str) -> None:
         """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
-        if not self.chain.links:
+        if not self.chain.links and not self.chain.of_layers:
             logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
 
     def tokens_of(self, draw: Draw) -> TokensOf:

@@ -124,6 +124,11 @@ def gib(num_bytes: float) -> str:
     return f"{size:.0f} GiB" if size >= 100 else f"{size:.3g} GiB" if size >= 1 else f"{1024 * size:.0f} MiB"
 
 
+def mib(num_bytes: float) -> str:
+    """Of what may be small."""
+    return f"{1024 * num_bytes / GIB:,.3g} MiB"
+
+
 def seconds(value: float) -> str:
     """Seconds with a unit that fits."""
     if value >= 1:

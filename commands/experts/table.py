@@ -6,9 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .._shared.show import grid, seconds
-
-_MIB = 2.0**20
+from .._shared.show import grid, mib, seconds
 
 
 def table(loads: dict[str, Any]) -> Table:
@@ -31,7 +29,7 @@ def table(loads: dict[str, Any]) -> Table:
             name,
             *(f"{row[f'imbalance_{part}']:.4f}" for part in ("p50", "p95", "max")),
             f"{row['copies']:.2f}",
-            f"{row['copied_bytes'] / _MIB:,.3g} MiB",
+            mib(row["copied_bytes"]),
             str(row["slots"]),
             *("-" if row[name] is None else seconds(1e-3 * row[name]) for name in ("layer_ms", "exposed_ms")),
             seconds(1e-3 * row["plan_ms_measured"]),

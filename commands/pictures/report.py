@@ -8,7 +8,7 @@ from string import Template
 
 import numpy as np
 
-from .._shared.show import percent, seconds
+from .._shared.show import mib, percent, seconds
 from ..plan import Outlook
 from . import sections
 from .facts import Facts, Planner, facts_of
@@ -55,6 +55,7 @@ def page_of(outlook: Outlook) -> str:
         _bound(facts, notes),
         sections.memory(facts),
         _tables(facts),
+        _loads(facts),
         _fine_print(facts),
     )
     template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
@@ -147,6 +148,34 @@ def _steps(facts: Facts) -> Markup:
     more = len(steps) - _MOST_STEPS
     left = [say(f"{more} more steps are in the table of --json.")] if more > 0 else []
     return join(_table("steps", head, rows), *left)
+
+
+def _loads(facts: Facts) -> Markup:
+    """What planners of layers make of recorded loads; nothing where none are given."""
+    if facts.outlook.loads is None:
+        return join()
+    loads, columns = facts.outlook.loads.to_json(), ("imbalance_p50", "imbalance_p95", "imbalance_max")
+    head = ("", "busiest rank, median", "95th percentile", "most", "copies", "weights", "slots", "planning, measured")
+    rows = [
+        (
+            not place,
+            name,
+            [
+                *(number(row[column], f"{row[column]:.4f}") for column in columns),
+                number(row["copies"], f"{row['copies']:.2f}"),
+                number(row["copied_bytes"], mib(row["copied_bytes"])),
+                number(row["slots"], str(row["slots"])),
+                duration(1e-3 * row["plan_ms_measured"]),
+            ],
+        )
+        for place, (name, row) in enumerate(loads["planners"].items())
+    ]
+    text = (
+        f"Predicted from {loads['passes']:,} passes of {loads['file']}, in groups of {loads['ep']} ranks. Busiest "
+        "rank: its tokens over the mean rank's, 1 is even. Copies: of experts in a layer, on all ranks of a group. "
+        "Weights: that they move forward. Slots: the most copies of a rank."
+    )
+    return section("loads", "Experts", *map(say, (text, *loads["notes"])), _table("layers", head, rows))
 
 
 def _table(name: str, head: Sequence[str], rows: Sequence[tuple[bool, str, Sequence[Markup]]]) -> Markup:

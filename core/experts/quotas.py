@@ -37,8 +37,11 @@ def at_home(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
 def copies_of(quotas_ER: Ints) -> LayerCopies:
     """The experts that each rank needs a copy of, ascending."""
     away_ER = np.array(quotas_ER) > 0
-    away_ER[np.arange(len(away_ER)), ranks_of_experts(*away_ER.shape)] = False
-    return tuple(tuple(np.flatnonzero(away_E).tolist()) for away_E in away_ER.T)
+    num_experts, num_ranks = away_ER.shape
+    away_ER[np.arange(num_experts), ranks_of_experts(num_experts, num_ranks)] = False
+    ranks, experts = away_ER.T.nonzero()
+    ends, row = ranks.searchsorted(np.arange(num_ranks), "right").tolist(), experts.tolist()
+    return tuple(tuple(row[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def imbalance_of(quotas_ER: Ints) -> float:

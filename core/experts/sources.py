@@ -16,12 +16,23 @@ from ..aliases import Ints
 
 def sent_by(source: int, counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
     """Tokens of a rank that it sends to each rank for each expert [E, R]; by expert they sum up to its counts."""
-    return _between(source, None, counts_RE, quotas_ER, node_ranks)
+    sent_ER = np.zeros_like(quotas_ER)
+    tokens_E, divided_E = counts_RE[source], np.count_nonzero(quotas_ER, axis=1) > 1
+    whole, divided = np.flatnonzero(~divided_E), np.flatnonzero(divided_E & (tokens_E > 0))
+    sent_ER[whole, quotas_ER[whole].argmax(axis=1)] = tokens_E[whole]
+    sent_ER[divided] = _between(source, counts_RE.T[divided], quotas_ER[divided], node_ranks)
+    return sent_ER
 
 
 def received_by(rank: int, counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
     """Tokens of each rank for each expert that a rank computes [R, E]; by expert they sum up to its quota."""
-    return _between(None, rank, counts_RE, quotas_ER, node_ranks).T
+    received_RE = np.zeros_like(counts_RE)
+    experts = np.flatnonzero(quotas_ER[:, rank])
+    divided_E = np.count_nonzero(quotas_ER[experts], axis=1) > 1
+    whole, divided = experts[~divided_E], experts[divided_E]
+    received_RE[:, whole] = counts_RE[:, whole]
+    received_RE[:, divided] = _between(rank, quotas_ER[divided], counts_RE.T[divided], node_ranks).T
+    return received_RE
 
 
 def tokens_between(counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
@@ -48,33 +59,30 @@ def _levels(num_ranks: int, node_ranks: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((1, node_ranks or num_ranks, num_ranks)))
 
 
-def _between(source: int | None, rank: int | None, counts_RE: Ints, quotas_ER: Ints, node_ranks: int) -> Ints:
-    """Of one source to all ranks, or of all sources to one rank, [E, R]."""
-    num_ranks, num_experts = counts_RE.shape
-    from_ER, to_ER = counts_RE.T.copy(), quotas_ER.copy()
-    moved_ER = np.zeros((num_experts, num_ranks), dtype=np.int64)
+def _between(one: int, from_ER: Ints, to_ER: Ints, node_ranks: int) -> Ints:
+    """What goes from one rank to each, where rows of tokens stand beside rows of places; or comes from each to one."""
+    num_ranks = from_ER.shape[1]
+    moved_ER = np.zeros_like(to_ER)
     for size in _levels(num_ranks, node_ranks):
         taken_ER, filled_ER = _inside(from_ER, size, to_ER), _inside(to_ER, size, from_ER)
-        one = source if rank is None else rank
-        assert one is not None
         block = slice(one // size * size, one // size * size + size)
-        mine_ER, theirs_ER = (taken_ER, filled_ER) if rank is None else (filled_ER, taken_ER)
-        stops = mine_ER[:, block].cumsum(axis=1)[:, one - block.start]
-        starts = stops - mine_ER[:, one]
-        their_stops = theirs_ER[:, block].cumsum(axis=1)
-        their_starts = their_stops - theirs_ER[:, block]
-        overlap = np.minimum(their_stops, stops[:, None]) - np.maximum(their_starts, starts[:, None])
+        stops = taken_ER[:, block.start : one + 1].sum(axis=1)[:, None]
+        starts = stops - taken_ER[:, one : one + 1]
+        their_stops = filled_ER[:, block].cumsum(axis=1)
+        overlap = np.minimum(their_stops, stops) - np.maximum(their_stops - filled_ER[:, block], starts)
         moved_ER[:, block] += np.maximum(overlap, 0)
-        from_ER -= taken_ER
-        to_ER -= filled_ER
+        from_ER, to_ER = from_ER - taken_ER, to_ER - filled_ER
     return moved_ER
 
 
 def _inside(tokens_ER: Ints, size: int, others_ER: Ints) -> Ints:
     """Of tokens in a row by rank, how many of each rank find a place among the others of their block of ranks."""
+    if size == 1:
+        return np.minimum(tokens_ER, others_ER)
     num_experts, num_ranks = tokens_ER.shape
     blocks = tokens_ER.reshape(num_experts, num_ranks // size, size)
     most = np.minimum(blocks.sum(axis=2), others_ER.reshape(blocks.shape).sum(axis=2))[:, :, None]
     stops = np.minimum(blocks.cumsum(axis=2), most)
-    inside: Ints = np.diff(stops, axis=2, prepend=0).reshape(num_experts, num_ranks)
+    stops[:, :, 1:] -= stops[:, :, :-1].copy()
+    inside: Ints = stops.reshape(num_experts, num_ranks)
     return inside

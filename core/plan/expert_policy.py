@@ -32,7 +32,8 @@ class ExpertPolicy(NamedTuple):
     tolerance: float = 1.0
     """Tokens of the busiest rank over those of the mean rank that are even enough."""
     least_tokens: int = 0
-    """A copy that takes fewer tokens off the busiest rank is not worth its weights' way."""
+    """Copies of a layer that together take fewer tokens off the busiest rank are not worth their weights' travel, nor
+    is a copy that takes fewer where its rank has another one already."""
     node_ranks: int = 0
     """Neighbouring ranks of a group on one node; 0: all of them."""
     keep: bool = True

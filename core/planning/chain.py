@@ -44,9 +44,11 @@ MOST_PASSES = 1 << 21
 """Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
-WARNINGS = LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
-"""What notes begin with that tell of a plugin which refused the batch while another one could plan it, and of unlike
-caps. Training warns of each reason once."""
+LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
+NO_EFFECT = "without effect: "
+WARNINGS = LEFT_OUT, LEAST_CAP, NO_EFFECT
+"""What notes begin with that tell of a plugin which refused the batch while another one could plan it, of unlike caps,
+and of a planner of layers that has nothing to plan. Training warns of each reason once."""
 
 
 def warn_once(plan: StepPlan, warned: set[str]) -> None:
@@ -131,7 +133,18 @@ class PlanChain:
         for plugin, config in self.of_layers:
             plan = plugin.plan(plan, self.context, config)
             check_policy(plan)
+        if idle := self._idle_in_layers:
+            plan = plan.revised(
+                notes=(*plan.notes, *(f"{NO_EFFECT}plugins.{p.name}, {idle}" for p, _ in self.of_layers))
+            )
         return plan
+
+    @property
+    def _idle_in_layers(self) -> str:
+        """Why planners of layers have nothing to plan; empty where they have."""
+        if self.context.experts is None:
+            return "as the model has no experts"
+        return "as every rank has all experts: parallel.ep is 1" if self.context.layout.ep == 1 else ""
 
     def _refuse_too_many(self, batch: Lengths) -> None:
         """Raise EvenloadError for a batch of more micro-batches than can be planned and run."""
@@ -312,7 +325,7 @@ class PlanChain:
     @property
     def needs_loads(self) -> bool:
         """Whether plans depend on the loads of experts in earlier steps."""
-        return any(
+        return not self._idle_in_layers and any(
             plugin.needs_loads(config, self.instead if self.instead in plugin.baselines else "")
             for plugin, config in self.of_layers
             if plugin.needs_loads

@@ -54,6 +54,7 @@ def refuse_impossible(recipe: Any) -> None:
             "choose a pp that divides the number of layers",
         ),
         *_rules_of_experts(recipe),
+        *_rules_of_copies(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
         (
             recipe.data.min_length > recipe.data.max_length,
@@ -130,6 +131,22 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
             "set it to 0 (model.moe.sequence_aux_loss and bias_rate balance experts and depend on no plan), or disable "
             "the plugin",
         ),
+    ]
+
+
+def _rules_of_copies(recipe: Any) -> list[Rule]:
+    """What copies of experts do not go with."""
+    moe, ep = recipe.model.moe, recipe.parallel.ep
+    copies = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
+    if moe is None or not copies:
+        return []
+    return [
+        (
+            moe.dispatcher == "allgather" and ep > 1,
+            f"plugins.{copies[0]} gives ranks copies of experts, which the allgather dispatcher cannot reach",
+            f"model.moe.dispatcher {moe.dispatcher}, ep {ep}",
+            "set model.moe.dispatcher=alltoall, or disable the plugin",
+        )
     ]
 
 

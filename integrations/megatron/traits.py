@@ -53,12 +53,6 @@ def run_rules(recipe: Recipe) -> list[Rule]:
             "set model.moe.dispatcher=alltoall",
         ),
         (
-            moe.dispatcher == "allgather" and recipe.sharded_experts,
-            "pieces of experts are fetched in layers with Megatron-Core's alltoall dispatcher",
-            "plugins.moe.owners sharded, model.moe.dispatcher allgather",
-            "set model.moe.dispatcher=alltoall, or plugins.moe.owners=home",
-        ),
-        (
             moe.topk == 1 and moe.score == "softmax",
             "the softmax over one chosen expert is 1: its router would learn nothing, and Megatron-Core refuses it",
             "model.moe.topk 1, score softmax",

@@ -16,11 +16,13 @@ class MoeConfig(PluginConfig):
     mode: Literal["auto", "clone", "reroute", "layout"] = "auto"
     """layout: copies chosen from the loads of earlier steps, tokens divided evenly over them. reroute: the same copies,
     tokens divided by exact counts. clone: copies chosen from exact counts, in every layer of every micro-batch. auto:
-    reroute and clone, whichever the costs of weights and tokens say."""
+    clone, and no copies at all where by the costs none could pay for its weights."""
     slots: CountOrNone | None = None
     """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
-    """Tokens of the busiest rank over those of the mean rank that are even enough; null: what the costs say."""
+    """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
+    takes; above 1 it saves copies and their memory, but hardly time. null: exact loads where the costs say that copies
+    pay, else none."""
     owners: Literal["home", "sharded"] = "home"
     """What a rank has between passes. home: its own experts, whole. sharded: a piece of every expert, with its gradient
     and optimizer state; each pass fetches all that it runs, so that one layout costs as much as another."""

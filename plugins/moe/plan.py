@@ -11,38 +11,46 @@ from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
+from .clone import clone
 from .config import MoeConfig
-from .exact import exact
-from .policy import can_pay, worthwhile
+from .history import of_layers
+from .policy import can_pay, keeps_copies, least_tokens
+from .reroute import evenly, reroute
 
-LAYERS: Mapping[str, LayerPlanner] = {"clone": exact}
+LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> StepPlan:
     """The plan with the policy of its experts; unchanged where no rank shares experts with another."""
     if context.experts is None or context.layout.ep == 1:
         return incoming
-    return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    if config.mode in ("clone", "auto"):
+        return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
+    policy = policy_of(incoming, context, config, config.mode)
+    return incoming.revised(experts=policy._replace(copies=of_layers(context.experts, context.layout.ep, policy)))
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
     """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
 
-    Mode auto leaves experts at home where no copy of any layer can pay.
+    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any layer
+    can pay.
     """
     assert context.experts is not None
     slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
-    tolerance, least_tokens = worthwhile(incoming, context)
-    if config.mode == "auto" and not can_pay(incoming, context, least_tokens):
+    if config.tolerance is not None:
+        tolerance, least = config.tolerance, 0
+    elif config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
-    tolerance = tolerance if config.tolerance is None else config.tolerance
-    keep = config.owners == "home"
-    return ExpertPolicy(planner, slots, tolerance, least_tokens, node_ranks_of(context), keep)
+    else:
+        tolerance, least = 1.0, least_tokens(context)
+    keep = not shards_experts(config) and keeps_copies(incoming, context, slots)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context), keep)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
-    return baseline in FROM_HISTORY if baseline else config.mode != "clone"
+    return baseline in FROM_HISTORY if baseline else config.mode in ("layout", "reroute")
 
 
 def shards_experts(config: MoeConfig) -> bool:

@@ -129,6 +129,12 @@ def test_a_setting_that_has_no_effect_is_told_once(job: Job, caplog: pytest.LogC
     assert [r.message for r in caplog.records] == ["log.trace has no effect in bench: train alone writes it"]
 
 
+def test_a_planner_of_layers_without_experts_is_told_of_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = job.recipe.changed({"plugins.packing.enabled": False, "plugins.moe.enabled": True})
+    bench._bench(replace(job, recipe=recipe, chain=PlanChain.of_recipe(recipe, recipe.layout())), ("stock",), 1)
+    assert [r.message for r in caplog.records] == ["without effect: plugins.moe, as the model has no experts"]
+
+
 def test_a_run_without_plugins_says_that_it_is_stock(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """Every plan is then the baseline's own, which the closing line says in place of a ratio."""
     bare = replace(job, recipe=job.recipe.changed({"train.steps": 6}), chain=replace(job.chain, links=()))

@@ -6,6 +6,7 @@ the ``files`` beside it and the ``env`` it finds. Keys of recipes are read off t
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -26,6 +27,10 @@ RECIPES = {
     + "parallel: {dp: 2}\ndata: {max_length: 60}\nplugins: {packing: {enabled: true, max_tokens: 64}}\n",
     "mesh": SMALL + "parallel: {dp: 2}\ndata: {max_length: 60}\nplugins: {mesh: {enabled: true, max_tokens: 4096}}\n",
     "pipeline": SMALL + "parallel: {pp: 2}\ndata: {max_length: 60}\nplugins: {pipeline: {enabled: true}}\n",
+    "moe": "train: {global_batch_size: 4}\n"
+    + "model: {family: mixtral, num_layers: 2, hidden_size: 16, num_attention_heads: 2, moe: {num_experts: 4}}\n"
+    + "parallel: {dp: 2, ep: 2}\ndata: {max_length: 60}\n"
+    + "plugins: {packing: {enabled: true, max_tokens: 64}, moe: {enabled: true}}\n",
     "deepspeed": SMALL + "trainer: deepspeed\nparallel: {dp: 2}\ndata: {max_length: 60}\ndeepspeed: {zero_stage: 2}\n",
 }
 CLUSTER = """name: some
@@ -384,6 +389,35 @@ def length_files(draw: st.DrawFn) -> Case:
     if draw(st.integers(0, 5)) == 0:
         argv += ["--sweep", "parallel.dp=1,2"]
     return {"argv": argv, "files": beside(**{"r.yaml": {"text": RECIPES["packing"]}, name: content})}
+
+
+LOADS = ['{"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}']
+LOADS += [
+    f'{{"step": {step}, "counts": [[[[9, 0, {step}, 4], [1, 2, 3, 4]], [[0, 0, 0, 8], [0, 8, 0, 0]]]]}}'
+    for step in range(4)
+]
+
+
+@st.composite
+def load_files(draw: st.DrawFn) -> Case:
+    """Recorded loads: a number replaced, a line changed, dropped or cut short, or what is none."""
+    lines = list(LOADS)
+    place = draw(st.integers(0, len(lines) - 1))
+    how = draw(st.sampled_from(["number", "number", "line", "drop", "twice", "cut", "whole"]))
+    if how == "number":
+        at = draw(st.sampled_from([found.span() for found in re.finditer(r"\d+", lines[place])]))
+        lines[place] = lines[place][: at[0]] + draw(values) + lines[place][at[1] :]
+    elif how == "line":
+        lines[place] = draw(st.one_of(st.sampled_from(ROWS), st.sampled_from(LOADS), words))
+    elif how == "drop":
+        del lines[place]
+    elif how == "twice":
+        lines.insert(place, lines[place])
+    text = "".join(f"{line}\n" for line in lines)
+    content = {"text": text[: draw(st.integers(0, len(text)))] if how == "cut" else text}
+    files = {"r.yaml": {"text": RECIPES["moe"]}, "loads.jsonl": draw(st.one_of(st.just(content), raw, special))}
+    argv = request("plan", "--loads", "loads.jsonl", f"parallel.ep={draw(st.sampled_from([1, 2, 4]))}", "parallel.dp=4")
+    return {"argv": [*argv, *draw(json_or_not)], "files": beside(**files)}
 
 
 CONFIG = (

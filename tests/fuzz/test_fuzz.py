@@ -36,6 +36,7 @@ AREAS: dict[str, tuple[Any, int, int]] = {
     "recipes": (cases.recipe_files(), 25, 1500),
     "clusters and costs": (cases.machine_files(), 20, 1200),
     "lengths": (cases.length_files(), 25, 1500),
+    "loads": (cases.load_files(), 15, 600),
     "data": (cases.data_files(), 10, 800),
     "arguments": (cases.arguments() if THOROUGH else cases.arguments(("--out", "--report", "--trace")), 35, 1200),
     "environment": (cases.environments((*cases.HOSTS, "nope.invalid") if THOROUGH else tuple(cases.HOSTS)), 20, 400),

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
     topk_routing_with_score_function,
@@ -92,6 +94,23 @@ def refuse_routers(gpt: Any) -> None:
     if odd:
         do = "use Megatron-Core's TopKRouter, or disable evenload's plugins"
         raise EvenloadError("a router is not known to route packs as it routes samples", ", ".join(odd), do)
+
+
+def refuse_experts(gpt: Any) -> None:
+    """Raise EvenloadError for experts that cannot run beside copies of others."""
+    odd = sorted({type(e).__qualname__ for e in _experts_of(gpt) if type(e) is not SequentialMLP})
+    fields = ("gradient_accumulation_fusion", "fp8", "fp4", "moe_router_padding_for_quantization")
+    odd += [name for name in fields if getattr(gpt.config, name, None)]
+    if odd:
+        raise EvenloadError(
+            "plugins.moe does not know how these experts run, or where their gradients go",
+            ", ".join(odd),
+            "use SequentialMLP (moe_grouped_gemm=False) without these settings, or set plugins.moe.enabled=false",
+        )
+
+
+def _experts_of(gpt: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
 
 def rules_of_experts(config: Any) -> Iterable[Rule]:

@@ -48,7 +48,7 @@ from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
-from .experts import gate_of, refuse_routers
+from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -245,6 +245,8 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) 
     )
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
+    if chain.of_layers and chain.limits.in_step > 1:
+        refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
     return _Loop(chain, not borders, only_stock)

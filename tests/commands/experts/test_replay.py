@@ -16,6 +16,7 @@ from evenload.api import load_plugins
 from evenload.commands import pictures
 from evenload.commands._shared import tables
 from evenload.commands.pictures.loads import draw_loads
+from evenload.commands.pictures.report import page_of
 from evenload.commands.plan import look_ahead
 from evenload.core.errors import EvenloadError
 from evenload.core.experts.history import updated
@@ -216,3 +217,13 @@ def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path: Path
     pictures.draw(replace(outlook, loads=None), plot=tmp_path / "without.png")
     heights = [imread(tmp_path / f"{name}.png").shape[0] for name in ("with", "without")]
     assert heights[0] > heights[1]
+
+
+def test_the_page_has_a_table_of_them(tmp_path: Path) -> None:
+    outlook = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4), record=True)
+    page = page_of(outlook)
+    assert '<section id="loads">' in page
+    assert re.search(r'<th scope="row">static</th>(<td[^>]*><data value="[^"]*">[^<]*</data></td>){7}</tr>', page)
+    assert 'value="1.25">1.2500</data>' in page
+    assert "Predicted from 2 passes" in page
+    assert 'id="loads"' not in page_of(replace(outlook, loads=None))

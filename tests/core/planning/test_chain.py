@@ -12,7 +12,7 @@ from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, STOCK, PlanChain
+from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, NO_EFFECT, STOCK, PlanChain, warn_once
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin
@@ -162,3 +162,24 @@ def test_nothing_is_told_where_nothing_is_asked(caplog: pytest.LogCaptureFixture
     with caplog.at_level("WARNING", logger="evenload"):
         PlanChain.of_loop(asks, asks.layout())  # type: ignore[attr-defined, arg-type]
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ep", "why"), [(1, "as every rank has all experts: parallel.ep is 1"), (0, "as the model has no experts"), (2, "")]
+)
+def test_a_planner_of_layers_with_nothing_to_plan_is_told_of_once(
+    ep: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"family": "mixtral", "moe": {"num_experts": 4, "topk": 2}} if ep else {}
+    plugins = {"packing": {"enabled": True, "max_tokens": 300}, "moe": {"enabled": True, "mode": "reroute"}}
+    recipe = parse({"model": {"num_layers": 2, **model}, "parallel": {"dp": 2, "ep": ep or 1}, "plugins": plugins})
+    made = PlanChain.of_recipe(recipe, recipe.layout())
+    plan = made.plan(as_lengths([200, 100, 50]))
+    notes = [note for note in plan.notes if note.startswith(NO_EFFECT)]
+    assert notes == ([f"{NO_EFFECT}plugins.moe, {why}"] if why else [])
+    assert made.needs_loads == (not why)
+    warned: set[str] = set()
+    with caplog.at_level("WARNING", "evenload"):
+        for _ in range(2):
+            warn_once(plan, warned)
+    assert [record.getMessage() for record in caplog.records] == notes

@@ -109,7 +109,7 @@ def test_what_does_not_compose_is_refused(on_ranks):
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": PACKS},
         {"moe": {"topk": 1}},
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}},
-        {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": CUT},
+        {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": {"moe": {"enabled": True}}},
         {"plugins": CUT},
     ]
     said = on_ranks(2, "refused_recipes", cases=cases)[0]
@@ -117,7 +117,7 @@ def test_what_does_not_compose_is_refused(on_ranks):
     assert "allgather" in said[1]
     assert "softmax over one" in said[2]
     assert said[3] == ""
-    assert "allgather" in said[4]
+    assert "copies of experts" in said[4]
     assert "group of its own" in said[5]
 
 

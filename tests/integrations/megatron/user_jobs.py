@@ -30,6 +30,7 @@ from evenload.integrations.megatron.plane import leave_groups
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
+from evenload.runtime.experts.balance import Shares
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -384,6 +385,25 @@ def refusals(world: Any) -> dict[str, Any]:
         attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
         attempt("fine", user, plans["ordered"])
     return messages
+
+
+def copied(world: Any, **loop: Any) -> dict[str, Any]:
+    """A loop with the moe plugin: its error against the same loop without, and what it is told of other experts."""
+    settings = {"enabled": True, "tolerance": 1.0}
+    with user_loop(ep=2, **loop) as user:
+        stock = user.step()
+        with (
+            evenload.enabled(recipe(moe=settings)),
+            patch.object(Shares, "journey", autospec=True, side_effect=Shares.journey) as journeys,
+        ):
+            error = worst(user.step(), stock)
+        user.model.module.config.fp8 = "e4m3"
+        try:
+            with evenload.enabled(recipe(moe=settings)):
+                unmodified.refuse_experts(user.model.module)
+        except EvenloadError as refusal:
+            return {"error": error, "copies": journeys.call_count, "told": str(refusal)}
+    return {}
 
 
 def _refusal(the_recipe: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What the moe plugin makes of costs and cluster: when a copy pays, how even is enough, which ranks share a node."""
+"""What the moe plugin makes of costs and cluster: when copies pay, which ranks share a node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_shipped_recipe_copies_experts_on_cpu_ranks() -> None:
     policy = chain.plan(LENGTHS).experts
     assert policy.planner == "clone"
     assert 30 <= policy.least_tokens <= 60
-    assert 1.0 < policy.tolerance < 1.01
+    assert policy.tolerance == 1.0
     cost = layer_cost(chain.context)
     assert cost is not None
     assert cost.weight_bytes == 4 * 3 * 96 * 192
@@ -57,8 +57,6 @@ def test_between_nodes_a_copy_must_take_more_tokens() -> None:
     inside, across = (policy_in(chain_of("h100", ep)) for ep in (8, 64))
     assert (inside.node_ranks, across.node_ranks) == (0, 8)
     assert 500 < inside.least_tokens < 1100 < across.least_tokens < 9900
-    assert inside.tolerance == pytest.approx(1 + inside.least_tokens / (8 * 8192), rel=1e-4)
-    assert across.tolerance == 1.01  # UltraEP's, where what pays is more of 64K tokens
 
 
 def test_groups_that_no_node_divides_count_as_one_and_pay_the_slow_link() -> None:
@@ -87,3 +85,13 @@ def test_costs_without_seconds_at_experts_ask_for_exact_loads() -> None:
     costs = chain.context.costs.at_experts(0.0)
     policy = policy_in(replace(chain, context=replace(chain.context, costs=costs)))
     assert (policy.planner, policy.tolerance, policy.least_tokens) == ("clone", 1.0, 0)
+
+
+def test_copies_are_let_go_where_memory_is_short() -> None:
+    """The peak of this plan is far below the H100's memory; with weights a thousand times as large it is not."""
+    chain = chain_of("h100", mode="clone")
+    assert policy_in(chain).keep
+    context = chain.context
+    assert context.experts is not None
+    heavy = replace(context, experts=context.experts._replace(weight_bytes=1e3 * context.experts.weight_bytes))
+    assert not policy_in(replace(chain, context=heavy)).keep

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from evenload.core.errors import RankError
 from evenload.core.experts.quotas import at_home
-from evenload.core.plan.expert_policy import EXPERTS_AT_HOME
+from evenload.core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from evenload.runtime.experts.gate import ExpertGate
 
 SENT, COUNTED = torch.tensor([4, 1, 0, 3]), torch.tensor([4, 0, 0, 2])
@@ -34,13 +35,17 @@ def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_du
     assert not first.loads
 
 
-@pytest.mark.parametrize("what", ["pass", "plan", "layer"])
-def test_a_rank_that_runs_another_pass_plan_or_layer_is_named(what: str) -> None:
+@pytest.mark.parametrize("what", ["pass", "plan", "layer", "quotas"])
+def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what: str) -> None:
     first, second, _ = gates((b"a" * 16, b"b" * 16) if what == "plan" else (b"a" * 16, b"a" * 16))
     first.enter("forward of micro-batch 0")
     second.enter("forward of micro-batch 0")
     if what == "pass":
         second.enter("forward of micro-batch 3")
+    if what == "quotas":
+        second.begin(b"a" * 16, lambda _: None, ExpertPolicy("drawn", slots=1), lambda *_: np.array([[5, 0], [0, 5]]))
+        second.enter("forward of micro-batch 0")
+        assert second.shares(0, torch.tensor([[4, 1], [1, 4]]), book=False) is None
     rows = torch.stack([first.sealed(0, SENT, SENT), second.sealed(int(what == "layer"), SENT, SENT)])
     with pytest.raises(RankError, match="run different passes") as caught:
         second.opened(rows, book=True)

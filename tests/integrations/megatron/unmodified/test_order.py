@@ -64,6 +64,13 @@ def test_random_plans_give_the_gradients_of_a_stock_loop_with_experts(on_ranks, 
         assert any(found["replayed"] for found in rank[:-1])
 
 
+def test_a_users_loop_copies_experts(on_ranks):
+    for found in on_ranks(2, "copied", **EXPERTS, **PADDED):
+        assert found["error"] < 1e-9
+        assert found["copies"] > 0
+        assert "fp8" in found["told"]
+
+
 def test_the_pipeline_plugin_orders_a_users_loop(on_ranks):
     settings = [{"max_tokens": 32}, {"max_tokens": 32, "activation_gib": 1.5e-4}]
     for rank in on_ranks(4, "plugin_plans", settings=settings, pp=2, overlap=True):

@@ -1,0 +1,104 @@
+"""Other people's planners of layers: lawful on any counts, and what their descriptions promise."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.core.aliases import Ints
+from evenload.core.errors import EvenloadError
+from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
+from evenload.core.plan.expert_policy import ExpertPolicy
+from evenload.plugins.moe.baselines import LAYERS
+from evenload.plugins.moe.baselines.placed import eplb_copies, laer_copies
+from evenload.plugins.moe.reroute import reroute
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ...core.experts.drawn_counts import counts
+
+CHOICES = {"eplb": eplb_copies, "laer": laer_copies, "lp": eplb_copies}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@given(counts_RE=counts(most_ranks=6, most_own=3), data=st.data())
+@settings(max_examples=40)
+def test_quotas_are_lawful_on_any_counts(name: str, counts_RE: Ints, data: st.DataObject) -> None:
+    num_ranks, num_experts = counts_RE.shape
+    own = num_experts // num_ranks
+    halves = data.draw(st.booleans()) and num_ranks % 2 == 0
+    slots = data.draw(st.integers(0, own))
+    policy = ExpertPolicy(name, slots, node_ranks=num_ranks // 2 if halves else 0)
+    copies = ()
+    if name in CHOICES:
+        before_E = data.draw(st.lists(st.floats(0, 1e6), min_size=num_experts, max_size=num_experts))
+        copies = CHOICES[name](before_E, num_ranks, policy)
+        policy = policy._replace(slots=slots + own)
+        assert max(map(len, copies)) <= policy.slots
+        assert set().union(*copies) == set(range(num_experts))
+    quotas_ER = check_quotas(LAYERS[name](counts_RE, policy, copies), counts_RE, policy, copies)
+    if name in ("ultraep", "moonep"):
+        assert quotas_ER.sum(axis=0).max() <= at_home(counts_RE, policy, ()).sum(axis=0).max() or slots < own
+
+
+def steep(num_ranks: int = 8, num_experts: int = 32) -> Ints:
+    return np.random.default_rng(2).integers(0, 3000, (num_ranks, num_experts)) * (np.arange(num_experts) < 9)
+
+
+def test_roomiest_first_is_exact_with_a_slot_for_each_expert_of_a_rank() -> None:
+    tokens_R = LAYERS["moonep"](steep(), ExpertPolicy("moonep", 4), ()).sum(axis=0)
+    assert np.ptp(tokens_R) <= 1
+
+
+def test_a_threshold_is_at_least_a_hundredth_over_the_mean() -> None:
+    counts_RE = steep()
+    quotas_ER = LAYERS["ultraep"](counts_RE, ExpertPolicy("ultraep", 4), ())
+    assert 1.0 < imbalance_of(quotas_ER) <= 1.0101
+    fewer = LAYERS["ultraep"](counts_RE, ExpertPolicy("ultraep", 1), ())
+    assert max(map(len, copies_of(fewer))) == 1
+    assert imbalance_of(fewer) >= imbalance_of(quotas_ER)
+
+
+def test_busier_experts_have_more_places_and_loads_that_come_again_are_even() -> None:
+    counts_RE = steep()
+    loads_E, policy = counts_RE.sum(axis=0), ExpertPolicy("eplb", 2)
+    copies = eplb_copies(loads_E.tolist(), 8, policy)
+    places_E = np.bincount([expert for experts in copies for expert in experts], minlength=32)
+    assert places_E.sum() == 32 + 2 * 8
+    assert places_E[loads_E == loads_E.max()] > 1 == places_E[loads_E == 0].max()
+    assert (
+        imbalance_of(LAYERS["eplb"](counts_RE, policy, copies)) < 1.3 < 3 < imbalance_of(at_home(counts_RE, policy, ()))
+    )
+
+
+def test_tokens_stay_in_nodes_that_have_the_expert() -> None:
+    """Expert 0 has a place on each node of two ranks: the four tokens of node 0 stay there."""
+    counts_RE = np.array([[4, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    quotas_ER = LAYERS["laer"](counts_RE, ExpertPolicy("laer", 2, node_ranks=2), ((0,), (1,), (0, 2), (3,)))
+    assert quotas_ER[0].tolist() == [4, 0, 1, 0]
+
+
+def test_the_linear_program_reaches_the_least_maximum() -> None:
+    counts_RE = steep()
+    copies = ((9,), (0, 30), (1, 4), (0,), (8,), (2, 8), (3,), (5, 6))
+    policy = ExpertPolicy("lp", 2)
+    everything = tuple(tuple(sorted({*of, *range(4 * r, 4 * r + 4)})) for r, of in enumerate(copies))
+    by_program = LAYERS["lp"](counts_RE, policy._replace(slots=6), everything)
+    least = reroute(counts_RE, policy, copies).sum(axis=0).max()
+    assert least <= by_program.sum(axis=0).max() <= least + 3, "rounding may leave a token or two"
+
+
+def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "highspy":
+            raise ImportError(name=name)
+        return stock(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(EvenloadError, match="linear programs") as caught:
+        LAYERS["lp"](steep(), ExpertPolicy("lp", 4), ())
+    assert caught.value.do == "pip install 'evenload[solver]'"

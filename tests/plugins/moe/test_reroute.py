@@ -1,0 +1,68 @@
+"""Tokens over copies that are there: the least maximum that a linear program finds, in integers; or evenly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pulp
+from evenload.core.aliases import Ints
+from evenload.core.experts.quotas import check_quotas, imbalance_of
+from evenload.core.plan.expert_policy import ExpertPolicy, LayerCopies
+from evenload.plugins.moe.history import choose_copies
+from evenload.plugins.moe.reroute import evenly, reroute
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ...core.experts.drawn_counts import counts
+
+
+@st.composite
+def drawn_copies(draw: st.DrawFn, counts_RE: Ints) -> LayerCopies:
+    num_ranks, num_experts = counts_RE.shape
+    own = num_experts // num_ranks
+    away = [[e for e in range(num_experts) if e // own != rank] for rank in range(num_ranks)]
+    chosen = [draw(st.sets(st.sampled_from(experts), max_size=3)) if experts else set() for experts in away]
+    return tuple(tuple(sorted(experts)) for experts in chosen)
+
+
+@given(counts(most_ranks=7, most_own=3), st.data())
+@settings(max_examples=150)
+def test_the_busiest_rank_has_the_least_that_any_division_gives_it(counts_RE: Ints, data: st.DataObject) -> None:
+    copies, policy = data.draw(drawn_copies(counts_RE)), ExpertPolicy("reroute", 3)
+    quotas_ER = check_quotas(reroute(counts_RE, policy, copies), counts_RE, policy, copies)
+    assert quotas_ER.sum(axis=0).max() == np.ceil(least_maximum(counts_RE, copies) - 1e-6)
+
+
+def least_maximum(counts_RE: Ints, copies: LayerCopies) -> float:
+    """Of tokens that may be cut: flows are whole where their bounds are, so that integers reach its next one."""
+    num_ranks, num_experts = counts_RE.shape
+    own, loads_E = num_experts // num_ranks, counts_RE.sum(axis=0)
+    pairs = [(e, r) for r in range(num_ranks) for e in (*range(r * own, r * own + own), *copies[r])]
+    problem = pulp.LpProblem("division", pulp.LpMinimize)
+    most = pulp.LpVariable("most", 0)
+    tokens = {pair: pulp.LpVariable(f"tokens_{pair[0]}_{pair[1]}", 0) for pair in pairs}
+    problem += most
+    for expert in range(num_experts):
+        problem += pulp.lpSum(tokens[e, r] for e, r in pairs if e == expert) == int(loads_E[expert])
+    for rank in range(num_ranks):
+        problem += pulp.lpSum(tokens[e, r] for e, r in pairs if r == rank) <= most
+    problem.solve(pulp.HiGHS(msg=False))
+    return float(pulp.value(most))
+
+
+@given(counts(), st.data())
+def test_evenly_means_equal_parts_on_all_ranks_that_have_the_expert(counts_RE: Ints, data: st.DataObject) -> None:
+    copies, policy = data.draw(drawn_copies(counts_RE)), ExpertPolicy("layout", 3)
+    quotas_ER = check_quotas(evenly(counts_RE, policy, copies), counts_RE, policy, copies)
+    own = counts_RE.shape[1] // len(counts_RE)
+    for expert, quota_R in enumerate(quotas_ER):
+        ranks = [expert // own, *(rank for rank, experts in enumerate(copies) if expert in experts)]
+        assert quota_R[ranks].sum() == counts_RE[:, expert].sum()
+        assert np.ptp(quota_R[ranks]) <= 1
+
+
+def test_loads_that_come_again_are_even_over_the_copies_chosen_for_them() -> None:
+    counts_RE = np.random.default_rng(3).integers(0, 5000, (8, 32)) * (np.arange(32) < 9)
+    policy = ExpertPolicy("reroute", 4)
+    copies = choose_copies(counts_RE.sum(axis=0).tolist(), 8, policy)
+    assert imbalance_of(reroute(counts_RE, policy, copies)) < 1.001
+    assert choose_copies([0.0] * 32, 8, policy) == ((),) * 8, "loads of nothing need no copies"

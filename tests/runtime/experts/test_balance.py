@@ -1,0 +1,65 @@
+"""Slots instead of experts: every token of a rank goes to one slot of its expert, as all ranks expect it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from evenload.core.experts.quotas import copies_of
+from evenload.core.plan.expert_policy import ExpertPolicy
+from evenload.runtime.experts.balance import ExpertBalance, Shares
+
+COUNTS_RE = np.array([[3, 0, 2, 1], [1, 4, 0, 0]])
+QUOTAS_ER = np.array([[1, 3], [4, 0], [2, 0], [0, 1]])
+POLICY = ExpertPolicy("drawn", slots=2)
+
+
+def shares_of(place: int) -> Shares:
+    return Shares(COUNTS_RE, QUOTAS_ER, copies_of(QUOTAS_ER), place, POLICY)
+
+
+def test_slots_of_copies_stand_behind_the_experts_of_their_rank() -> None:
+    assert copies_of(QUOTAS_ER) == ((2,), (0,))
+    first, second = shares_of(0), shares_of(1)
+    assert first.slots == 3
+    # Own tokens stay: of expert 0, rank 0 keeps one, and sends two to rank 1's copy.
+    assert first.counts_of_slots.tolist() == [[1, 0, 2, 0, 0, 0], [0, 4, 0, 0, 0, 0]]
+    assert second.counts_of_slots.tolist() == [[0, 0, 0, 0, 1, 2], [0, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_tokens_go_to_the_slots_that_the_others_expect_them_in(place: int) -> None:
+    rows = [expert for expert, count in enumerate(COUNTS_RE[place]) for _ in range(count)]
+    chosen_TE = torch.nn.functional.one_hot(torch.tensor(rows), 4).bool()
+    probs_TE = torch.rand(len(rows), 4, dtype=torch.float64, requires_grad=True)
+    chosen_TS, probs_TS = shares_of(place).spread(chosen_TE, probs_TE)
+    expected = [shares_of(rank).counts_of_slots[place] for rank in (0, 1)]
+    assert chosen_TS.sum(dim=0).tolist() == sum(expected).tolist()
+    assert chosen_TS.sum(dim=1).tolist() == [1] * len(rows)
+    experts_S = torch.tensor([0, 1, 2, 2, 3, 0])
+    assert (
+        probs_TS[chosen_TS].tolist() == probs_TE[torch.arange(len(rows)), experts_S[chosen_TS.int().argmax(1)]].tolist()
+    )
+    probs_TS.sum().backward()
+    assert torch.equal(probs_TE.grad, chosen_TE.double())
+
+
+def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog: pytest.LogCaptureFixture) -> None:
+    balance = ExpertBalance(0)
+    for planner in (lambda *_: QUOTAS_ER + 1, lambda *_: 1 // 0):
+        balance.begin(POLICY, planner)
+        with caplog.at_level(logging.WARNING, logger="evenload"):
+            assert balance.shares(3, COUNTS_RE) is None
+        assert balance.checksum == 0
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "experts of layer 3 stay at home" in warning
+    assert "lose tokens of an expert" in warning
+
+
+def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_seal_it() -> None:
+    balance = ExpertBalance(0)
+    balance.begin(POLICY, lambda counts_RE, *_: np.array([[4, 0], [4, 0], [0, 2], [0, 1]]))
+    assert balance.shares(0, COUNTS_RE) is None
+    assert balance.checksum != 0
