@@ -143,7 +143,8 @@ class ExpertBalance:
         except Exception as error:
             self._warn(layer, error)
             quotas_ER = at_home(counts_RE, policy, known)
-        self.checksum = zlib.crc32(quotas_ER.tobytes(), self.checksum)
+        else:
+            self.checksum = zlib.crc32(quotas_ER.tobytes(), self.checksum)
         copies = copies_of(quotas_ER)
         return Shares(counts_RE, quotas_ER, copies, self._place, policy) if any(copies) or self._sharded else None
 

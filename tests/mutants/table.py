@@ -68,6 +68,12 @@ KILLERS: dict[str, Words] = {
     + ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4"),
     "experts": ("pytest", "tests/integrations/megatron/test_experts.py")
     + ("-k", "ep2-slices or ep4-packs or dummies or recompute"),
+    "cut experts": (
+        "pytest",
+        "tests/integrations/megatron/test_experts.py",
+        "-k",
+        "cut_over and (recompute or padded)",
+    ),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -142,9 +148,24 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies that come in pieces keep their gradients",
         "runtime/experts/copies.py",
-        "            gradient_CN = self._pieces_summed(gradient_CN, place)\n",
+        "            gradient_CN = self._pieces_summed(gradient_CN)\n",
         "            gradient_CN = gradient_CN\n",
         "experts",
+    ),
+    Mutant(
+        "gradients of cut experts go by the layout of another pass",
+        "runtime/experts/copies.py",
+        "        journey, gradient_CN = self.journey, gradient_CN.contiguous()\n",
+        '        journey, Fetch.past = getattr(Fetch, "past", self.journey), self.journey\n'
+        "        gradient_CN = gradient_CN.contiguous()\n",
+        "cut experts",
+    ),
+    Mutant(
+        "the pieces of a rank are taken for those of its neighbour",
+        "core/experts/messages.py",
+        "Message(r, rank, expert, r, count)",
+        "Message(r, rank, expert, (r + 1) % count, count)",
+        "cut experts",
     ),
     Mutant(
         "the copies of a rank are taken for one another",

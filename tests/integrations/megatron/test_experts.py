@@ -14,6 +14,8 @@ BIASED = {"score": "sigmoid", "bias_rate": 0.01, **LOSSES}
 PACKS = {"packing": {"enabled": True, "max_tokens": 96}}
 SLICES = {"packing": {"enabled": True, "max_tokens": 24}}
 SHARED = {"mesh": {"enabled": True, "max_tokens": 24}}
+CUT = {"moe": {"enabled": True, "owners": "sharded"}}
+ODD = {"model__hidden_size": 10, "model__num_attention_heads": 1, "model__num_query_groups": 1}
 STAGES = {"pipeline": {"enabled": True}}
 LAYOUTS = [
     pytest.param(2, {"parallel__ep": 1}, id="ep1"),
@@ -119,10 +121,6 @@ def test_what_does_not_compose_is_refused(on_ranks):
     assert said[3] == ""
     assert "copies of experts" in said[4]
     assert "group of its own" in said[5]
-
-
-CUT = {"moe": {"enabled": True, "owners": "sharded"}}
-ODD = {"model__hidden_size": 10, "model__num_attention_heads": 1, "model__num_query_groups": 1}
 
 
 @pytest.mark.parametrize(
