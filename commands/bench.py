@@ -14,6 +14,9 @@ before it, on the rank of the most, and by stage. It is of one more step each, o
 not timed, as counting slows it. Gradients that the trainer makes anew in every step are part of it, the update's own
 needs are not.
 
+Where ranks divide experts, ``critical_path`` has the seconds of every variant's (`experts.critical_path`), and a
+baseline what an even one would allow: ``allowed``, and ``of_allowed`` what of that was reached.
+
 ``repeats`` trains every batch so many times with each variant, in turn; of every number the median of the runs counts.
 """
 
@@ -36,6 +39,7 @@ from ._shared.job import Job, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Taken
 from ._shared.show import progress
+from .experts.critical_path import Path, critical_path
 from .experts.history import LoadHistory
 
 WARMUP_STEPS = 1
@@ -59,6 +63,8 @@ class Measured:
     predicted_peak_bytes: list[float] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """Of its plans."""
+    paths: list[Path] = field(default_factory=list)
+    """Where ranks divide experts."""
     loss: float = 0.0
 
     @property
@@ -170,6 +176,8 @@ def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> Non
     into.predicted_bubbles.append(simulated.bubble_frac)
     into.predicted_busiest_s.append(float(simulated.busy_s.sum(axis=0).max()))
     into.loss = runs[-1].result.loss
+    if job.has_experts and (path := critical_path(job, runs[-1].result)):
+        into.paths.append(path)
 
 
 def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, Any]:
@@ -187,8 +195,10 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
             "ceiling": baseline.imbalance,
             "of_ceiling": compared["of_totals"] / baseline.imbalance,
             "same_plans": baseline.digests == ours.digests,
+            **_of_paths(baseline, compared["of_totals"]),
         }
     rows = {name: one.to_json() for name, one in measured.items()}
+    paths = {name: {key: sum(each) for key, each in _columns(one.paths).items()} for name, one in measured.items()}
     return {
         "host": job.host.describe(),
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
@@ -197,4 +207,18 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
         "repeats": repeats,
         "plan_share": sum(ours.plan_wait_s) / sum(ours.step_s),
         "ratio": ratio,
+        **({"critical_path": paths} if ours.paths else {}),
     }
+
+
+def _of_paths(baseline: Measured, ratio: float) -> dict[str, float]:
+    """How much faster a baseline's critical path would be if it were even, and what of that was reached."""
+    if not baseline.paths:
+        return {}
+    seconds = _columns(baseline.paths)
+    allowed = sum(seconds["critical_s"]) / sum(seconds["evened_s"])
+    return {"allowed": allowed, "of_allowed": ratio / allowed}
+
+
+def _columns(paths: list[Path]) -> dict[str, list[float]]:
+    return {key: [getattr(path, key) for path in paths] for key in Path._fields}

@@ -64,6 +64,9 @@ class StepResult:
     """What the host decided beyond the plan, in the words of `core.plan.branches`."""
     expert_loads: tuple[Load, ...] = ()
     """What the routers of this rank's layers did, by layer and pass; empty for a dense model."""
+    stretches_s: tuple[float, ...] = ()
+    """Seconds of compute of this rank between the exchanges of tokens with experts, in the order in which all ranks of
+    its group run them; empty on CUDA, and without experts."""
     grad_norm: float = 0.0
     """Norm of the global gradient before clipping; filled in last."""
     spans: tuple[Span, ...] = ()

@@ -154,13 +154,24 @@ def _bench(result: Result) -> Table:
         f"{result['steps']} steps, alternating, measured; planning took {percent(result['plan_share'])} of a step\n"
         "its busiest rank: compute of the baseline's over evenload's; ceiling: the baseline's own imbalance, what "
         "balance alone can gain (a smaller bubble comes on top)\n"
-        f"predicted step times are off by {_errors(result['prediction_error'])} in the mean\n"
+        f"{_paths(result)}predicted step times are off by {_errors(result['prediction_error'])} in the mean\n"
         "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
         f"{_errors(result['predicted_bubble_frac'])})\n"
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
         f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in peaks_of.items())})"
     )
     return _table(f"bench on {_machine(result)}", _BENCHED, rows, caption)
+
+
+def _paths(result: Result) -> str:
+    """The critical paths of ranks that divide experts, if there are any."""
+    if "critical_path" not in result:
+        return ""
+    words = [
+        f"{name} {path['critical_s']:.3g} s, evened {path['evened_s']:.3g} s"
+        for name, path in result["critical_path"].items()
+    ]
+    return f"critical path through layers with experts, compute alone: {'; '.join(words)}\n"
 
 
 def verify(result: Result) -> Group:

@@ -166,7 +166,9 @@ class MegatronHost(Host):
         loss, loads = loss_sum / max(1, num_targets), tuple(self._gate.loads) if self._gate else ()
         branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
         forget_tokens(self.model)
-        return StepResult(loss, num_targets, busy.total_s, busy.forward_s, tuple(executed), branches, loads)
+        stretches_s = self._gate.stretches_s if self._gate and self.device.type == "cpu" else ()
+        busy_s = busy.total_s, busy.forward_s
+        return StepResult(loss, num_targets, *busy_s, tuple(executed), branches, loads, stretches_s)
 
     def _run_program(
         self,

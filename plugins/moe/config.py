@@ -18,7 +18,8 @@ class MoeConfig(PluginConfig):
     tokens divided by exact counts. clone: copies chosen from exact counts, in every layer of every micro-batch. auto:
     clone, and no copies at all where by the costs none could pay for its weights."""
     slots: CountOrNone | None = None
-    """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices."""
+    """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices for
+    clone, but 2 at most for reroute and layout, whose copies travel whatever the counts are."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
     """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
     takes; above 1 it saves copies and their memory, but hardly time. null: exact loads where the costs say that copies

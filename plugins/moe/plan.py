@@ -17,6 +17,8 @@ from .history import of_layers
 from .policy import can_pay, keeps_copies, least_tokens
 from .reroute import evenly, reroute
 
+SLOTS_AHEAD = 2
+"""Of copies that are fetched whatever the counts will be, unless the recipe says how many."""
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
@@ -37,7 +39,9 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     can pay.
     """
     assert context.experts is not None
-    slots = context.experts.num_experts // context.layout.ep if config.slots is None else config.slots
+    own = context.experts.num_experts // context.layout.ep
+    most = own if planner == "clone" else min(own, SLOTS_AHEAD)
+    slots = most if config.slots is None else config.slots
     if config.tolerance is not None:
         tolerance, least = config.tolerance, 0
     elif config.mode == "auto" and not can_pay(incoming, context):

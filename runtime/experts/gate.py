@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import astuple
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import ExpertPolicy
+from ..measure.busy import cpu_clock
 from .balance import CopyReport, ExpertBalance, Shares
 
 SEAL = 5
@@ -63,6 +65,9 @@ class ExpertGate:
     def __init__(self, ranks: Ranks, place: int, *, sharded: bool = False) -> None:
         self._ranks, self._place = ranks, place
         self._booked: list[_Booked] = []
+        self._clock = cpu_clock()
+        self._moments: list[float] = []
+        """When layers with experts began and ended."""
         self._balance = ExpertBalance(place, sharded)
         self._number, self._where = -1, "a pass"
         self._digest = b"\0" * 16
@@ -74,6 +79,7 @@ class ExpertGate:
         self._digest, self._mark = digest, mark
         self._number, self._booked = -1, []
         self._balance.begin(policy, planner)
+        self._moments = [self._clock()]
 
     def enter(self, where: str) -> None:
         """Before each pass that exchanges tokens; ``where`` is what the watchdog says of it."""
@@ -81,10 +87,12 @@ class ExpertGate:
 
     def at_layer(self, layer: int) -> None:
         """Before the experts of a layer, forward or backward."""
+        self._moments.append(self._clock())
         self._mark(f"{self._where}, experts of layer {layer}")
 
     def behind_layer(self) -> None:
         """Behind them."""
+        self._moments.append(self._clock())
         self._mark(self._where)
 
     def mark_around(self, experts: nn.Module, layer: int) -> Callable[[], None]:
@@ -149,6 +157,12 @@ class ExpertGate:
     def book(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
         self._booked.append(_Booked(self._number, layer, counted_RE))
+
+    @property
+    def stretches_s(self) -> tuple[float, ...]:
+        """Seconds of compute on the CPU between all beginnings and ends of layers with experts, of the step so far."""
+        moments = [*self._moments, self._clock()]
+        return tuple(end - start for start, end in pairwise(moments))
 
     @property
     def loads(self) -> list[Load]:

@@ -82,6 +82,10 @@ KILLERS: dict[str, Words] = {
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "rounds": ("pytest", "tests/core/plan/test_rounds.py"),
     "gate": ("pytest", "tests/runtime/experts/test_gate.py"),
+    "exact quotas": ("pytest", "tests/core/experts/test_exact.py", "tests/runtime/experts/test_exact_on_device.py"),
+    "quota laws": ("pytest", "tests/core/experts/test_quotas.py"),
+    "token sources": ("pytest", "tests/core/experts/test_sources.py"),
+    "planners of layers": ("pytest", "tests/plugins/moe/test_clone.py", "tests/plugins/moe/test_reroute.py"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
@@ -103,6 +107,62 @@ _LOADER = "integrations/deepspeed/unmodified/loader.py"
 _ROUTING = "runtime/experts/routing.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a quota of a copy is off by one",
+        "core/experts/exact.py",
+        "(starts_R + tokens_R)[:, None]",
+        "(starts_R + tokens_R - 1)[:, None]",
+        "exact quotas",
+    ),
+    Mutant(
+        "a giver that is overdrawn takes from nobody",
+        "core/experts/exact.py",
+        "    taken_R[givers_R] += overdrawn_R\n",
+        "",
+        "exact quotas",
+    ),
+    Mutant(
+        "the law of quotas lets tokens be repeated",
+        "core/experts/quotas.py",
+        "np.flatnonzero(wanted_E != served_E)",
+        "np.flatnonzero(wanted_E > served_E)",
+        "quota laws",
+    ),
+    Mutant(
+        "the law of quotas lets a rank have a copy beyond its slots",
+        "core/experts/quotas.py",
+        "        if len(experts) > policy.slots:\n",
+        "        if len(experts) > policy.slots + 1:\n",
+        "quota laws",
+    ),
+    Mutant(
+        "the law of quotas does not ask whose copies they are",
+        "core/experts/quotas.py",
+        "set(experts) - set(copies[rank])",
+        "set(experts) - set().union(*copies)",
+        "quota laws",
+    ),
+    Mutant(
+        "senders and receivers of an expert's tokens are swapped",
+        "core/experts/sources.py",
+        "_between(rank, quotas_ER[divided], counts_RE.T[divided], node_ranks).T",
+        "_between(rank, counts_RE.T[divided], quotas_ER[divided], node_ranks).T",
+        "token sources",
+    ),
+    Mutant(
+        "a copy takes the slot of the rank that gives it",
+        "plugins/moe/few.py",
+        "        self._free[taker] -= 1\n",
+        "        self._free[giver] -= 1\n",
+        "planners of layers",
+    ),
+    Mutant(
+        "tokens over copies stop at the first bound of several",
+        "plugins/moe/reroute.py",
+        "                share = -(-sum(tokens[rank] for rank in reached) // len(reached))\n",
+        "                share = max(tokens)\n",
+        "planners of layers",
+    ),
     Mutant(
         "one rank of a group skips a forward that its peers run",
         "core/plan/program.py",

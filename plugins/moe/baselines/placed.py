@@ -11,7 +11,6 @@ Shape legend: R = ranks of a group, E = experts of a layer.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,38 +18,24 @@ import numpy as np
 from ....core.aliases import Ints
 from ....core.experts.quotas import ranks_of_experts
 from ....core.plan.expert_policy import ExpertPolicy, LayerCopies
+from ..history import places_by_load
 
 
 def eplb_copies(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) -> LayerCopies:
     """The experts of each rank, as many as it has at home and slots more."""
-    return _packed(loads_E, _places_by_load(loads_E, num_ranks, policy), num_ranks, num_ranks)
+    return _packed(loads_E, places_by_load(loads_E, num_ranks, policy.slots), num_ranks, num_ranks)
 
 
 def laer_copies(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) -> LayerCopies:
     """The same: of places by load and equally many places, those under which the busiest rank has less to do."""
     num_experts, size = len(loads_E), policy.node_ranks or num_ranks
     each, rest = divmod(num_experts + num_ranks * policy.slots, num_experts)
-    trials = [_places_by_load(loads_E, num_ranks, policy)] + (
+    trials = [places_by_load(loads_E, num_ranks, policy.slots)] + (
         [[min(each, num_ranks)] * num_experts] if not rest else []
     )
     layouts = [_packed(loads_E, places, num_ranks, size) for places in trials]
     counts_RE = np.rint(np.array([loads_E] * num_ranks) * (1e9 / max(sum(loads_E), 1e-9))).astype(np.int64)
     return min(layouts, key=lambda copies: int(inside_nodes(counts_RE, policy, copies).sum(axis=0).max()))
-
-
-def _places_by_load(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) -> list[int]:
-    """Ranks that each expert is on."""
-    places = [1] * len(loads_E)
-    heap = [(-load, expert) for expert, load in enumerate(loads_E)]
-    heapq.heapify(heap)
-    for _ in range(num_ranks * policy.slots):
-        _, expert = heapq.heappop(heap)
-        places[expert] += 1
-        if places[expert] < num_ranks:
-            heapq.heappush(heap, (-loads_E[expert] / places[expert], expert))
-        if not heap:
-            break
-    return places
 
 
 def _packed(loads_E: Sequence[float], places: Sequence[int], num_ranks: int, size: int) -> LayerCopies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pulp
 from evenload.core.aliases import Ints
-from evenload.core.experts.quotas import check_quotas, imbalance_of
+from evenload.core.experts.quotas import at_home, check_quotas, imbalance_of
 from evenload.core.plan.expert_policy import ExpertPolicy, LayerCopies
 from evenload.plugins.moe.history import choose_copies
 from evenload.plugins.moe.reroute import evenly, reroute
@@ -64,5 +64,15 @@ def test_loads_that_come_again_are_even_over_the_copies_chosen_for_them() -> Non
     counts_RE = np.random.default_rng(3).integers(0, 5000, (8, 32)) * (np.arange(32) < 9)
     policy = ExpertPolicy("reroute", 4)
     copies = choose_copies(counts_RE.sum(axis=0).tolist(), 8, policy)
+    assert max(map(len, copies)) <= 4
     assert imbalance_of(reroute(counts_RE, policy, copies)) < 1.001
-    assert choose_copies([0.0] * 32, 8, policy) == ((),) * 8, "loads of nothing need no copies"
+    assert imbalance_of(evenly(counts_RE, policy, copies)) < 2 < 3 < imbalance_of(at_home(counts_RE, policy, ()))
+
+
+@given(counts(), st.integers(0, 5))
+def test_chosen_copies_keep_the_slots_and_are_of_other_ranks(counts_RE: Ints, slots: int) -> None:
+    num_ranks, num_experts = counts_RE.shape
+    for rank, of in enumerate(choose_copies(counts_RE.sum(axis=0).tolist(), num_ranks, ExpertPolicy("any", slots))):
+        assert len(of) <= slots
+        assert list(of) == sorted(set(of))
+        assert all(expert // (num_experts // num_ranks) != rank for expert in of)
