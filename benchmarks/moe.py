@@ -145,18 +145,19 @@ def recorded_cases(path: Path) -> Iterator[Case]:
         yield Case(f"recorded, EP {ep}", pairs[:: -(-len(pairs) // MOST_LAYERS)])
 
 
-def contenders(slots: int, own: int) -> list[Contender]:
-    """evenload's planners, then the others."""
+def contenders(slots: int, num_ranks: int, own: int) -> list[Contender]:
+    """evenload's planners, then the others. LAER-MoE alone asks for nodes: they have 8 ranks."""
     few, placed = ExpertPolicy("clone", slots), ExpertPolicy("placed", slots)
+    in_nodes = placed._replace(node_ranks=8 if num_ranks > 8 else 0)
     return [
         Contender("clone", "clone", ExpertPolicy("clone", own)),
-        Contender(f"clone, {slots} slots", "clone", few),
-        Contender(f"clone, {slots} slots, 1 %", "clone", few._replace(tolerance=1.01)),
+        Contender(f"clone, {slots} a rank", "clone", few),
+        Contender(f"clone, {slots} a rank, 1 %", "clone", few._replace(tolerance=1.01)),
         Contender("reroute", "reroute", few, choose_copies),
         Contender("layout", "layout", few, choose_copies),
         Contender("static", "static", few),
         Contender("eplb", "eplb", placed, eplb_copies),
-        Contender("laer", "laer", placed, laer_copies),
+        Contender("laer", "laer", in_nodes, laer_copies),
         Contender("lp", "lp", placed, eplb_copies),
         Contender("ultraep", "ultraep", few),
         Contender("moonep", "moonep", few),
@@ -203,7 +204,7 @@ def judged(contender: Contender, counts_RE: Ints, loads_E: Ints) -> tuple[float,
 def rows_of(case: Case, slots: int) -> Iterator[dict[str, Any]]:
     """A row a planner, and one more where copies come from the loads of the step before."""
     num_ranks, num_experts = case.pairs[0][0].shape
-    for contender in contenders(slots, num_experts // num_ranks):
+    for contender in contenders(slots, num_ranks, num_experts // num_ranks):
         for when in ("now", "late") if contender.choose else ("",):
             loads = [before_E if when == "late" else counts_RE.sum(axis=0) for counts_RE, before_E in case.pairs]
             judgements = [judged(contender, counts, of) for (counts, _), of in zip(case.pairs, loads, strict=True)]

@@ -5,8 +5,9 @@ measured imbalance, busiest rank over mean with steps summed, which is what bala
 compares it with ``of_totals``, which weighs steps alike.
 
 Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
-``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Where other programs use the cores,
-``busiest_error`` still says how good the costs are: compute of the busiest rank, predicted against measured.
+``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Experts that ranks divide are taken to
+be as unevenly busy as in the variant's steps before. Where other programs use the cores, ``busiest_error`` still says
+how good the costs are: compute of the busiest rank, predicted against measured.
 
 ``bubble_frac`` is what ranks and stages wait (`bubbles`), from the spans of the timed steps themselves: recording them
 costs about 1 us a pass on a CPU. ``peak_activation_bytes`` is what the passes of a step hold at once above the level
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..core.aliases import Floats
+from ..core.costs.context import PlanningContext
 from ..core.costs.memory import peaks_of_stage
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
@@ -35,6 +37,7 @@ from ..core.simulate.step import simulate
 from ..integrations.host import UPDATE
 from ..runtime.measure.memory import Levels
 from ._shared.bubbles import bubbles_of
+from ._shared.expert_loads import imbalance_of
 from ._shared.job import Job, run_rank
 from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ._shared.metrics import Taken
@@ -63,6 +66,8 @@ class Measured:
     predicted_peak_bytes: list[float] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """Of its plans."""
+    expert_imbalance: list[float] = field(default_factory=list)
+    """Of divided experts (`expert_loads.imbalance_of`)."""
     paths: list[Path] = field(default_factory=list)
     """Where ranks divide experts."""
     loss: float = 0.0
@@ -76,6 +81,11 @@ class Measured:
     def busiest_s(self) -> float:
         """Seconds of each step's busiest rank, summed: the time of compute where every rank has cores of its own."""
         return float(np.max(self.busy, axis=1).sum())
+
+    def knowing(self, context: PlanningContext) -> PlanningContext:
+        """The context of a step to come: its experts are as unevenly busy as those of the steps so far, in the mean."""
+        known = float(np.mean(self.expert_imbalance or [1.0]))
+        return replace(context, costs=context.costs.model_copy(update={"expert_imbalance": known}))
 
     def to_json(self) -> dict[str, Any]:
         """What ``bench --json`` says of a variant; ``busiest_error`` is of the compute of the steps' busiest ranks."""
@@ -170,7 +180,9 @@ def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> Non
     into.tokens.append(planned.plan.num_tokens)
     into.padding_frac.append(planned.plan.padding_frac)
     into.plan_wait_s.append(wait_s)
-    simulated = simulate(planned.plan, job.chain.context, record=False)
+    simulated = simulate(planned.plan, into.knowing(job.chain.context), record=False)
+    if job.host.layout.ep > 1:
+        into.expert_imbalance.append(imbalance_of(runs[-1].result))
     into.predicted_s.append(simulated.step_s)
     into.bubbles.append(float(np.median([bubbles_of([run.spans]).frac for run in runs])))
     into.predicted_bubbles.append(simulated.bubble_frac)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import EvenloadError
+from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planned, Planner
 from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.watchdog import Watchdog
@@ -71,7 +72,7 @@ class _Proof:
             beside = Beside.of(job)
             planner, history = job.planner(job.drawing()), LoadHistory(job.chain)
             last_planned = self._take(beside, planner, history, range(last))
-            self._reach(beside)
+            self._reach(beside, history.newest(job.chain))
             if folder is not None:
                 keep(job, folder, last - 1, last_planned, history.state(planner))
             beside.plain.close()
@@ -102,16 +103,16 @@ class _Proof:
             history.after(planner, beside.result)
         return newest
 
-    def _reach(self, beside: Beside) -> None:
-        """Steps on further batches, for branches that no step has taken yet."""
+    def _reach(self, beside: Beside, chain: PlanChain) -> None:
+        """Steps on further batches of the chain, for branches that no step has taken yet."""
         job = beside.job
         missing = self._opened - {name for one in self._proven for name in one.branches}
         size, seed = job.recipe.train.global_batch_size, job.recipe.train.seed
         with job.watchdog.working("choosing batches for other branches"):
-            batches = from_first(lambda: choose(job.chain, missing, job.source.lengths, size, seed)) if missing else []
+            batches = from_first(lambda: choose(chain, missing, job.source.lengths, size, seed)) if missing else []
         for one in batches:
             lengths = job.source.lengths[one.samples]
-            batch = Batch(Draw(one.samples, lengths, {}), planned(job.chain, lengths, one.prefers), one.samples)
+            batch = Batch(Draw(one.samples, lengths, {}), planned(chain, lengths, one.prefers), one.samples)
             rate = learning_rate(self._steps - 1, job.recipe.train)
             self._proven.append(beside.step(len(self._proven), batch, rate))
 
@@ -147,13 +148,15 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
 
     Megatron's load on any layout; tensor parallelism stays, so that plain training rounds as before. DeepSpeed's load
-    on the layout that wrote them, or on another number of ranks.
+    on the layout that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share
+    experts go on sharing them: else nothing of what they plan would be proved behind the resume.
     """
     p = recipe.parallel
     if recipe.trainer != "megatron" or world_size == p.tp * p.cp:
         return None
     stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
-    tries = [(stages, experts), (p.pp, experts)] if recipe.model.moe else []
+    regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
+    tries = [(stages, experts), (p.pp, experts)] if regroups else []
     for pp, ep in (*tries, (stages, p.ep)):
         with suppress(EvenloadError):
             dp = world_size // (p.tp * p.cp * pp)

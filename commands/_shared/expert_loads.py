@@ -50,6 +50,18 @@ def metrics_of(result: StepResult) -> dict[str, float] | None:
     }
 
 
+def imbalance_of(result: StepResult) -> float:
+    """How much longer a step's experts take than with even routing: tokens of the busiest rank over those of the mean
+    one as ranks computed them, in the mean over all layers, passes and groups by their tokens; 1 where nothing was
+    routed. Collective."""
+    own = np.array([[sum(load.counts), load.imbalance_after] for load in result.expert_loads], dtype=np.float64)
+    rows = [rows for rows in everyone(own) if rows.any()]
+    if not rows:
+        return 1.0
+    tokens, ratios = np.concatenate(rows).T
+    return float(np.average(ratios, weights=tokens))
+
+
 def _spread(name: str, ratios: Floats) -> dict[str, float]:
     p50, p95 = np.percentile(ratios, (50, 95)).tolist()
     return {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_max": float(ratios.max())}

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.experts.history import Loads, updated
+from ...core.experts.history import Loads
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Planner
 from ...integrations.host import StepResult
-from ...runtime.experts.history import sums_of
+from ...runtime.experts.history import learned
 from .._shared.job import logger
 
 
@@ -40,21 +40,16 @@ class LoadHistory:
 
     def after(self, planner: Planner, result: StepResult) -> None:
         """Learn from a step. Collective."""
-        if not self.on:
-            return
-        assert self._experts is not None
-        sums = sums_of(result.expert_loads, self._experts)
-        if sums is not None:
-            self._newest = updated(self._newest, sums)
-        planner.use(planner.chain.with_loads(self._newest))
+        if self.on:
+            chain = learned(self.newest(planner.chain), result.expert_loads)
+            self._newest = _loads_of(chain)
+            planner.use(chain)
 
     def state(self, planner: Planner) -> dict[str, Any]:
         """What a checkpoint needs."""
         if not self.on:
             return {}
-        experts = planner.chain_of_next.context.experts
-        assert experts is not None
-        return {"loads": {"ahead": experts.loads, "newest": self._newest}}
+        return {"loads": {"ahead": _loads_of(planner.chain_of_next), "newest": self._newest}}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         try:
@@ -73,3 +68,8 @@ class LoadHistory:
         if not all(math.isfinite(value) and value >= 0 for row in loads for value in row):
             raise ValueError("a load that is no number of tokens")
         return loads
+
+
+def _loads_of(chain: PlanChain) -> Loads:
+    assert chain.context.experts is not None
+    return chain.context.experts.loads

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError, Rule, refuse_first
 from ...core.machine.layout import Layout
+from ...core.plan.branches import COPIED
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
@@ -87,6 +88,8 @@ class EngineHost(Host):
 
     def close(self) -> None:
         super().close()
+        if self._gated:
+            self._gated.unbind()
         self.engine.destroy()
 
     def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
@@ -99,6 +102,7 @@ class EngineHost(Host):
         dist.all_reduce(total)
         busy = clock.read()
         loads = tuple(self._gated.gate.loads) if self._gated else ()
+        branches = (*branches, *((COPIED,) if any(load.copies for load in loads) else ()))
         loss = float(total) / num_targets
         return StepResult(loss, num_targets, busy.total_s, busy.forward_s, executed, branches, loads)
 

@@ -22,7 +22,14 @@ def traits(recipe: Recipe) -> TrainerTraits:
 def rules(recipe: Recipe) -> list[Rule]:
     """What the Trainer cannot run planned."""
     p = recipe.parallel
+    of_layers = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
     return [
+        (
+            bool(of_layers),
+            f"trainer transformers has no plugins.{of_layers}: no rank shares its experts with another",
+            f"plugins.{of_layers}.enabled true",
+            "disable it, or use trainer: megatron or deepspeed with parallel.ep above 1",
+        ),
         (
             p.tp > 1 or p.pp > 1,
             "trainer transformers is planned over data-parallel ranks alone",

@@ -26,15 +26,20 @@ def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
     all. So the policy's least tokens are what all copies together must take off the busiest rank, or experts stay at
     home; and what each further copy of one rank must take by itself.
     """
-    tokens_R = counts_RE.sum(axis=0).reshape(len(counts_RE), -1).sum(axis=1)
+    loads_E = counts_RE.sum(axis=0)
+    tokens_R = loads_E.reshape(len(counts_RE), -1).sum(axis=1)
     busiest, least = int(tokens_R.max()), max(1, policy.least_tokens)
     if busiest - int(tokens_R.mean()) < least:
         return at_home(counts_RE, policy, copies)
-    quotas_ER = _even(counts_RE, policy._replace(least_tokens=0))
+    quotas_ER, after = _even(counts_RE, loads_E, policy)
     if least > 1 and policy.slots > 1:
         quotas_ER = _without_small(quotas_ER, least)
-    enough = busiest - int(quotas_ER.sum(axis=0).max()) >= least
-    return quotas_ER if enough else at_home(counts_RE, policy, copies)
+        after = _busiest(quotas_ER)
+    return quotas_ER if busiest - after >= least else at_home(counts_RE, policy, copies)
+
+
+def _busiest(quotas_ER: Ints) -> int:
+    return int(quotas_ER.sum(axis=0).max())
 
 
 def _without_small(quotas_ER: Ints, least: int) -> Ints:
@@ -50,40 +55,40 @@ def _without_small(quotas_ER: Ints, least: int) -> Ints:
     return quotas_ER
 
 
-def _even(counts_RE: Ints, policy: ExpertPolicy) -> Ints:
-    """Quotas as even as the policy asks, whatever a copy takes."""
+def _even(counts_RE: Ints, loads_E: Ints, policy: ExpertPolicy) -> tuple[Ints, int]:
+    """Quotas as even as the policy asks, whatever a copy takes, and the tokens of their busiest rank."""
     num_ranks, num_experts = counts_RE.shape
     if policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks:
         exact_ER: Ints = exact_quotas(counts_RE, policy)
-        return exact_ER
-    most = int(most_tokens(counts_RE.sum(), num_ranks, policy))
-    best_ER: Ints | None = None
-    least = 0
-    for quotas_ER in _drafts(counts_RE, policy, most):
-        busiest = int(quotas_ER.sum(axis=0).max())
-        if best_ER is None or busiest < least:
-            best_ER, least = quotas_ER, busiest
+        return exact_ER, _busiest(exact_ER)
+    most = int(most_tokens(loads_E.sum(), num_ranks, policy))
+    best: tuple[Ints, int] | None = None
+    for quotas_ER, busiest in _drafts(counts_RE, loads_E, policy, most):
+        if best is None or busiest < best[1]:
+            best = quotas_ER, busiest
         if busiest <= most:
             break
-    assert best_ER is not None
-    return best_ER
+    assert best is not None
+    return best
 
 
-def _drafts(counts_RE: Ints, policy: ExpertPolicy, most: int) -> Iterator[Ints]:
-    """Quotas within the slots, from the fewest copies to what else may come below the share."""
-    quotas_ER = few_copies(counts_RE, policy)
-    yield quotas_ER
+def _drafts(counts_RE: Ints, loads_E: Ints, policy: ExpertPolicy, most: int) -> Iterator[tuple[Ints, int]]:
+    """Quotas within the slots and their busiest rank, from the fewest copies to what else may come below the share."""
+    num_ranks = len(counts_RE)
+    quotas_ER = few_copies(loads_E, policy, num_ranks, most)
+    low, high = most, _busiest(quotas_ER)
+    yield quotas_ER, high
     if policy.node_ranks:
-        yield few_copies(counts_RE, policy._replace(node_ranks=0))
-    exact_ER = exact_quotas(counts_RE, policy)
-    if max(map(len, copies_of(exact_ER))) <= policy.slots:
-        yield exact_ER
-    low, high = most, int(quotas_ER.sum(axis=0).max())
+        quotas_ER = few_copies(loads_E, policy._replace(node_ranks=0), num_ranks, most)
+        yield quotas_ER, _busiest(quotas_ER)
+    quotas_ER = exact_quotas(counts_RE, policy)
+    if max(map(len, copies_of(quotas_ER))) <= policy.slots:
+        yield quotas_ER, _busiest(quotas_ER)
     for _ in range(_TRIALS):
         if low + 1 >= high:
             return
         share = (low + high) // 2
-        trial_ER = few_copies(counts_RE, policy, share)
-        yield trial_ER
-        busiest = int(trial_ER.sum(axis=0).max())
+        quotas_ER = few_copies(loads_E, policy, num_ranks, share)
+        busiest = _busiest(quotas_ER)
+        yield quotas_ER, busiest
         low, high = (low, busiest) if busiest <= share else (share, high)

@@ -18,23 +18,22 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from ...core.aliases import Ints
-from ...core.experts.exact import most_tokens
-from ...core.experts.quotas import at_home
+from ...core.experts.quotas import ranks_of_experts
 from ...core.plan.expert_policy import ExpertPolicy
 
 
-def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
-    """Quotas [E, R] with few copies. ``most``: tokens that no rank needs to be below; 0: what the policy tolerates."""
-    num_ranks = len(counts_RE)
-    loads_E = counts_RE.sum(axis=0)
-    draft = _Draft(loads_E, num_ranks, policy, most or int(most_tokens(loads_E.sum(), num_ranks, policy)))
+def few_copies(loads_E: Ints, policy: ExpertPolicy, num_ranks: int, most: int) -> Ints:
+    """Quotas [E, R] with few copies, of which no rank has more than ``most`` tokens where slots and experts allow."""
+    draft = _Draft(loads_E, num_ranks, policy.slots, most)
     size = policy.node_ranks or num_ranks
     for first in range(0, num_ranks, size) if size < num_ranks else ():
         draft.fill(range(first, first + size))
     draft.fill(range(num_ranks))
-    quotas_ER = at_home(counts_RE, policy, ())
+    quotas_ER = np.zeros((len(loads_E), num_ranks), dtype=np.int64)
+    homes_E = ranks_of_experts(*quotas_ER.shape)
+    quotas_ER[np.arange(len(loads_E)), homes_E] = loads_E
     experts, tokens = np.array(draft.experts, dtype=np.int64), np.array(draft.tokens, dtype=np.int64)
-    np.subtract.at(quotas_ER, (experts, experts // (len(loads_E) // num_ranks)), tokens)
+    np.subtract.at(quotas_ER, (experts, homes_E[experts]), tokens)
     quotas_ER[experts, draft.takers] += tokens
     return quotas_ER
 
@@ -42,7 +41,7 @@ def few_copies(counts_RE: Ints, policy: ExpertPolicy, most: int = 0) -> Ints:
 class _Draft:
     """Copies so far, and what they have left: tokens over the share by rank, free slots, experts by tokens left."""
 
-    def __init__(self, loads_E: Ints, num_ranks: int, policy: ExpertPolicy, most: int) -> None:
+    def __init__(self, loads_E: Ints, num_ranks: int, slots: int, most: int) -> None:
         loads_RM = loads_E.reshape(num_ranks, -1)
         self.experts: list[int] = []
         self.takers: list[int] = []
@@ -52,7 +51,7 @@ class _Draft:
         self._over: list[int] = (loads_RM.sum(axis=1) - most).tolist()
         self._hottest: list[int] = loads_RM.max(axis=1).tolist()
         """Tokens that each rank has left of the expert of which it has most."""
-        self._free = [policy.slots] * num_ranks
+        self._free = [slots] * num_ranks
         self._left: list[list[int]] = [[] for _ in range(num_ranks)]
         """Of givers the experts, by tokens left."""
 

@@ -42,13 +42,13 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     own = context.experts.num_experts // context.layout.ep
     most = own if planner == "clone" else min(own, SLOTS_AHEAD)
     slots = most if config.slots is None else config.slots
+    keep = not shards_experts(config) and keeps_copies(incoming, context, slots)
     if config.tolerance is not None:
         tolerance, least = config.tolerance, 0
     elif config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
     else:
-        tolerance, least = 1.0, least_tokens(context)
-    keep = not shards_experts(config) and keeps_copies(incoming, context, slots)
+        tolerance, least = 1.0, least_tokens(context, keep=keep)
     return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context), keep)
 
 

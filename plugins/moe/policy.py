@@ -24,9 +24,12 @@ _COPIES = 2
 """Of a layer on a rank, about as many as exact loads need."""
 
 
-def least_tokens(context: PlanningContext) -> int:
-    """Tokens that copies of a layer must take off the busiest rank; 0 where the costs know no seconds at experts."""
-    cost = layer_cost(context)
+def least_tokens(context: PlanningContext, *, keep: bool = True) -> int:
+    """Tokens that copies of a layer must take off the busiest rank; 0 where the costs know no seconds at experts.
+
+    ``keep``: copies stay until their backward, else their weights travel twice.
+    """
+    cost = layer_cost(context, keep=keep)
     return math.ceil(paying_tokens(cost)) if cost else 0
 
 

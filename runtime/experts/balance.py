@@ -71,19 +71,24 @@ class Shares:
     def spread(self, chosen_TE: Tensor, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choices (bool) and probabilities of experts as those of slots [T, S]; a token's place among those of its
         rank for an expert says which rank's slot it goes to."""
-        sent_ER = sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)
         experts, tokens = chosen_TE.T.nonzero(as_tuple=True)
-        device = chosen_TE.device
-        slots_ER, counts_ER = (torch.from_numpy(each).flatten().to(device) for each in (self._slot_ER, sent_ER))
-        slots = slots_ER.repeat_interleave(counts_ER, output_size=len(tokens))
+        slots = self._slots_in_order(len(tokens), chosen_TE.device)
         shape = len(chosen_TE), self.num_ranks * self.slots
-        chosen_TS = torch.zeros(shape, dtype=torch.bool, device=device)
+        chosen_TS = torch.zeros(shape, dtype=torch.bool, device=chosen_TE.device)
         chosen_TS[tokens, slots] = True
         probs_TS = probs_TE.new_zeros(shape).index_put((tokens, slots), probs_TE[tokens, experts])
         return chosen_TS, probs_TS
 
-    def fetch(self, group: Any, owner: Owner) -> Fetch:
-        """Send the weights that the layer's pass needs on other ranks, and note what they take."""
+    def slots_of(self, chosen_TK: Tensor) -> Tensor:
+        """The same of choices as numbers of experts [T, K]: the numbers of their slots."""
+        order = chosen_TK.flatten().argsort(stable=True)
+        slots = torch.empty_like(chosen_TK.flatten())
+        slots[order] = self._slots_in_order(len(order), chosen_TK.device)
+        return slots.view(chosen_TK.shape)
+
+    def fetch(self, group: Any, owner: Owner, *, keep: bool | None = None) -> Fetch:
+        """Send the weights that the layer's pass needs on other ranks, and note what they take. ``keep``: hold them
+        until their backward, None: as the policy says."""
         report = self.report
 
         def waited(seconds: float) -> None:
@@ -91,9 +96,15 @@ class Shares:
 
         fetched = owner.fetched(self.copies, self.place)
         journey = Journey(owner.hops(self.copies), fetched, self.place, group)
-        fetch = Fetch(journey, owner, keep=self.keep, waited=waited)
+        fetch = Fetch(journey, owner, keep=self.keep if keep is None else keep, waited=waited)
         report.copied_bytes = fetch.received_bytes
         return fetch
+
+    def _slots_in_order(self, length: int, device: torch.device) -> Tensor:
+        """Slots of this rank's tokens, by expert and, for an expert, by the tokens' order [length]."""
+        sent_ER = sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)
+        slots_ER, counts_ER = (torch.from_numpy(each).flatten().to(device) for each in (self._slot_ER, sent_ER))
+        return slots_ER.repeat_interleave(counts_ER, output_size=length)
 
     @cached_property
     def _slot_ER(self) -> Ints:

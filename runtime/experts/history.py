@@ -8,6 +8,8 @@ import numpy as np
 
 from ...core.aliases import Floats
 from ...core.costs.context import ExpertContext
+from ...core.experts.history import updated
+from ...core.planning.chain import PlanChain
 from ..world.agreement import everyone
 from .gate import Load
 
@@ -20,6 +22,17 @@ def sums_of(loads: Sequence[Load], experts: ExpertContext) -> Floats | None:
     places = {layer: place for place, layer in enumerate(experts.layers)}
     own = np.zeros((len(places), experts.num_experts), dtype=np.int64)
     for load in loads:
-        own[places[load.layer]] += load.counts
+        if load.layer in places:  # in a loop that is not ours other layers may have experts than a recipe can say
+            own[places[load.layer]] += load.counts
     sums: Floats = np.stack(everyone(own)).sum(axis=0).astype(np.float64)
     return sums if sums.any() else None
+
+
+def learned(chain: PlanChain, loads: Sequence[Load]) -> PlanChain:
+    """The chain after a step in which this rank had such loads; the same on every rank. Collective where the chain
+    needs them."""
+    experts = chain.context.experts
+    if not chain.needs_loads or experts is None:
+        return chain
+    sums = sums_of(loads, experts)
+    return chain if sums is None else chain.with_loads(updated(experts.loads, sums))

@@ -66,7 +66,7 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
         ("bench", "megatron"),
         ("bench", "deepspeed"),
         ("profile", "megatron"),
-        *((name, "") for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py")),
+        *((name, "") for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py", "experts.py")),
     }
     with pytest.raises(EvenloadError):
         load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
@@ -221,7 +221,17 @@ def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(script: Call
     assert none < graded < all_
 
 
-@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py"])
+@pytest.mark.slow
+def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script: Callable[..., Done]) -> None:
+    done = script("experts.py", "--tiny", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert [row["equal"] for row in result["planning"]] == [True] * 3
+    assert all(row["each_error"] < 1e-6 and row["grouped_error"] < 1e-6 for row in result["products"])
+    assert "fetch" not in result
+
+
+@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py"])
 def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
     done = script(name)
     assert done.returncode == 1

@@ -88,6 +88,13 @@ def test_predicted_steps_stand_beside_measured_ones(job: Job) -> None:
     assert result["predicted_s"]["in_order"] != result["predicted_s"]["evenload"]
 
 
+def test_a_step_is_predicted_as_uneven_as_experts_were_before(job: Job) -> None:
+    one = bench.Measured()
+    assert one.knowing(job.chain.context).costs.expert_imbalance == 1.0
+    one.expert_imbalance += [1.5, 2.0]
+    assert one.knowing(job.chain.context).costs.expert_imbalance == 1.75
+
+
 def test_repeats_alternate_and_one_run_shows_what_disturbs_it(job: Job) -> None:
     once = bench._bench(job, ("in_order",), 1)
     assert len(job.host.ran) == 2 * 3  # type: ignore[attr-defined]

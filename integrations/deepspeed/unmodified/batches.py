@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.plan.step_plan import MicroBatch, Slice
+from ....core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
 from ...huggingface.samples import Sample
 
@@ -23,14 +23,22 @@ class Planned:
     """Target tokens of this micro-batch / those of the global batch; 0 for a dummy, and for nothing else."""
     place: int
     """Of the micro-batch in its step, 0 .. gradient_accumulation_steps - 1."""
+    plan: StepPlan
+    """Of its step."""
 
 
 def build_batch(
-    micro_batch: MicroBatch, sample: Callable[[int], Sample], num_targets: int, place: int, keys: Collection[str]
+    plan: StepPlan,
+    micro_batch: MicroBatch,
+    sample: Callable[[int], Sample],
+    num_targets: int,
+    place: int,
+    keys: Collection[str],
 ) -> tuple[dict[str, Tensor], Planned]:
     """The batch that the script gets, and what its forward and backward need to know of it.
 
     Args:
+        micro_batch: of this rank in the step.
         sample: by its number in the plan; every one has a target.
         num_targets: of the global batch.
         keys: of the script's own batches; those beside tokens and labels are written where they are known.
@@ -54,4 +62,4 @@ def build_batch(
     }
     batch = {"input_ids": tokens_1T, "labels": labels_T[None]}
     batch |= {key: value for key, value in further.items() if key in keys}
-    return batch, Planned(pack, own_targets / num_targets, place)
+    return batch, Planned(pack, own_targets / num_targets, place, plan)

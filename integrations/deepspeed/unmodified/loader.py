@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ....core.errors import EvenloadError, refuse_first
-from ....core.plan.step_plan import MicroBatch, as_lengths
+from ....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
@@ -147,9 +147,10 @@ class PlannedLoader:
             return _same(entry, samples[entry.rows])
 
         num_targets = sum(entry.num_targets for entry in entries)
+        plan, micro_batches = self._planned([entry.length for entry in entries])
         return [
-            build_batch(micro_batch, sample, num_targets, place, self._keys)
-            for place, micro_batch in enumerate(self._micro_batches([entry.length for entry in entries]))
+            build_batch(plan, micro_batch, sample, num_targets, place, self._keys)
+            for place, micro_batch in enumerate(micro_batches)
         ]
 
     def _read_own(self, stock_batches: list[list[int]], samples: dict[tuple[int, ...], list[Sample]]) -> OwnSamples:
@@ -175,8 +176,8 @@ class PlannedLoader:
                     entries.append(entry)
         return OwnSamples(entries, positions, errors)
 
-    def _micro_batches(self, lengths: list[int]) -> list[MicroBatch]:
-        """This rank's share of the plan, `num_micro_batches` long."""
+    def _planned(self, lengths: list[int]) -> tuple[StepPlan, list[MicroBatch]]:
+        """The plan of a step and this rank's share of it, `num_micro_batches` long."""
         batch = as_lengths(lengths)
         plan = self._chain.plan(batch)
         if dist.get_rank() == 0:
@@ -186,7 +187,7 @@ class PlannedLoader:
             plan = replace(self._chain, limits=replace(self._chain.limits, all_in_step=True)).plan(batch)
         rows = into_exactly(plan, self._num_micro_batches, self._chain.context.costs)
         report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
-        return rows[dist.get_rank()]
+        return plan, rows[dist.get_rank()]
 
     def _collate(self, rows: Iterable[int]) -> Mapping[str, Any]:
         """Rows of the dataset, through the script's own collate function."""

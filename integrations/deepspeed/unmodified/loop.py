@@ -37,8 +37,10 @@ from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
 from ...planned_runs import end_of_check
+from ..expert_gate import GatedExperts
 from ..experts import expert_ranks
 from .batches import Planned
+from .experts import gated_experts, running
 from .loader import PlannedLoader
 from .section import KEY, for_engine, parse_section, recipe_of
 
@@ -57,6 +59,8 @@ class Attached:
     """Losses of the micro-batches that this rank ran in its step, times their weights."""
     weight: float = 0.0
     """The sum of these weights."""
+    gated: GatedExperts | None = None
+    """The experts of the model, if they are divided."""
 
 
 _attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
@@ -78,7 +82,8 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     layout = chosen.layout(torch.distributed.get_world_size())
     chain = PlanChain.of_loop(chosen, layout, warn=state is None)
     if state is None:
-        state = _attached[engine] = Attached(config._attn_implementation)
+        gated = gated_experts(engine.module, chosen)
+        state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
         engine.module.set_attn_implementation(attention.NAME)
     return PlannedLoader(
         stock, chain, config, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.active
@@ -102,10 +107,13 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     _refuse_out_of_step(engine, state, planned)
     state.running = planned
     device = call["input_ids"].device
-    pack = replace(planned.pack, cu_seqlens=planned.pack.cu_seqlens.to(device))
+    on_device = {name: getattr(planned.pack, name).to(device) for name in ("cu_seqlens", "tokens_T")}
+    pack = replace(planned.pack, **on_device)
     call |= {"position_ids": pack.positions_T[None].to(device), "use_cache": False, attention.PACK: pack}
     call.pop("attention_mask", None)
-    return _show_loss(state, planned, wrapped(**call))
+    with running(state.gated, planned, pack):
+        output = wrapped(**call)
+    return _show_loss(state, planned, output)
 
 
 def backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
@@ -140,10 +148,12 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 
 def release() -> None:
-    """Give every live engine its own attention back and end its planned loaders; for after the rows are off."""
+    """Give every live engine its own attention and experts back and end its loaders; for after the rows are off."""
     for engine, state in list(_attached.items()):
         state.active = False
         engine.module.set_attn_implementation(state.stock_attention)
+        if state.gated:
+            state.gated.unbind()
     _attached.clear()
 
 

@@ -41,6 +41,7 @@ from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
@@ -149,6 +150,7 @@ class PlannedSteps:
             whole = bool(rest.get("force_all_reduce"))
             reports = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=lay, whole=whole)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=len(batches[0]["tokens"]))
+        loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
         return reports
 

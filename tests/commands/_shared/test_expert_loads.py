@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from evenload.api import load_plugins
 from evenload.commands._shared import expert_loads
-from evenload.commands._shared.expert_loads import counts_of, loads_writer, metrics_of, say_without_copies
+from evenload.commands._shared.expert_loads import counts_of, imbalance_of, loads_writer, metrics_of, say_without_copies
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import load
@@ -58,6 +58,10 @@ def test_metrics_are_of_all_ranks_layers_and_passes(monkeypatch: pytest.MonkeyPa
         "exposed_s": 0.625,
     }
     monkeypatch.setattr(expert_loads, "everyone", lambda own: [own, own])
+    assert imbalance_of(SimpleNamespace(expert_loads=ranks[0])) == 1.125  # type: ignore[arg-type]
+    longer = [Load(0, 0, (3, 3), 1.5, 1.5), Load(0, 1, (1, 1), 2.0, 1.1)]
+    assert imbalance_of(SimpleNamespace(expert_loads=longer)) == pytest.approx(1.4)  # type: ignore[arg-type]
+    assert imbalance_of(SimpleNamespace(expert_loads=())) == 1.0  # type: ignore[arg-type]
     assert metrics_of(SimpleNamespace(expert_loads=())) is None  # type: ignore[arg-type]
 
 

@@ -121,6 +121,11 @@ def test_a_run_resumes_on_another_layout_where_there_is_one() -> None:
     elsewhere = other_layout(recipe(parallel={"dp": 2, "ep": 2}, model=experts), 2)
     assert elsewhere is not None
     assert (elsewhere.parallel.pp, elsewhere.parallel.ep, elsewhere.parallel.dp) == (2, 1, 1)
+    copies = {"parallel": {"ep": 2}, "model": experts, "plugins": {"moe": {"enabled": True}}}
+    assert other_layout(recipe(**copies), 2) is None, "ranks that share experts go on sharing them"
+    four = other_layout(recipe(**copies), 4)
+    assert four is not None
+    assert (four.parallel.pp, four.parallel.ep, four.parallel.dp) == (2, 2, 2)
     assert other_layout(recipe(parallel={"tp": 2}), 2) is None
     assert other_layout(recipe(parallel={"dp": 2}, model={"num_layers": 3}), 2) is None
     assert other_layout(recipe(parallel={"dp": 2}, trainer="deepspeed"), 2) is None

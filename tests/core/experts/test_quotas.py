@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from .drawn_counts import counts
 
-LOST, SLOTS, UNKNOWN = "lose tokens", "more copies of experts than slots", "has no copy of"
+SLOTS, UNKNOWN = "more copies of experts than slots", "has no copy of"
 
 
 @given(counts(), st.data())
@@ -23,7 +23,7 @@ def test_a_quota_that_is_off_by_one_is_told(counts_RE: Ints, data: st.DataObject
     quotas_ER = exact_quotas(counts_RE, policy)
     expert, rank = (data.draw(st.integers(0, size - 1)) for size in quotas_ER.shape)
     quotas_ER[expert, rank] += data.draw(st.sampled_from([-1, 1]))
-    with pytest.raises(PlanError, match="lose tokens|no tokens of experts"):
+    with pytest.raises(PlanError, match=r"lose tokens|no tokens of experts"):
         check_quotas(quotas_ER, counts_RE, policy, ())
 
 

@@ -50,6 +50,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "allgather of packs": ({"moe": {"dispatcher": "allgather"}, **PACKING}, "equally many tokens"),
     "pieces of experts on one rank": ({"parallel": {"dp": 2}, **CUT}, "group of its own"),
     "pieces of experts in another trainer": ({"trainer": "deepspeed", **CUT}, "trainer megatron alone"),
+    "copies in a Trainer": (
+        {"trainer": "transformers", "plugins": {"moe": {"enabled": True}}},
+        r"trainer transformers has no plugins\.moe",
+    ),
     "an unknown key": ({"moe": {"experts": 8}}, "no key 'experts'"),
 }
 

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import Any
+from unittest import mock
+from zlib import crc32
 
 import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from evenload.core.errors import EvenloadError, RankError
+from evenload.core.experts.quotas import at_home
+from evenload.core.plan.branches import COPIED
+from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe import recipe as recipes
+from evenload.core.registry import layer_planner
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
 from evenload.integrations.deepspeed.experts import DividedExperts
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.integrations.deepspeed.unmodified import loop
+from evenload.integrations.deepspeed.unmodified.experts import gated_experts
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.experts import copies
 from evenload.runtime.world.world import init_world
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -33,6 +46,7 @@ def _load(file: str) -> ModuleType:
     return module
 
 
+_drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
 slices, plans, scripts = _load("rank_slices"), _load("expert_plans"), _load("rank_scripts")
 
 
@@ -51,28 +65,88 @@ def recipe(stage: int, ep: int = 1, recompute: bool = False, clip_grad: float = 
     )
 
 
+def drawn_quotas(counts_RE: Any, *more: Any) -> Any:
+    """In every layer of every pass and in every group of ranks anew: drawn, or every expert at home."""
+    drawn = crc32(counts_RE.astype("int64").tobytes()) % 4
+    return (_drawn_quotas if drawn else at_home)(counts_RE, *more)
+
+
+def with_drawn_copies(plan: Any, number: int) -> Any:
+    """The plan, all but the first with quotas that are drawn in every layer of every pass; of every second one copies
+    are fetched again for the backward."""
+    if plan.limits.in_step == 1 or number == 0:
+        return plan
+    return plan.revised(experts=ExpertPolicy("drawn", slots=4, keep=number % 2 == 1))
+
+
+def layer_planner_of(name: str) -> Any:
+    """The registry's, which knows no planner that draws."""
+    return drawn_quotas if name == "drawn" else layer_planner(name)
+
+
+@contextmanager
+def opened(made: Any) -> Iterator[Any]:
+    """The host of a recipe, which knows the planner that draws."""
+    host = open_host(made, init_world())
+    with mock.patch("evenload.integrations.deepspeed.host.layer_planner", layer_planner_of):
+        yield host
+    host.close()
+
+
 def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
     """Errors of every plan against the plain reference, and what the rank ran."""
     made = recipe(stage, **asked)
-    world = init_world()
-    host = open_host(made, world)
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
-    for name in names:
-        plan = plans.named(name, world.size, world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep)
-        if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
-        loss, wanted = references[plan.sequences]
-        result, gradients = host.gradients(plan, plans.tokens_of(plan))
-        norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
-        found[name] = {
-            "loss": abs(result.loss - loss) / loss,
-            "grad": relative_error(gradients, wanted),
-            "norm": abs(result.grad_norm - norm) / norm,
-            "executed": [tuple(piece) for piece in result.executed],
-        }
-    host.close()
+    with opened(made) as host:
+        in_step = host.world.size if stage == 3 and made.parallel.ep > 1 else made.parallel.ep
+        for number, name in enumerate(names):
+            plan = with_drawn_copies(plans.named(name, host.world.size, in_step), number)
+            if plan.sequences not in references:
+                references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
+            loss, wanted = references[plan.sequences]
+            result, gradients = host.gradients(plan, plans.tokens_of(plan))
+            norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
+            found[name] = {
+                "loss": abs(result.loss - loss) / loss,
+                "grad": relative_error(gradients, wanted),
+                "norm": abs(result.grad_norm - norm) / norm,
+                "executed": [tuple(piece) for piece in result.executed],
+                "copied": COPIED in result.branches,
+            }
     return found
+
+
+def bound(model: Any) -> int:
+    """How many of the functions of AutoEP's layers are replaced."""
+    layers = [module for module in model.modules() if isinstance(module, AutoEPMoELayer)]
+    return sum(("_forward" in vars(layer)) + ("forward" in vars(layer.experts)) for layer in layers)
+
+
+def bookkeeping(stage: int) -> list[dict[str, Any]]:
+    """Of one plan with experts at home, then with copies: what is booked, what AutoEP's layers count and how many
+    experts they know behind a step, and the messages of copies."""
+    with opened(recipe(stage, ep=2, recompute=True)) as host:
+        plan = plans.named("chains some", 2, 2)
+        layers = [module for module in host.engine.module.modules() if isinstance(module, AutoEPMoELayer)]
+        rows = []
+        for number in range(3):
+            for layer in layers:
+                layer.tokens_per_expert.zero_()
+            with mock.patch.object(copies, "_exchange", wraps=copies._exchange) as sent:
+                result, _ = host.gradients(with_drawn_copies(plan, number), plans.tokens_of(plan))
+            rows.append(
+                {
+                    "counts": [load.counts for load in result.expert_loads],
+                    "buffers": [layer.tokens_per_expert.tolist() for layer in layers],
+                    "experts": [(layer.num_experts, layer.num_local_experts) for layer in layers],
+                    "after": [load.imbalance_after for load in result.expert_loads],
+                    "messages": sent.call_count,
+                }
+            )
+        while_bound = bound(host.engine.module)
+        host._gated.unbind()
+        return [{**row, "bound": while_bound, "left": bound(host.engine.module)} for row in rows]
 
 
 def save_and_go_on(stage: int, ep: int, folder: str) -> list[str]:
@@ -172,9 +246,21 @@ def _steps(host: Any, count: int) -> list[str]:
     return [host.train_step(plan, plans.tokens_of(plan), lr=1e-2).loss.hex() for _ in range(count)]
 
 
+def other_exchange() -> str:
+    """Why copies are refused in a loop whose experts exchange tokens by DeepEP."""
+    layer = AutoEPMoELayer.__new__(AutoEPMoELayer)
+    torch.nn.Module.__init__(layer)
+    layer.ep_size, layer.comm_backend = 2, DEEPEP_BACKEND
+    try:
+        gated_experts(layer, recipe(1, ep=2).changed({"plugins.moe.enabled": True}))
+        return ""
+    except EvenloadError as error:
+        return str(error)
+
+
 def unmodified(stage: int, ep: int) -> dict[str, Any]:
     """A step of a user's loop on a model whose experts DeepSpeed divides: how far its weights are from those of plain
-    training, how far these have moved, and the loads."""
+    training, against how far these have moved, and what the copies of its last step leave behind."""
     prepare_deepspeed()
     world = init_world()
     rows = scripts.rows_of(31, 7, 12, 25, 3, 18, 9, 14)
@@ -192,23 +278,27 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "expert_parallel": {"enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False},
-        "evenload": {"packing": {"enabled": True, "max_tokens": 64}},
+        "evenload": {"packing": {"enabled": True, "max_tokens": 64}, "moe": {"enabled": True, "mode": "clone"}},
     }
     with Ledger() as ledger:
         ledger.apply([*transformers.rows()[:1], *patch.rows()])
         engine, _, loader, _ = deepspeed.initialize(
             model=model, config=ds_config, training_data=rows, collate_fn=scripts.collate
         )
-        sizes = []
-        for batch in loader:
-            sizes.append(batch["input_ids"].shape)
-            engine.backward(engine(**batch).loss)
-            engine.step()
+        gate, num_copies = loop._attached[engine].gated.gate, 0
+        with mock.patch("evenload.integrations.deepspeed.unmodified.experts.layer_planner", return_value=drawn_quotas):
+            for batch in loader:
+                engine.backward(engine(**batch).loss)
+                num_copies = sum(load.copies for load in gate.loads)
+                engine.step()
         divided = DividedExperts(engine.module, world.device)
         weights = divided.whole(full_weights(engine, dict(engine.module.named_parameters())))
-        divided.close()
-        engine.destroy()
+        evaluated = [_evaluated(engine, rows[0])]
     loop.release()
+    evaluated.append(_evaluated(engine, rows[0]))
+    left = bound(engine.module)
+    divided.close()
+    engine.destroy()
     targets = sum(len(row) - 1 for row in rows)
     for row in rows:
         logits = plain(input_ids=row[None, :-1], use_cache=False).logits[0]
@@ -217,4 +307,16 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
     wanted = dict(plain.named_parameters())
     moved = {name: (wanted[name] - start[name]).norm() for name in wanted}
     errors = {name: float((weights[name] - wanted[name]).norm() / moved[name]) for name in wanted}
-    return {"error": max(errors.values()), "named": weights.keys() == wanted.keys(), "sizes": sizes}
+    return {
+        "error": max(errors.values()),
+        "named": weights.keys() == wanted.keys(),
+        "copies": num_copies,
+        "evaluation differs": float((evaluated[0] - evaluated[1]).abs().max()),
+        "bound": left,
+    }
+
+
+@torch.no_grad()
+def _evaluated(engine: Any, row: torch.Tensor) -> torch.Tensor:
+    engine.eval()
+    return engine(input_ids=row[None], use_cache=False).logits

@@ -9,9 +9,11 @@ pytestmark = pytest.mark.slow
 ROUNDING = 2e-6
 
 
-def _check(results, names):
+def _check(results, names, copied=True):
+    """``copied``: experts are divided, and but for the first plan some have copies."""
     for result in results:
-        for name in names:
+        for number, name in enumerate(names):
+            assert result[name]["copied"] == (copied and number > 0)
             worst = max(result[name][key] for key in ("grad", "loss", "norm"))
             assert worst <= ROUNDING, (name, result[name])
 
@@ -21,7 +23,7 @@ def _check(results, names):
 )
 def test_blocks_of_transformers_are_exact(on_ranks, stage, more):
     names = ["whole_sequences", "chains some", "regrouped", "random 3"]
-    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, **more), names)
+    _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, **more), names, copied=False)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,9 @@ def test_divided_experts_are_exact(on_ranks, stage, more):
     _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2, **more), names)
 
 
-@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 2), (3, 2), (1, 4)])
+@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 2), (3, 2), (1, 4), (3, 4)])
 def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
-    names = ["whole_sequences", "random 3", "random 5", "random 8"]
+    names = ["whole_sequences", "random 3", "random 5", "random 8", "shared even"]
     _check(on_ranks(4, "rank_experts.exactness", stage=stage, names=names, ep=ep), names)
 
 
@@ -64,6 +66,19 @@ def test_every_token_is_booked_once_and_every_exchange_names_its_layer(on_ranks,
         assert names == ({(p, n) for p in ("forward", "backward") for n in "01"} if divided else set())
         assert result["imbalance"]
         assert all(1.0 <= ratio <= (2.0 if divided else 1.0) for ratio in result["imbalance"])
+
+
+def test_copies_change_no_count_of_experts_and_no_message_where_there_are_none(on_ranks):
+    for at_home, *copied in on_ranks(2, "rank_experts.bookkeeping", stage=1):
+        assert at_home["messages"] == 0
+        for rows in copied:
+            assert rows["messages"] > 0
+            assert rows["after"] != at_home["after"]
+            for what in ("counts", "buffers", "experts"):
+                assert rows[what] == at_home[what]
+        assert at_home["experts"] == [(4, 2)] * 2
+        assert at_home["bound"] == 4
+        assert at_home["left"] == 0
 
 
 def test_a_rank_with_another_plan_is_named_before_a_token_moves(on_ranks):
@@ -98,3 +113,12 @@ def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, ep):
     for result in on_ranks(ranks, "rank_experts.unmodified", stage=stage, ep=ep):
         assert result["named"]
         assert result["error"] <= 1e-5
+        assert result["copies"] > 0
+        assert result["evaluation differs"] == 0.0
+        assert result["bound"] == 0
+
+
+def test_copies_are_refused_where_a_loop_exchanges_tokens_by_other_means(on_ranks):
+    for said in on_ranks(2, "rank_experts.other_exchange"):
+        assert "plugins.moe runs on AutoEP's own exchange of tokens" in said
+        assert "comm_backend deepep" in said

@@ -390,8 +390,13 @@ def refusals(world: Any) -> dict[str, Any]:
 def copied(world: Any, **loop: Any) -> dict[str, Any]:
     """A loop with the moe plugin: its error against the same loop without, and what it is told of other experts."""
     settings = {"enabled": True, "tolerance": 1.0}
+    later = []
     with user_loop(ep=2, **loop) as user:
         stock = user.step()
+        with evenload.enabled(recipe(moe={**settings, "mode": "reroute"})):
+            for _ in range(2):
+                with patch.object(Shares, "journey", autospec=True, side_effect=Shares.journey) as journeys:
+                    later.append((worst(user.step(), stock), journeys.call_count))
         with (
             evenload.enabled(recipe(moe=settings)),
             patch.object(Shares, "journey", autospec=True, side_effect=Shares.journey) as journeys,
@@ -402,7 +407,7 @@ def copied(world: Any, **loop: Any) -> dict[str, Any]:
             with evenload.enabled(recipe(moe=settings)):
                 unmodified.refuse_experts(user.model.module)
         except EvenloadError as refusal:
-            return {"error": error, "copies": journeys.call_count, "told": str(refusal)}
+            return {"error": error, "copies": journeys.call_count, "told": str(refusal), "later": later}
     return {}
 
 

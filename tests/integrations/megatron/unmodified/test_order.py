@@ -69,6 +69,9 @@ def test_a_users_loop_copies_experts(on_ranks):
         assert found["error"] < 1e-9
         assert found["copies"] > 0
         assert "fp8" in found["told"]
+        (first, none), (second, some) = found["later"]
+        assert max(first, second) < 1e-9
+        assert none == 0 < some, "copies follow the loads of earlier steps"
 
 
 def test_the_pipeline_plugin_orders_a_users_loop(on_ranks):

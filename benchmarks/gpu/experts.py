@@ -1,0 +1,182 @@
+"""What the moe plugin costs on a card: planning where the counts are, products with copies, and a fetch beside compute.
+
+    python benchmarks/gpu/experts.py [--json]
+    torchrun --nproc-per-node 2 benchmarks/gpu/experts.py [--json]     # the fetch, too
+
+    planning   exact quotas from counts on the device, eager and replayed from a CUDA graph, beside numpy on the host,
+               where the counts are brought; the integers are compared
+    products   the experts of a rank and its copies as one grouped product, beside one product an expert, bfloat16
+               (float32 on a CPU, which has no grouped one of bfloat16 worth timing); the error is against float64
+    fetch      the weights of copies on their way alone, products alone, and both at once, on the slowest rank
+
+Times are medians of runs after two to warm up, by CUDA events (wall time on the CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from evenload.commands._shared.show import emit, grid
+from evenload.core.experts.exact import exact_quotas
+from evenload.core.experts.messages import hops_of
+from evenload.core.plan.expert_policy import ExpertPolicy
+from evenload.runtime.experts.copies import Fetch, Journey
+from evenload.runtime.experts.exact_on_device import exact_on_device
+from torch import Tensor
+
+SIZES = ((8, 64), (64, 128), (256, 256))
+"""Ranks and experts."""
+RUNS = 20
+
+
+def counts_of(ranks: int, experts: int) -> Tensor:
+    """Tokens of each rank for each expert [R, E], heavy-tailed."""
+    draw = np.random.default_rng(0)
+    shares = draw.dirichlet(np.arange(1, experts + 1) ** -0.9 * 20, size=ranks)
+    return torch.from_numpy(np.stack([draw.multinomial(65536, share) for share in shares]))
+
+
+def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Median of `RUNS` runs."""
+    times = []
+    for _ in range(RUNS + 2):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[2:])
+
+
+def planning(ranks: int, experts: int, device: torch.device) -> dict[str, Any]:
+    policy = ExpertPolicy("clone", slots=experts // ranks)
+    counts = counts_of(ranks, experts).to(device)
+    wanted = exact_quotas(counts.cpu().numpy(), policy)
+    row: dict[str, Any] = {
+        "ranks": ranks,
+        "experts": experts,
+        "equal": bool((exact_on_device(counts, policy).cpu().numpy() == wanted).all()),
+        "eager_ms": milliseconds(lambda: exact_on_device(counts, policy), device),
+        "host_ms": milliseconds(lambda: exact_quotas(counts.cpu().numpy(), policy), device),
+    }
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            quotas = exact_on_device(counts, policy)
+        graph.replay()
+        row["graph_equal"] = bool((quotas.cpu().numpy() == wanted).all())
+        row["graph_ms"] = milliseconds(graph.replay, device)
+    return row
+
+
+def products(device: torch.device, hidden: int, ffn: int, own: int, copies: int, tokens: int) -> dict[str, Any]:
+    """One product of the experts at home and of copies, whose weights lie elsewhere until they are joined."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = torch.Generator().manual_seed(0)
+    home, away = (torch.randn(n, hidden, ffn, generator=draw).to(device, dtype) for n in (own, copies))
+    sizes = torch.full((own + copies,), tokens // (own + copies), dtype=torch.int32)
+    x = torch.randn(int(sizes.sum()), hidden, generator=draw).to(device, dtype)
+    ends = sizes.cumsum(0).to(device, torch.int32)
+
+    def each() -> Tensor:
+        return torch.cat([part @ w for part, w in zip(x.split(sizes.tolist()), [*home, *away], strict=True)])
+
+    def grouped() -> Tensor:
+        return torch._grouped_mm(x, torch.cat([home, away]), offs=ends)
+
+    exact = torch.cat(
+        [part.double() @ w.double() for part, w in zip(x.split(sizes.tolist()), [*home, *away], strict=True)]
+    )
+    row: dict[str, Any] = {"own": own, "copies": copies, "tokens": len(x), "dtype": str(dtype)}
+    for name, work in (("each", each), ("grouped", grouped)):
+        row[f"{name}_ms"] = milliseconds(work, device)
+        row[f"{name}_error"] = float((work().double() - exact).norm() / exact.norm())
+    return row
+
+
+def fetch(device: torch.device, hidden: int, ffn: int, own: int, tokens: int) -> dict[str, Any]:
+    """Every rank has a copy of the next rank's first expert."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    experts = [[torch.randn(3, hidden, ffn).to(device, dtype).requires_grad_()] for _ in range(own)]
+    copies = tuple(((r + 1) % ranks * own,) for r in range(ranks))
+    journey = Journey(hops_of(copies, own), copies[rank], rank * own, own, rank, dist.group.WORLD)
+    x, w = torch.randn(tokens, hidden).to(device, dtype), torch.randn(hidden, ffn).to(device, dtype)
+
+    def both() -> None:
+        started = Fetch(journey, experts)
+        x @ w
+        started.fetch()
+
+    times = {
+        "fetch_ms": milliseconds(lambda: Fetch(journey, experts).fetch(), device),
+        "products_ms": milliseconds(lambda: x @ w, device),
+        "both_ms": milliseconds(both, device),
+    }
+    slowest = torch.tensor(list(times.values()), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {
+        "ranks": ranks,
+        "bytes": 3 * hidden * ffn * x.element_size(),
+        **dict(zip(times, slowest.tolist(), strict=True)),
+    }
+
+
+def benchmark(device: torch.device, tiny: bool) -> dict[str, Any]:
+    hidden, ffn, tokens = (64, 96, 512) if tiny else (4096, 1536, 65536)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "planning": [planning(*size, device) for size in SIZES],
+        "products": [products(device, hidden, ffn, own, copies, tokens) for own, copies in ((16, 0), (16, 2), (2, 1))],
+    }
+    if dist.is_initialized():
+        result["fetch"] = [fetch(device, hidden, ffn, 2, tokens)]
+    return result
+
+
+def table(result: dict[str, Any]) -> Any:
+    head = ("part", "size", "milliseconds")
+    rows = []
+    for part in ("planning", "products", "fetch"):
+        for row in result.get(part, []):
+            sizes = [f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k[-3:] != "_ms"]
+            times = [f"{k[:-3]} {v:.3f}" for k, v in row.items() if k[-3:] == "_ms"]
+            rows.append((part, ", ".join(sizes), ", ".join(times)))
+    return grid(f"experts and copies on {result['device']}, torch {result['torch']}", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="Sizes that a CPU runs.")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() or arguments.tiny):
+        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    result = benchmark(device, arguments.tiny)
+    if local == 0:
+        emit(result, arguments.json, table)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
