@@ -442,9 +442,11 @@ def check_policy(plan: StepPlan) -> None:
         raise PlanError("experts are shared by ranks that do not run in step", f"the planner '{policy.planner}'")
     if policy.node_ranks and group % policy.node_ranks:
         raise PlanError("ranks of a node do not divide a group", f"{policy.node_ranks} of {group}")
+    # Under ZeRO 3 several groups run in step, each with these copies.
+    sizes = {len(copies) for copies in policy.copies if copies}
+    if len(sizes) > 1 or any(group % size for size in sizes):
+        raise PlanError("copies of experts are not said by rank", f"of {sorted(sizes)} ranks, {group} run in step")
     for layer, copies in enumerate(policy.copies):
-        if copies and len(copies) != group:
-            raise PlanError("copies of experts are not said by rank", f"layer {layer}: {len(copies)} of {group}")
         for rank, experts in enumerate(copies):
             if len(experts) > policy.slots:
                 detail = f"layer {layer}, rank {rank}: {len(experts)}, slots {policy.slots}"

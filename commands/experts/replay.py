@@ -2,9 +2,9 @@
 
 Planners that read a layer's counts have those of the file. Those that choose copies from the loads of earlier steps
 know what they would know in training: all steps but the newest `late_steps`, as one plan is always being made ahead.
-All are held to the laws of quotas, on the same layers of the same passes. Ratios, copies, bytes and the seconds of a
-layer (`core.experts.seconds`, with the recipe's costs and cluster) are predicted; the seconds that planning took are
-measured.
+Steps that stand side by side, as one has too few ranks for a group, are one step. All planners are held to the laws of
+quotas, on the same layers of the same passes. Ratios, copies, bytes and the seconds of a layer (`core.experts.seconds`,
+with the recipe's costs and cluster) are predicted; the seconds that planning took are measured.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ def draw_loads(axes: Any, key_axes: Any, replay: Replay) -> None:
     """Lines through the layers, a planner each, and their key on axes of its own."""
     layers, colours = replay.loads.layers, cycle(_COLOURS)
     places = np.arange(len(layers))
-    for name, one in replay.planners.items():
+    for place, (name, one) in enumerate(replay.planners.items()):
         before = one.planner == AT_HOME
         colour, style = (_BEFORE, (0, (4, 3))) if before else (next(colours), "-")
         marker = "o" if len(layers) <= _MOST_MARKED else ""
         line = {"color": colour, "linestyle": style, "linewidth": 1.4, "marker": marker, "markersize": 3.5}
+        line["zorder"] = 3 - place / len(replay.planners)  # the plugin's own above its baselines
         axes.plot(places, one.ratios.mean(axis=0), label=_label(name, one), **line)
     shown = range(0, len(layers), max(1, -(-len(layers) // 16)))
     axes.set_xticks(list(shown), [str(layers[place]) for place in shown])

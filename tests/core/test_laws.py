@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.errors import PlanError
-from evenload.core.laws import check
+from evenload.core.laws import check, check_policy
+from evenload.core.plan.expert_policy import ExpertPolicy, LayerCopies
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import read_step, step_json
@@ -381,3 +382,33 @@ def test_ranks_that_run_in_step_run_passes_of_one_kind_at_a_time() -> None:
     assert not check(plan).shared
     with pytest.raises(PlanError, match="differ in the order of their passes"):
         check(replace(plan, order=(ops("F0 F1 B0 F2 F3 B1 B2 B3"),)))
+
+
+FOUR = replace(WHOLE.limits, num_ranks=4, in_step=4)
+TWO_RANKS: tuple[LayerCopies, ...] = (((2,), (0, 1)), ())
+
+
+@pytest.mark.parametrize(
+    ("policy", "limits", "broken"),
+    [
+        (ExpertPolicy("layout", 2, copies=(((4,), (0,), (), ()),)), FOUR, ""),
+        (ExpertPolicy("layout", 2, copies=TWO_RANKS), FOUR, ""),  # two groups run in step
+        (ExpertPolicy("layout", 2, node_ranks=2), FOUR, ""),
+        (ExpertPolicy("clone", 2), WHOLE.limits, "do not run in step"),
+        (ExpertPolicy("clone", 2, node_ranks=3), FOUR, "do not divide a group"),
+        (ExpertPolicy("layout", 2, copies=(((2,), (0,), ()),)), FOUR, "not said by rank"),
+        (ExpertPolicy("layout", 2, copies=(*TWO_RANKS, ((4,), (0,), (), ()))), FOUR, "not said by rank"),
+        (ExpertPolicy("layout", 1, copies=TWO_RANKS), FOUR, "more copies of experts than slots"),
+        (ExpertPolicy("layout", 2, copies=(((2, 2), ()),)), FOUR, "twice or out of order"),
+        (ExpertPolicy("layout", 2, copies=(((), (1, 0)),)), FOUR, "twice or out of order"),
+    ],
+)
+def test_a_policy_of_experts_fits_the_groups_that_run_in_step(
+    policy: ExpertPolicy, limits: Limits, broken: str
+) -> None:
+    plan = replace(WHOLE, limits=limits, experts=policy)
+    if broken:
+        with pytest.raises(PlanError, match=broken):
+            check_policy(plan)
+    else:
+        check_policy(plan)
