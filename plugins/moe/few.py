@@ -48,6 +48,7 @@ class _Draft:
         self.tokens: list[int] = []
         """Of each copy: its expert, the rank that takes of it, and how much."""
         self._loads: list[list[int]] = loads_RM.tolist()
+        self._own = loads_RM.shape[1]
         self._over: list[int] = (loads_RM.sum(axis=1) - most).tolist()
         self._hottest: list[int] = loads_RM.max(axis=1).tolist()
         """Tokens that each rank has left of the expert of which it has most."""
@@ -74,10 +75,9 @@ class _Draft:
         for giver in givers if spare > 0 else ():
             self._note_fit(giver, lacks, fits)
         while lacks:
-            giver, place = self._next_fit(lacks, fits, spare)
+            giver, place = self._next_fit(lacks, fits, spare) if fits else (-1, -1)
             if giver < 0:
-                place = len(lacks) - 1
-                giver = self._next_giver(lacks[-1] // base, ready, waiting)
+                giver, place = self._next_giver(lacks[-1] // base, ready, waiting), len(lacks) - 1
                 if giver < 0:
                     return
             code = lacks.pop(place)
@@ -85,10 +85,13 @@ class _Draft:
             moved = lack if lack < hottest[giver] else hottest[giver]
             if not free[giver] and over[giver] < moved:
                 moved = over[giver]
-            self._copy(giver, taker, moved)
+            hottest[giver] = self._copied(giver, taker, moved)
+            over[giver] -= moved
+            over[taker] += moved
+            free[taker] -= 1
             if over[giver] > 0:
                 heappush(waiting, giver - hottest[giver] * base)
-                if spare > 0:
+                if spare > 0 and lacks and over[giver] * base <= lacks[-1]:
                     self._note_fit(giver, lacks, fits)
             elif over[giver] < 0 < free[giver]:
                 insort(lacks, base - 1 - giver - over[giver] * base)
@@ -132,16 +135,14 @@ class _Draft:
             heappop(ready)
         return waiting[0] % base if waiting else -1
 
-    def _copy(self, giver: int, taker: int, tokens: int) -> None:
-        left, own = self._left[giver], len(self._loads[giver])
+    def _copied(self, giver: int, taker: int, tokens: int) -> int:
+        """Note a copy of a giver's hottest expert; what it has left of the one that is the hottest then."""
+        left, own = self._left[giver], self._own
         if not left:
             left += sorted([amount * own + own - 1 - place for place, amount in enumerate(self._loads[giver])])
         code = left.pop()
         insort(left, code - tokens * own)
-        self._hottest[giver] = left[-1] // own
         self.experts.append(giver * own + own - 1 - code % own)
         self.takers.append(taker)
         self.tokens.append(tokens)
-        self._over[giver] -= tokens
-        self._over[taker] += tokens
-        self._free[taker] -= 1
+        return left[-1] // own

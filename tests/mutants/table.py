@@ -150,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a copy takes the slot of the rank that gives it",
         "plugins/moe/few.py",
-        "        self._free[taker] -= 1\n",
-        "        self._free[giver] -= 1\n",
+        "            free[taker] -= 1\n",
+        "            free[giver] -= 1\n",
         "planners of layers",
     ),
     Mutant(
