@@ -74,7 +74,7 @@ def say_without_copies(chain: PlanChain, steps: Sequence[Mapping[str, float] | N
         names = ", ".join(f"plugins.{plugin.name}" for plugin, _ in chain.of_layers)
         logger.warning(
             "%s changed nothing: in %d steps no layer had a copy of an expert: loads were even or not yet known, or no "
-            "copy was worth its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95 of the last step)",
+            "copy was worth its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95, last step)",
             names,
             len(metrics),
             metrics[-1]["imbalance_p95"],
