@@ -13,12 +13,10 @@ from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
-from .history import of_layers
+from .history import SLOTS_AHEAD, of_layers
 from .policy import can_pay, keeps_copies, least_tokens
 from .reroute import evenly, reroute
 
-SLOTS_AHEAD = 2
-"""Of copies that are fetched whatever the counts will be, unless the recipe says how many."""
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
