@@ -86,17 +86,21 @@ class _Flow:
         """Move tokens until no rank is over the least share that these copies allow."""
         tokens = self.tokens
         share = -(-sum(tokens) // len(tokens))
-        while over := [rank for rank, amount in enumerate(tokens) if amount > share]:
-            end, path, reached = self._search(over, share)
+        over = [rank for rank, amount in enumerate(tokens) if amount > share]
+        while over:
+            if tokens[over[-1]] <= share:
+                over.pop()
+                continue
+            end, path, reached = self._search(over[-1], share)
             if end is None:
                 share = -(-sum(tokens[rank] for rank in reached) // len(reached))
             else:
                 self._push(end, path, share)
 
-    def _search(self, over: list[int], share: int) -> tuple[int | None, Path, list[int]]:
-        """The nearest rank below the share, how tokens come to it, and the ranks that they come to."""
-        came: dict[int, tuple[int, int] | None] = dict.fromkeys(over)
-        row, seen = list(over), set[int]()
+    def _search(self, start: int, share: int) -> tuple[int | None, Path, list[int]]:
+        """The nearest rank below the share, how tokens come to it from one, and the ranks that they can come to."""
+        came: dict[int, tuple[int, int] | None] = {start: None}
+        row, seen = [start], set[int]()
         for rank in row:
             for expert in self._experts[rank]:
                 parts = self.parts[expert]
