@@ -126,6 +126,10 @@ class Plugin:
     plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
     the planner itself. None: neither does."""
 
+    shards_experts: Callable[[Any], bool] | None = None
+    """``shards_experts(config)``: whether the settings want experts cut over their group, a piece of each on every
+    rank. None: none do."""
+
     @property
     def origin(self) -> str:
         return self.plan.__module__

@@ -3,10 +3,13 @@
 An expert that one rank copies is sent to it whole. One that several copy would keep its home sending: it goes as
 scatter and all-gather instead, in pieces, one to each of these ranks, which then send each other what they have. So
 nobody sends much more than it receives. Gradients of copies go home by the same messages, backwards.
+
+Experts that are cut over all ranks of a group come in one hop, a piece from each rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..plan.expert_policy import LayerCopies
@@ -56,3 +59,12 @@ def hops_of(copies: LayerCopies, own: int) -> Hops:
         others = [(piece, rank, other) for piece, rank in enumerate(ranks) for other in ranks if other != rank]
         second += [Message(rank, other, expert, piece, count) for piece, rank, other in others]
     return tuple(sorted(first)), tuple(sorted(second))
+
+
+def hops_of_pieces(experts: Sequence[Sequence[int]]) -> Hops:
+    """The messages that give every rank ``experts`` of its own choice, of which rank r has piece r of R."""
+    count = len(experts)
+    pieces = (
+        Message(r, rank, expert, r, count) for rank in range(count) for expert in experts[rank] for r in range(count)
+    )
+    return tuple(sorted(pieces)), ()

@@ -19,7 +19,7 @@ from functools import partial, reduce
 from typing import Any, Literal
 
 from ..costs.context import PlanningContext
-from ..errors import EvenloadError, nearest
+from ..errors import EvenloadError, nearest, refuse_first
 from ..experts.history import Loads
 from ..laws import check, check_policy
 from ..machine.layout import Layout
@@ -89,6 +89,14 @@ class PlanChain:
         ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole; else the loop
         runs slices in the order of a plan. Raises EvenloadError.
         """
+        refuse_first(
+            (
+                recipe.sharded_experts,
+                "experts of a training loop of your own stay whole, where its model has them",
+                "plugins.moe.owners sharded",
+                "set plugins.moe.owners=home, or train with `evenload train`",
+            )
+        )
         chain = cls.of_recipe(recipe, layout)
         wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
         for plugin, config in chain.links:

@@ -57,6 +57,11 @@ class Recipe(Section):
         config: registry.PluginConfig = getattr(self.plugins, name)
         return config
 
+    @property
+    def sharded_experts(self) -> bool:
+        """Whether an enabled plugin wants experts cut over their group."""
+        return any(p.shards_experts is not None and p.shards_experts(self.config_of(p.name)) for p in self.enabled())
+
     @cached_property
     def min_world_size(self) -> int:
         p = self.parallel

@@ -131,16 +131,20 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
 def _rules_of_copies(recipe: Any) -> list[Rule]:
     """What copies of experts do not go with."""
     moe, ep = recipe.model.moe, recipe.parallel.ep
-    copies = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
-    if moe is None or not copies:
-        return []
+    copies = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
     return [
         (
-            moe.dispatcher == "allgather" and ep > 1,
-            f"plugins.{copies[0]} gives ranks copies of experts, which the allgather dispatcher cannot reach",
-            f"model.moe.dispatcher {moe.dispatcher}, ep {ep}",
+            bool(copies) and moe is not None and moe.dispatcher == "allgather" and ep > 1,
+            f"plugins.{copies} gives ranks copies of experts, which the allgather dispatcher cannot reach",
+            f"model.moe.dispatcher allgather, ep {ep}",
             "set model.moe.dispatcher=alltoall, or disable the plugin",
-        )
+        ),
+        (
+            ep == 1 and recipe.sharded_experts,
+            "experts are cut over the ranks of a group, and here each rank is a group of its own",
+            f"plugins.{copies}.owners sharded, parallel.ep 1",
+            f"set parallel.ep to two or more, or plugins.{copies}.owners=home",
+        ),
     ]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...runtime.attributes import with_attributes
 from ...runtime.experts.balance import Shares
 from ...runtime.experts.copies import Fetch
+from ...runtime.experts.owners import HomeOwner
 
 SharesOf = Callable[[Tensor], Shares | None]
 """The choices of this rank's tokens [T, K] to the quotas of the pass; None where every expert stays at home."""
@@ -112,4 +113,4 @@ class SlottedLayer:
         # without copies, in which ZeRO reduces them, also among groups of which one has copies and one has none.
         by_name = {name: getattr(self._experts, name).unbind() for name in ("w1", "w3", "w2")}
         parameters = list(zip(by_name["w1"], by_name["w2"], by_name["w3"], strict=True))
-        return shares.fetch(self._layer.ep_group, parameters, keep=shares.keep or self._recomputed())
+        return shares.fetch(self._layer.ep_group, HomeOwner(parameters), keep=shares.keep or self._recomputed())

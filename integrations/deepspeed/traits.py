@@ -49,6 +49,12 @@ def rules(recipe: Recipe) -> list[Rule]:
     p, stage, dtype = recipe.parallel, recipe.deepspeed.zero_stage, recipe.train.dtype
     piped = p.pp > 1
     return [
+        (
+            recipe.sharded_experts,
+            "experts are cut over their group in trainer megatron alone",
+            "plugins.moe.owners sharded",
+            "set plugins.moe.owners=home, or use trainer: megatron",
+        ),
         *_rules_of_experts(recipe),
         (
             p.ep > 1 and stage == 0 and dtype == "bf16",

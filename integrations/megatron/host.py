@@ -36,7 +36,8 @@ from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
-from .model.weights import global_gradients, global_parameters, initialise
+from .model.sharded_experts import shard_experts
+from .model.weights import global_gradients, global_tensors, initialise
 from .plane import join_groups, leave_groups, open_plane, stage_links
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
@@ -84,6 +85,8 @@ class MegatronHost(Host):
         first = parallel_state.is_pipeline_first_stage()
         self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
         initialise(self.model, config, recipe.train.seed, self.tp_rank)
+        if recipe.sharded_experts:
+            shard_experts(self.model)
         self._gate = self._open_gate() if recipe.model.moe else None
         self.ddp: Any = wrap_model(recipe, config, self.model)
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
@@ -91,12 +94,14 @@ class MegatronHost(Host):
     def _open_gate(self) -> ExpertGate:
         """Of the layers with experts of this rank's stage."""
         group = parallel_state.get_expert_model_parallel_group()
-        gate = ExpertGate(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+        ranks, place = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+        gate = ExpertGate(ranks, place, sharded=self.recipe.sharded_experts)
         bind_gate(self.model, gate)
         return gate
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.of_all_stages({name: p.detach().cpu().clone() for name, p in global_parameters(self.model)})
+        of_stage = global_tensors(self.model, torch.Tensor.detach)
+        return self.of_all_stages({name: weight.cpu().clone() for name, weight in of_stage})
 
     def expert_biases(self) -> Mapping[int, Tensor]:
         """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""

@@ -20,6 +20,7 @@ register(
         layers={**plan.LAYERS, **baselines.LAYERS},
         baselines=baselines.BASELINES,
         needs_loads=plan.needs_loads,
+        shards_experts=plan.shards_experts,
         branches=plan.branches,
     )
 )

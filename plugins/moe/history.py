@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from ...core.costs.context import ExpertContext
 from ...core.plan.expert_policy import ExpertPolicy, LayerCopies
 
+SLOTS_AHEAD = 2
+"""Of copies that are fetched whatever the counts will be, unless the recipe says how many."""
 ChooseCopies = Callable[[Sequence[float], int, ExpertPolicy], LayerCopies]
 """Of one layer: loads of its experts, ranks of a group and the policy, to copies."""
 

@@ -13,12 +13,10 @@ from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
-from .history import of_layers
+from .history import SLOTS_AHEAD, of_layers
 from .policy import can_pay, keeps_copies, least_tokens
 from .reroute import evenly, reroute
 
-SLOTS_AHEAD = 2
-"""Of copies that are fetched whatever the counts will be, unless the recipe says how many."""
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
 
 
@@ -42,7 +40,7 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     own = context.experts.num_experts // context.layout.ep
     most = own if planner == "clone" else min(own, SLOTS_AHEAD)
     slots = most if config.slots is None else config.slots
-    keep = keeps_copies(incoming, context, slots)
+    keep = not shards_experts(config) and keeps_copies(incoming, context, slots)
     if config.tolerance is not None:
         tolerance, least = config.tolerance, 0
     elif config.mode == "auto" and not can_pay(incoming, context):
@@ -55,6 +53,12 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
     """Whether the copies of the settings' mode, or of a baseline, come from the loads of earlier steps."""
     return baseline in FROM_HISTORY if baseline else config.mode in ("layout", "reroute")
+
+
+def shards_experts(config: MoeConfig) -> bool:
+    """Whether every rank has a piece of every expert. Such pieces are let go behind each pass: to keep what was fetched
+    would need the memory that cutting has saved."""
+    return config.owners == "sharded"
 
 
 def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:

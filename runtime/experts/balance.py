@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,11 +26,11 @@ from torch import Tensor
 
 from ...core.aliases import Ints
 from ...core.errors import PlanError
-from ...core.experts.messages import hops_of
 from ...core.experts.quotas import LayerPlanner, at_home, check_quotas, copies_of, imbalance_of
 from ...core.experts.sources import received_by, sent_by
 from ...core.plan.expert_policy import AT_HOME, EXPERTS_AT_HOME, ExpertPolicy, LayerCopies
 from .copies import Fetch, Journey
+from .owners import Owner
 
 logger = logging.getLogger("evenload")
 
@@ -56,8 +55,8 @@ class Shares:
         self.slots = self.own + max(map(len, copies))
         """Of one rank: its own experts and those for copies."""
         self._node_ranks = policy.node_ranks
-        self.keep = policy.keep
-        """Whether copies stay until their backward."""
+        self.keep = policy.keep and policy.planner != AT_HOME
+        """Whether what was fetched stays until the backward; where the plan has no copies it does not."""
         self.report = CopyReport(imbalance_of(quotas_ER), sum(map(len, copies)))
 
     @cached_property
@@ -87,22 +86,19 @@ class Shares:
         slots[order] = self._slots_in_order(len(order), chosen_TK.device)
         return slots.view(chosen_TK.shape)
 
-    def fetch(self, group: Any, parameters: Sequence[Sequence[Tensor]], *, keep: bool | None = None) -> Fetch:
-        """Send the weights of the layer's copies, and note what they take. ``parameters``: for each expert of this rank
-        its tensors, in one order; ``keep``: hold copies until their backward, None: as the policy says."""
+    def fetch(self, group: Any, owner: Owner, *, keep: bool | None = None) -> Fetch:
+        """Send the weights that the layer's pass needs on other ranks, and note what they take. ``keep``: hold them
+        until their backward, None: as the policy says."""
         report = self.report
 
         def waited(seconds: float) -> None:
             report.exposed_s += seconds
 
-        fetch = Fetch(self.journey(group), parameters, keep=self.keep if keep is None else keep, waited=waited)
-        report.copied_bytes = len(fetch.journey.copies) * fetch.size * parameters[0][0].element_size()
+        fetched = owner.fetched(self.copies, self.place)
+        journey = Journey(owner.hops(self.copies), fetched, self.place, group)
+        fetch = Fetch(journey, owner, keep=self.keep if keep is None else keep, waited=waited)
+        report.copied_bytes = fetch.received_bytes
         return fetch
-
-    def journey(self, group: Any) -> Journey:
-        """The way of the copies' weights."""
-        first = self.place * self.own
-        return Journey(hops_of(self.copies, self.own), self.copies[self.place], first, self.own, self.place, group)
 
     def _slots_in_order(self, length: int, device: torch.device) -> Tensor:
         """Slots of this rank's tokens, by expert and, for an expert, by the tokens' order [length]."""
@@ -124,10 +120,15 @@ class Shares:
 
 
 class ExpertBalance:
-    """The planner of layers of one rank. ``place``: this rank's in its group."""
+    """The planner of layers of one rank.
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    Args:
+        place: this rank's in its group.
+        sharded: passes fetch all experts, those at home, too.
+    """
+
+    def __init__(self, place: int, sharded: bool = False) -> None:
+        self._place, self._sharded = place, sharded
         self._policy = EXPERTS_AT_HOME
         self._planner: LayerPlanner = at_home
         self._warned = False
@@ -140,22 +141,23 @@ class ExpertBalance:
 
     @property
     def at_home(self) -> bool:
-        """Whether no expert of this step has copies."""
-        return self._policy.planner == AT_HOME
+        """Whether no expert of this step is fetched."""
+        return self._policy.planner == AT_HOME and not self._sharded
 
     def shares(self, layer: int, counts_RE: Ints) -> Shares | None:
         """Of a layer of the whole model, from the counts that all ranks of the group have for its experts; None where
-        every token goes to its expert's home."""
+        every token goes to its expert's home and finds it there."""
         policy = self._policy
         known = policy.copies_of(layer)
         try:
             quotas_ER = check_quotas(self._planner(counts_RE, policy, known), counts_RE, policy, known)
         except Exception as error:
             self._warn(layer, error)
-            return None
-        self.checksum = zlib.crc32(quotas_ER.tobytes(), self.checksum)
+            quotas_ER = at_home(counts_RE, policy, known)
+        else:
+            self.checksum = zlib.crc32(quotas_ER.tobytes(), self.checksum)
         copies = copies_of(quotas_ER)
-        return Shares(counts_RE, quotas_ER, copies, self._place, policy) if any(copies) else None
+        return Shares(counts_RE, quotas_ER, copies, self._place, policy) if any(copies) or self._sharded else None
 
     def _warn(self, layer: int, error: Exception) -> None:
         if not self._warned:

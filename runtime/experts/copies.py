@@ -1,8 +1,8 @@
-"""Copies of experts on other ranks, as one differentiable fetch: weights out before experts run, gradients home behind.
+"""Experts fetched for a pass, as one differentiable function: weights out before they run, gradients home behind.
 
-Parameters, optimizer states and checkpoints stay where they are: a copy is an activation. One autograd function sends
+Parameters and optimizer states stay where they are (`owners`): a copy is an activation. One autograd function sends
 weights by the messages of `core.experts.messages` and, in its backward, the copies' gradients by the same messages
-backwards, where they are added in the order of ranks. An expert without copies gets no gradient from it. Tokens and
+backwards, where they are added in the order of ranks. What is not fetched gets no gradient from it. Tokens and
 probabilities pass through the function, so that their own way back begins behind it: all ranks of a group send in one
 order, also those that have no copy themselves.
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...core.experts.messages import Hops, Message
+from .owners import Owner, PlaceOf
 
 Wait = Callable[[], None]
 
@@ -33,26 +34,27 @@ class Journey(NamedTuple):
 
     hops: Hops
     copies: tuple[int, ...]
-    """The experts that this rank has copies of."""
-    first: int
-    """The first expert whose home it is."""
-    own: int
-    """How many follow."""
+    """The experts that this rank fetches."""
     rank: int
     """In the group."""
     group: Any
 
     @property
-    def sends(self) -> tuple[int, ...]:
-        """Experts of this rank that others copy."""
-        return tuple(sorted({m.expert for m in self.hops[0] if m.sender == self.rank}))
+    def sent(self) -> list[Message]:
+        """Messages of this rank's own weights."""
+        return [m for m in self.hops[0] if m.sender == self.rank]
+
+    @property
+    def received(self) -> list[Message]:
+        """Messages with weights from other ranks."""
+        return [m for hop in self.hops for m in hop if m.receiver == self.rank != m.sender]
 
 
 class Fetch:
     """The weights of a layer's copies on this rank, on their way since it was made.
 
     Args:
-        parameters: for each expert of this rank its tensors, in one order.
+        owner: of what this rank has between passes.
         keep: hold the copies until the backward; else they are fetched again there.
         waited: is called with the seconds that this rank has waited for them.
     """
@@ -60,25 +62,28 @@ class Fetch:
     def __init__(
         self,
         journey: Journey,
-        parameters: Sequence[Sequence[Tensor]],
+        owner: Owner,
         *,
         keep: bool = True,
         waited: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self.journey, self.keep, self._waited = journey, keep, waited
-        self._parameters = [list(one) for one in parameters]
-        self._shapes = [p.shape for p in self._parameters[0]]
-        self.size = sum(p.numel() for p in self._parameters[0])
+        self.journey, self.owner, self.keep, self._waited = journey, owner, keep, waited
         self.copies_CN: Tensor | None = None
         self._start()
 
+    @property
+    def received_bytes(self) -> int:
+        """Weights that other ranks send to this one."""
+        elements = sum(message.length(self.owner.size) for message in self.journey.received)
+        return elements * self.owner.empty(0).element_size()
+
     def arrived(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
         """Tokens and probabilities as they are, and for each copy its tensors. Collective."""
-        flat = [parameter for one in self._parameters for parameter in one]
-        tokens, probs, copies_CN = _Copied.apply(self, tokens, probs, *flat)  # type: ignore[no-untyped-call]
+        parameters = self.owner.tensors
+        tokens, probs, copies_CN = _Copied.apply(self, tokens, probs, *parameters)  # type: ignore[no-untyped-call]
         # Without its graph, which knows this object and would keep it, and itself, for ever.
         self.copies_CN = None if self.keep else copies_CN.detach()
-        return tokens, probs, [self._tensors(copy_N) for copy_N in copies_CN]
+        return tokens, probs, [self.owner.tensors_of(copy_N) for copy_N in copies_CN]
 
     def saving(self) -> AbstractContextManager[Any]:
         """Around the products with copies: what their backward needs of the copies is let go if they are not kept."""
@@ -105,56 +110,40 @@ class Fetch:
         return self.copies_CN
 
     def home(self, gradient_CN: Tensor) -> list[Tensor | None]:
-        """The gradients of this rank's parameters that copies of them have gathered; None of experts without copies.
+        """The gradients of this rank's parameters that copies have gathered; None of those that nobody has fetched.
         Collective."""
         journey, gradient_CN = self.journey, gradient_CN.contiguous()
-        place = {expert: index for index, expert in enumerate(journey.copies)}
-        arrived: dict[int, Tensor] = {e: gradient_CN.new_zeros(self.size) for e in journey.sends}
         if journey.hops[1]:
-            gradient_CN = self._pieces_summed(gradient_CN, place)
-        back = _reversed(journey.hops[0])
-        _exchange(back, self, lambda expert: gradient_CN[place[expert]], arrived, add=True)
-        result: list[Tensor | None] = []
-        for expert in range(journey.first, journey.first + journey.own):
-            known = arrived.get(expert)
-            result += [None] * len(self._shapes) if known is None else self._tensors(known)
-        return result
+            gradient_CN = self._pieces_summed(gradient_CN)
+        into, gradients = self.owner.arriving(journey.sent)
+        _exchange(_reversed(journey.hops[0]), self, self._places(gradient_CN), into, add=True)
+        return gradients()
 
-    def _pieces_summed(self, gradient_CN: Tensor, place: dict[int, int]) -> Tensor:
+    def _pieces_summed(self, gradient_CN: Tensor) -> Tensor:
         """Of experts that came in pieces, the piece that came from home holds the sum of all copies' gradients."""
-        journey, summed_CN = self.journey, gradient_CN.clone()
-        views = {expert: summed_CN[index] for expert, index in place.items()}
-        back = _reversed(journey.hops[1])
-        _exchange(back, self, lambda expert: gradient_CN[place[expert]], views, add=True)
+        summed_CN = gradient_CN.clone()
+        back = _reversed(self.journey.hops[1])
+        _exchange(back, self, self._places(gradient_CN), self._places(summed_CN), add=True)
         return summed_CN
 
     def _start(self) -> None:
-        self.copies_CN = self.empty(len(self.journey.copies), self.size)
-        with torch.no_grad():
-            of = {e: self._weights(e - self.journey.first) for e in self.journey.sends}
-        self._wait = _exchange(self.journey.hops[0], self, of.__getitem__, self._views(), wait=False)
+        journey = self.journey
+        self.copies_CN = self.owner.empty(len(journey.copies), self.owner.size)
+        source = self.owner.sent(journey.sent)
+        self._wait = _exchange(journey.hops[0], self, source, self._places(self.copies_CN), wait=False)
 
     def _finish(self) -> None:
         self._wait()
         if self.journey.hops[1]:
-            views = self._views()
-            _exchange(self.journey.hops[1], self, views.__getitem__, views)
+            assert self.copies_CN is not None
+            places = self._places(self.copies_CN)
+            _exchange(self.journey.hops[1], self, places, places)
         self._wait = _nothing
 
-    def empty(self, *sizes: int) -> Tensor:
-        """Of the parameters' type, where they are."""
-        return self._parameters[0][0].detach().new_empty(*sizes)
-
-    def _views(self) -> dict[int, Tensor]:
-        assert self.copies_CN is not None
-        return dict(zip(self.journey.copies, self.copies_CN, strict=True))
-
-    def _weights(self, index: int) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self._parameters[index]])
-
-    def _tensors(self, flat_N: Tensor) -> list[Tensor]:
-        sizes = [shape.numel() for shape in self._shapes]
-        return [part.view(shape) for part, shape in zip(torch.split(flat_N, sizes), self._shapes, strict=True)]
+    def _places(self, rows_CN: Tensor) -> PlaceOf:
+        """The elements of messages among the rows of this rank's copies."""
+        index = {expert: place for place, expert in enumerate(self.journey.copies)}
+        return lambda message: rows_CN[index[message.expert]][slice(*message.bounds(self.owner.size))]
 
     def _let_go(self, saved: Tensor) -> Any:
         copies_CN = self.copies_CN
@@ -210,8 +199,8 @@ def _reversed(messages: Sequence[Message]) -> tuple[Message, ...]:
 def _exchange(
     messages: Sequence[Message],
     fetch: Fetch,
-    source: Callable[[int], Tensor],
-    into: dict[int, Tensor],
+    source: PlaceOf,
+    into: PlaceOf,
     *,
     add: bool = False,
     wait: bool = True,
@@ -219,25 +208,25 @@ def _exchange(
     """Send and receive what a rank has of ``messages``, in one all-to-all, and return what waits for its end.
 
     Args:
-        source: the weights of an expert that this rank sends from [N].
-        into: by expert where they arrive [N].
+        source: the elements of a message that this rank sends.
+        into: where those of one that it receives belong.
         add: add to what is there, in the order of senders; else write over it.
     """
-    journey, size = fetch.journey, fetch.size
+    journey, size = fetch.journey, fetch.owner.size
     ranks = range(dist.get_world_size(journey.group))
     sent = sorted((m for m in messages if m.sender == journey.rank), key=lambda m: m.receiver)
     received = [m for m in messages if m.receiver == journey.rank]
     leaving = [sum(m.length(size) for m in sent if m.receiver == other) for other in ranks]
     coming = [sum(m.length(size) for m in received if m.sender == other) for other in ranks]
-    pieces = [source(m.expert)[slice(*m.bounds(size))] for m in sent]
-    buffer, arriving = torch.cat([fetch.empty(0), *pieces]), fetch.empty(sum(coming))
+    empty = fetch.owner.empty
+    buffer, arriving = torch.cat([empty(0), *map(source, sent)]), empty(sum(coming))
     work = dist.all_to_all_single(arriving, buffer, coming, leaving, group=journey.group, async_op=True)
 
     def finish() -> None:
         work.wait()
         parts = torch.split(arriving, [m.length(size) for m in received])
         for message, part in zip(received, parts, strict=True):
-            place = into[message.expert][slice(*message.bounds(size))]
+            place = into(message)
             place.add_(part) if add else place.copy_(part)
 
     if wait:

@@ -48,9 +48,9 @@ class Load(NamedTuple):
     copies: int = 0
     """Of experts, on all ranks of the group together."""
     copied_bytes: int = 0
-    """Weights of copies that this rank took in."""
+    """Weights of experts that this rank took in."""
     exposed_s: float = 0.0
-    """Seconds for which this rank waited for the weights of its copies."""
+    """Seconds for which this rank waited for these weights."""
 
 
 class ExpertGate:
@@ -59,15 +59,16 @@ class ExpertGate:
     Args:
         ranks: the world ranks of its group, in the group's order.
         place: this rank's among them.
+        sharded: between passes each rank has a piece of every expert, and fetches its own ones, too.
     """
 
-    def __init__(self, ranks: Ranks, place: int) -> None:
+    def __init__(self, ranks: Ranks, place: int, *, sharded: bool = False) -> None:
         self._ranks, self._place = ranks, place
         self._booked: list[_Booked] = []
         self._clock = cpu_clock()
         self._moments: list[float] = []
         """When layers with experts began and ended."""
-        self._balance = ExpertBalance(place)
+        self._balance = ExpertBalance(place, sharded)
         self._number, self._where = -1, "a pass"
         self._digest = b"\0" * 16
         self._mark: Callable[[str], None] = lambda _: None
@@ -145,7 +146,7 @@ class ExpertGate:
 
     def shares(self, layer: int, sent_RE: Tensor, *, book: bool) -> Shares | None:
         """Which rank computes which of the tokens that all ranks of the group send to the experts of a layer; None
-        where each goes to its expert's home. ``book`` as in `opened`."""
+        where each goes to its expert's home and finds it there. ``book`` as in `opened`."""
         if self._balance.at_home:
             return None
         shares = self._balance.shares(layer, sent_RE.cpu().numpy())

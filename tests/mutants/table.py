@@ -68,6 +68,8 @@ KILLERS: dict[str, Words] = {
     + ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4"),
     "experts": ("pytest", "tests/integrations/megatron/test_experts.py")
     + ("-k", "ep2-slices or ep4-packs or dummies or recompute"),
+    "cut experts": ("pytest", "tests/integrations/megatron/test_experts.py")
+    + ("-k", "cut_over and (recompute or padded)"),
     "copies on autoep": ("pytest", "tests/integrations/deepspeed/test_experts.py")
     + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
@@ -204,9 +206,24 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies that come in pieces keep their gradients",
         "runtime/experts/copies.py",
-        "            gradient_CN = self._pieces_summed(gradient_CN, place)\n",
+        "            gradient_CN = self._pieces_summed(gradient_CN)\n",
         "            gradient_CN = gradient_CN\n",
         "experts",
+    ),
+    Mutant(
+        "gradients of cut experts go by the layout of another pass",
+        "runtime/experts/copies.py",
+        "        journey, gradient_CN = self.journey, gradient_CN.contiguous()\n",
+        '        journey, Fetch.past = getattr(Fetch, "past", self.journey), self.journey\n'
+        "        gradient_CN = gradient_CN.contiguous()\n",
+        "cut experts",
+    ),
+    Mutant(
+        "the pieces of a rank are taken for those of its neighbour",
+        "core/experts/messages.py",
+        "Message(r, rank, expert, r, count)",
+        "Message(r, rank, expert, (r + 1) % count, count)",
+        "cut experts",
     ),
     Mutant(
         "the copies of a rank are taken for one another",
@@ -710,9 +727,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the gradient of a copy does not come home",
-        "runtime/experts/copies.py",
-        "result += [None] * len(self._shapes) if known is None else self._tensors(known)",
-        "result += [None] * len(self._shapes)",
+        "runtime/experts/owners.py",
+        "of_index.get(index, [None] * len(self.shapes))",
+        "[None] * len(self.shapes)",
         "copies on autoep",
     ),
     Mutant(

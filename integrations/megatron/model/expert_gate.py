@@ -26,10 +26,11 @@ from torch.func import functional_call
 
 from ....core.errors import RankError
 from ....runtime.attributes import with_attributes
-from ....runtime.experts.balance import Shares
 from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
+from ....runtime.experts.owners import HomeOwner, Owner
 from ....runtime.experts.routing import is_token
+from .sharded_experts import ShardedExperts
 
 
 def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
@@ -56,6 +57,7 @@ class _GatedLayer:
         self._own_forward = self._experts.forward
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
+        self._sharded = isinstance(self._experts, ShardedExperts)
         self._fetch: Fetch | None = None
         """Of the pass that is running; None without copies."""
 
@@ -70,7 +72,9 @@ class _GatedLayer:
         counts = sent_RE.flatten()
         self._fetch = None
         if shares is not None:
-            self._fetch = self._start(shares)
+            # The weights travel while tokens do.
+            self._fetch = shares.fetch(self._dispatcher.ep_group, self._owner())
+        if shares is not None and any(shares.copies):
             counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
@@ -85,11 +89,14 @@ class _GatedLayer:
             return own_output
         sizes = tokens_per_expert.tolist()
         tokens, probs, copies = fetch.arrived(tokens, probs)
-        at_home = sum(sizes[: self._own])
-        outputs = [self._own_forward(tokens[:at_home], tokens_per_expert[: self._own], probs[:at_home])[0]]
+        as_they_are = 0 if self._sharded else self._own
+        at_home = sum(sizes[:as_they_are])
+        outputs = []
+        if as_they_are:
+            outputs.append(self._own_forward(tokens[:at_home], tokens_per_expert[: self._own], probs[:at_home])[0])
         template = self._experts.local_experts[0]
         names = [name for name, _ in template.named_parameters()]
-        parts = (torch.split(each[at_home:], sizes[self._own :]) for each in (tokens, probs))
+        parts = (torch.split(each[at_home:], sizes[as_they_are:]) for each in (tokens, probs))
         with fetch.saving():
             for weights, own_tokens, own_probs in zip(copies, *parts, strict=False):
                 named = dict(zip(names, weights, strict=True))
@@ -105,10 +112,12 @@ class _GatedLayer:
             rows = token_dispatcher.gather_from_sequence_parallel_region(sealed, group=dispatcher.tp_ep_group)
         return self._gate.opened(rows.view(-1, len(sealed)), book=book)
 
-    def _start(self, shares: Shares) -> Fetch:
-        """Send the weights of copies, which travel while tokens do."""
-        parameters = [list(expert.parameters()) for expert in self._experts.local_experts]
-        return shares.fetch(self._dispatcher.ep_group, parameters)
+    def _owner(self) -> Owner:
+        """Of what this rank has of the layer's experts."""
+        if self._sharded:
+            owner: Owner = self._experts.owner()
+            return owner
+        return HomeOwner([list(expert.parameters()) for expert in self._experts.local_experts])
 
     def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""

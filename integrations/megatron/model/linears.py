@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ....core.errors import EvenloadError
 from ....runtime.stage.deferred import WgradStore, replaced
 from ....runtime.stage.offload import layers_of
+from .sharded_experts import ShardedExperts
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def why_in_backward(gpt: Any) -> str:
         return "sequence_parallel: the inputs of linear layers are not kept whole"
     known = {id(module.weight) for module in _linears(gpt)}
     # Routers and experts have theirs in the backward: the exchange of its tokens is there.
-    known |= {id(weight) for m in gpt.modules() if isinstance(m, (Router, SequentialMLP)) for weight in m.parameters()}
+    with_exchange = [m for m in gpt.modules() if isinstance(m, (Router, SequentialMLP, ShardedExperts))]
+    known |= {id(weight) for module in with_exchange for weight in module.parameters()}
     for number, layer in enumerate(layers_of(gpt)):
         odd = [name for name, weight in layer.named_parameters() if weight.dim() > 1 and id(weight) not in known]
         if odd:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from .sharded_experts import ShardedExperts
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..*)$")
@@ -30,18 +33,37 @@ def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if match := _LAYER.match(name):
             head, index, tail = match.groups()
             layer = gpt.decoder.layers[int(index)]
-            if expert := _EXPERT.match(tail):
-                path, number, rest = expert.groups()
-                tail = f"{path}{layer.mlp.local_expert_indices[int(number)]}{rest}"
+            if _EXPERT.match(tail):
+                tail = _renumbered(tail, layer.mlp.local_expert_indices[0])
             name = f"{head}{layer.layer_number - 1}{tail}"
         yield name, parameter
 
 
-def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, gradient in DDP's buffer) of this pipeline stage, named as `global_parameters`."""
+def global_tensors(model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, what ``tensor_of`` gives for the parameter) of this pipeline stage, named as `global_parameters`: of
+    experts that are cut over their group, too, each whole at its home. Collective over such groups."""
+    modules: dict[nn.Parameter, Any] = {m.shards: m for m in model.modules() if isinstance(m, ShardedExperts)}
     for name, parameter in global_parameters(model):
-        wrapped: Any = parameter
-        yield name, wrapped.main_grad.detach()
+        if parameter not in modules:
+            yield name, tensor_of(parameter)
+            continue
+        experts, head = modules[parameter], name.removesuffix("shards")
+        first = dist.get_rank(experts.group) * len(experts.local_experts)
+        for of_expert, tensor in experts.named_at_home(tensor_of(parameter)):
+            yield _renumbered(f"{head}{of_expert}", first), tensor
+
+
+def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, gradient in DDP's buffer) of this pipeline stage, as `global_tensors`."""
+    return global_tensors(model, lambda parameter: cast(Any, parameter).main_grad.detach())
+
+
+def _renumbered(name: str, first: int) -> str:
+    """The name of an expert's parameter by the expert's number in the layer."""
+    match = _EXPERT.match(name)
+    assert match
+    path, number, rest = match.groups()
+    return f"{path}{first + int(number)}{rest}"
 
 
 @torch.no_grad()

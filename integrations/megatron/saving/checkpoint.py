@@ -32,6 +32,7 @@ from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import everyone
 from ..model.gpt import torch_optimizers
 from .parts import states_of_parts
+from .sharded_experts import experts_at_home
 from .storage import InProcessWriter
 
 Result = TypeVar("Result")
@@ -65,10 +66,11 @@ def save(host: Any, directory: Path) -> None:
     """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
     directory is missing or holds something, or the disk refused; the same on every rank."""
     agreed(lambda: _expect_empty(directory))
-    state = _sharded_state(host, loading=False)
-    state[ABOUT] = _about(host)
-    with _naming_failures(f"the checkpoint in {directory} could not be written"):
-        dist_checkpointing.save(state, str(directory), InProcessWriter())
+    with experts_at_home(host, loading=False):
+        state = _sharded_state(host, loading=False)
+        state[ABOUT] = _about(host)
+        with _naming_failures(f"the checkpoint in {directory} could not be written"):
+            dist_checkpointing.save(state, str(directory), InProcessWriter())
 
 
 def load(host: Any, directory: Path) -> None:
@@ -77,11 +79,15 @@ def load(host: Any, directory: Path) -> None:
     trust, what = host.recipe.checkpoint.trust, f"the checkpoint {directory.parent.name}"
     about = agreed(lambda: _read_about(host, directory, what))
     same_layout = about["layout"] == _about(host)["layout"]
-    state = _sharded_state(host, loading=True, with_random=same_layout)
-    with _naming_failures(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
-        loaded = dist_checkpointing.load(state, str(directory))
-    host.model.load_state_dict(loaded["model"])
-    load_optimizer(host.optimizer, loaded["optimizer"])
+    with experts_at_home(host, loading=True):
+        state = _sharded_state(host, loading=True, with_random=same_layout)
+        with (
+            _naming_failures(f"the checkpoint in {directory} could not be read"),
+            tensors_only(what, DATA, trust=trust),
+        ):
+            loaded = dist_checkpointing.load(state, str(directory))
+        host.model.load_state_dict(loaded["model"])
+        load_optimizer(host.optimizer, loaded["optimizer"])
     if same_layout:
         for name, (_, restore) in _generators().items():
             restore(loaded["random"][name])

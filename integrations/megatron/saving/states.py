@@ -10,22 +10,28 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from ...textbook import AdamState
-from ..model.weights import global_parameters
+from ..model.weights import global_tensors
+
+ROWS = "param", "exp_avg", "exp_avg_sq"
+"""What Megatron's distributed optimizer calls weight, first and second moment."""
 
 
-@torch.no_grad()
 def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
     """Weights in the optimizer's precision and Adam's moments of this stage's parameters, by global name, on the CPU.
 
     Tensor-parallel shards are those of this rank. Collective over the data-parallel ranks.
     """
-    return {
-        name: AdamState(*(row.cpu().view(parameter.shape) for row in _rows(optimizer, parameter)))
-        for name, parameter in global_parameters(model)
-    }
+    rows = {parameter: rows_of(optimizer, parameter).cpu() for parameter in model.parameters()}
+
+    def part(number: int) -> dict[str, Tensor]:
+        return dict(global_tensors(model, lambda parameter: rows[parameter][number].view(parameter.shape)))
+
+    parts = [part(number) for number in range(3)]
+    return {name: AdamState(*(values[name].cpu() for values in parts)) for name in parts[0]}
 
 
-def _rows(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+@torch.no_grad()
+def rows_of(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """[3, values]: weight, first and second moment. Experts on expert-parallel ranks have an optimizer of their own."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
@@ -34,6 +40,23 @@ def _rows(optimizer: Any, parameter: nn.Parameter) -> Tensor:
         elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
             return _whole(part, parameter)
     raise AssertionError("a parameter without an optimizer")
+
+
+@torch.no_grad()
+def write_rows(optimizer: Any, parameter: nn.Parameter, rows: Tensor) -> None:
+    """Set what `rows_of` gives, each rank its own part of it."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            if parameter in part.model_param_group_index_map:
+                shard = part._get_model_param_range_map(parameter)["param"]
+                held = part._get_main_param_and_optimizer_states(parameter)
+                for row, name in zip(rows, ROWS, strict=True):
+                    held[name].copy_(row[shard.start : shard.end].view_as(held[name]))
+        elif getattr(parameter, "main_param", parameter) in part.optimizer.state:
+            own = getattr(parameter, "main_param", parameter)
+            state = part.optimizer.state[own]
+            for row, tensor in zip(rows, (own, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                tensor.copy_(row.view_as(tensor))
 
 
 def _whole(part: Any, parameter: nn.Parameter) -> Tensor:
@@ -48,7 +71,7 @@ def _sharded(part: Any, parameter: nn.Parameter) -> Tensor:
     if parameter in part.model_param_group_index_map:
         shard = part._get_model_param_range_map(parameter)["param"]
         held = part._get_main_param_and_optimizer_states(parameter)
-        for row, name in zip(rows, ("param", "exp_avg", "exp_avg_sq"), strict=True):
+        for row, name in zip(rows, ROWS, strict=True):
             row[shard.start : shard.end] = held[name].flatten()
     dist.all_reduce(rows, group=part.data_parallel_group)
     return rows

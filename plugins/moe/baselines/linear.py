@@ -10,6 +10,7 @@ Shape legend: R = ranks of a group, E = experts of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ import numpy as np
 from ....core.aliases import Ints
 from ....core.errors import EvenloadError
 from ....core.plan.expert_policy import ExpertPolicy, LayerCopies
-from .placed import ranks_placed
+from .placed import eplb_copies, ranks_placed
+
+
+def copies_for_program(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) -> LayerCopies:
+    """EPLB's, once it is sure that the solver is there. Raises EvenloadError where it is not installed."""
+    _pulp()
+    return eplb_copies(loads_E, num_ranks, policy)
 
 
 def by_linear_program(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:

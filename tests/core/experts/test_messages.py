@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from evenload.core.experts.messages import MANY, hops_of
+from evenload.core.experts.messages import MANY, hops_of, hops_of_pieces
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,3 +43,15 @@ def test_the_home_of_an_expert_that_all_copy_sends_it_once():
     for message in second:
         sent[message.sender] += message.length(SIZE)
     assert max(sent.values()) <= SIZE
+
+
+def test_experts_that_are_cut_come_whole_with_a_piece_from_each_rank():
+    experts = [(0, 1, 4), (2, 3), (4, 5, 0)]
+    pieces, second = hops_of_pieces(experts)
+    assert second == ()
+    for rank, wanted in enumerate(experts):
+        for expert in wanted:
+            own = [m for m in pieces if (m.receiver, m.expert) == (rank, expert)]
+            assert [m.sender for m in own] == [m.piece for m in own] == [0, 1, 2]
+            assert [weight for m in own for weight in range(*m.bounds(SIZE))] == list(range(SIZE))
+    assert len(pieces) == 3 * sum(map(len, experts))

@@ -8,6 +8,7 @@ import pytest
 from evenload.api import load_plugins
 from evenload.commands._shared.preflight import preflight
 from evenload.core.errors import EvenloadError
+from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.recipe.sizes import shape_of
 
@@ -18,6 +19,13 @@ MOE = {"num_experts": 8, "topk": 2, "ffn_hidden_size": 96, "shared_ffn_hidden_si
 def recipe(moe: Any = None, **sections: Any) -> Recipe:
     model = {"family": "mixtral", "num_layers": 4, "hidden_size": 64, "moe": {**MOE, **(moe or {})}, "vocab_size": 256}
     return parse({"model": model, "parallel": {"dp": 2, "ep": 2}, **sections})
+
+
+def test_a_loop_of_ones_own_keeps_its_experts_whole() -> None:
+    asks = recipe(**CUT)
+    with pytest.raises(EvenloadError, match="a training loop of your own") as caught:
+        PlanChain.of_loop(asks, asks.layout())
+    assert "plugins.moe.owners=home" in caught.value.do
 
 
 def test_parameters_count_every_expert_and_a_token_meets_its_own() -> None:
@@ -31,6 +39,7 @@ def test_parameters_count_every_expert_and_a_token_meets_its_own() -> None:
 
 
 PACKING = {"plugins": {"packing": {"enabled": True}}}
+CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an ep that does not divide": ({"moe": {"num_experts": 9}}, "does not divide the experts"),
     "more experts than there are": ({"moe": {"topk": 9}}, "more experts than there are"),
@@ -39,6 +48,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "capacity": ({"moe": {"capacity_factor": 1.2}, **PACKING}, "depends on which samples"),
     "tensor parallelism": ({"parallel": {"tp": 2, "ep": 2, "dp": 2}}, "sequence parallelism"),
     "allgather of packs": ({"moe": {"dispatcher": "allgather"}, **PACKING}, "equally many tokens"),
+    "pieces of experts on one rank": ({"parallel": {"dp": 2}, **CUT}, "group of its own"),
+    "pieces of experts in another trainer": ({"trainer": "deepspeed", **CUT}, "trainer megatron alone"),
     "copies in a Trainer": (
         {"trainer": "transformers", "plugins": {"moe": {"enabled": True}}},
         r"trainer transformers has no plugins\.moe",

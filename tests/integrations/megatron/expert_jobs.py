@@ -172,3 +172,58 @@ def expert_refusal(**changes: Any) -> str:
 def refused_recipes(world: Any, *, cases: list[dict[str, Any]]) -> list[str]:
     """What is said of each of some recipes."""
     return [expert_refusal(**case) for case in cases]
+
+
+def sharded_beside_home(world: Any, *, folder: str, **changes: Any) -> dict[str, Any]:
+    """Two steps with updates where experts are whole and where they are cut, and what differs by a bit behind a
+    checkpoint that goes from the second host to the first, and behind one that comes back."""
+    common = small(**changes)
+    with (
+        hosted(world, **common) as home,
+        hosted(world, **common | {"plugins__moe": {"enabled": True, "owners": "sharded"}}) as sharded,
+        mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of),
+    ):
+        rows: dict[str, Any] = {"started": unequal(home, sharded), "losses": [], "norms": []}
+
+        def step(number: int) -> None:
+            plan = with_drawn_copies(planned(home), number)
+            results = [host.train_step(plan, tokens(seed=number), lr=1e-2) for host in (home, sharded)]
+            rows["losses"].append([result.loss for result in results])
+            rows["norms"].append([result.grad_norm for result in results])
+
+        for number in range(2):
+            step(number)
+        rows["far"] = farthest(home, sharded)
+        for source, target in ((sharded, home), (home, sharded)):
+            target.train_step(planned(home), tokens(seed=9), lr=1e-2)
+            rows[f"before {target is home}"] = unequal(source, target)
+            there = Path(folder) / str(target is home)
+            if world.rank == 0:
+                there.mkdir(parents=True)
+            torch.distributed.barrier()
+            source.save(there)
+            target.load(there)
+            rows[f"behind {target is home}"] = unequal(source, target)
+        step(3)
+        return rows | {"then": farthest(home, sharded)}
+
+
+def unequal(one: Any, other: Any) -> list[str]:
+    """Names of weights and states of optimizers that differ by a bit between two hosts."""
+    weights, states = one.weights(), one.optimizer_states()
+    others, their_states = other.weights(), other.optimizer_states()
+    wrong = [name for name, weight in weights.items() if not torch.equal(weight, others[name])]
+    for name, state in states.items():
+        if not all(map(torch.equal, state, their_states[name])):
+            wrong.append(f"state of {name}")
+    return wrong + sorted(weights.keys() ^ others.keys()) + sorted(states.keys() ^ their_states.keys())
+
+
+def farthest(one: Any, other: Any) -> float:
+    """The largest relative difference of weights and moments between two hosts."""
+    states, others = one.optimizer_states(), other.optimizer_states()
+    return max(
+        relative_error(ours, theirs)
+        for name, state in states.items()
+        for ours, theirs in zip(state, others[name], strict=True)
+    )

@@ -14,6 +14,8 @@ BIASED = {"score": "sigmoid", "bias_rate": 0.01, **LOSSES}
 PACKS = {"packing": {"enabled": True, "max_tokens": 96}}
 SLICES = {"packing": {"enabled": True, "max_tokens": 24}}
 SHARED = {"mesh": {"enabled": True, "max_tokens": 24}}
+CUT = {"moe": {"enabled": True, "owners": "sharded"}}
+ODD = {"model__hidden_size": 10, "model__num_attention_heads": 1, "model__num_query_groups": 1}
 STAGES = {"pipeline": {"enabled": True}}
 LAYOUTS = [
     pytest.param(2, {"parallel__ep": 1}, id="ep1"),
@@ -110,6 +112,7 @@ def test_what_does_not_compose_is_refused(on_ranks):
         {"moe": {"topk": 1}},
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}},
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": {"moe": {"enabled": True}}},
+        {"plugins": CUT},
     ]
     said = on_ranks(2, "refused_recipes", cases=cases)[0]
     assert "sequence parallelism" in said[0]
@@ -117,6 +120,42 @@ def test_what_does_not_compose_is_refused(on_ranks):
     assert "softmax over one" in said[2]
     assert said[3] == ""
     assert "copies of experts" in said[4]
+    assert "group of its own" in said[5]
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {"plugins": SLICES | CUT, "train__recompute": True, "seeds": (None,) * 4, "parallel__ep": 2}),
+        (4, {"plugins": PACKS | CUT, "megatron__overlap_grad_reduce": True, "parallel__ep": 2}),
+        (4, {"plugins": CUT, "moe": BIASED | {"ffn_hidden_size": 25}, "parallel__ep": 4, **ODD}),
+        (4, {"plugins": SLICES | CUT, "parallel__ep": 2, "parallel__pp": 2}),
+    ],
+    ids=["ep2, recompute", "ep2dp2, overlap", "ep4, padded pieces", "pp2ep2, slices"],
+)
+def test_experts_that_are_cut_over_their_group(on_ranks, size, changes):
+    exact(on_ranks(size, "routed", **{"moe": BIASED, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("near", "changes"),
+    [
+        (1e-12, {"parallel__ep": 4, "train__dtype": "fp64", **ODD}),
+        (1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}),
+        (1e-12, {"parallel__ep": 2, "parallel__pp": 2, "train__dtype": "fp64", "model__family": "qwen3_moe"}),
+    ],
+    ids=["fp64, padded pieces", "fp32, distributed optimizer", "fp64, a stage without experts"],
+)
+def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_path, near, changes):
+    moe = BIASED | {"ffn_hidden_size": 25, "every": 2 if "model__family" in changes else 1}
+    common = {"moe": moe, "train__clip_grad": 0.2, **changes}
+    for row in on_ranks(4, "sharded_beside_home", folder=str(tmp_path / "c"), **common):
+        assert row["started"] == row["behind True"] == row["behind False"] == []
+        assert row["before True"]
+        assert row["before False"]
+        assert max(row["far"], row["then"]) <= near
+        for one, other in row["losses"] + row["norms"]:
+            assert one == pytest.approx(other, rel=near)
 
 
 KINDS = [{"train__dtype": "fp64"}, {"train__dtype": "fp32"}]

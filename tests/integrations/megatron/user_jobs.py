@@ -395,11 +395,11 @@ def copied(world: Any, **loop: Any) -> dict[str, Any]:
         stock = user.step()
         with evenload.enabled(recipe(moe={**settings, "mode": "reroute"})):
             for _ in range(2):
-                with patch.object(Shares, "journey", autospec=True, side_effect=Shares.journey) as journeys:
-                    later.append((worst(user.step(), stock), journeys.call_count))
+                with patch.object(Shares, "fetch", autospec=True, side_effect=Shares.fetch) as fetches:
+                    later.append((worst(user.step(), stock), fetches.call_count))
         with (
             evenload.enabled(recipe(moe=settings)),
-            patch.object(Shares, "journey", autospec=True, side_effect=Shares.journey) as journeys,
+            patch.object(Shares, "fetch", autospec=True, side_effect=Shares.fetch) as fetches,
         ):
             error = worst(user.step(), stock)
         user.model.module.config.fp8 = "e4m3"
@@ -407,7 +407,7 @@ def copied(world: Any, **loop: Any) -> dict[str, Any]:
             with evenload.enabled(recipe(moe=settings)):
                 unmodified.refuse_experts(user.model.module)
         except EvenloadError as refusal:
-            return {"error": error, "copies": journeys.call_count, "told": str(refusal), "later": later}
+            return {"error": error, "copies": fetches.call_count, "told": str(refusal), "later": later}
     return {}
 
 

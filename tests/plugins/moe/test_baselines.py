@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins, load_recipe
 from evenload.core.aliases import Ints
 from evenload.core.errors import EvenloadError
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.plan.expert_policy import ExpertPolicy
-from evenload.plugins.moe.baselines import LAYERS
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.plugins.moe.baselines import BASELINES, LAYERS
 from evenload.plugins.moe.baselines.placed import eplb_copies, laer_copies
 from evenload.plugins.moe.reroute import reroute
 from hypothesis import given, settings
@@ -90,6 +93,12 @@ def test_the_linear_program_reaches_the_least_maximum() -> None:
     assert least <= by_program.sum(axis=0).max() <= least + 3, "rounding may leave a token or two"
 
 
+def chain_of_moe() -> PlanChain:
+    load_plugins()
+    recipe = load_recipe("moe", ["plugins.moe.enabled=true"])
+    return PlanChain.of_recipe(recipe, recipe.layout())
+
+
 def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = builtins.__import__
 
@@ -99,6 +108,26 @@ def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.M
         return stock(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
+    chain = chain_of_moe().with_loads((tuple(map(float, range(16))),) * 3)
     with pytest.raises(EvenloadError, match="linear programs") as caught:
-        LAYERS["lp"](steep(), ExpertPolicy("lp", 4), ())
+        chain.baseline("lp", as_lengths([500, 300]))
     assert caught.value.do == "pip install 'evenload[solver]'"
+    assert chain.baseline("eplb", as_lengths([500, 300])).experts.planner == "eplb"
+
+
+def test_policies_hold_copies_where_loads_are_known_and_stay_at_home_where_not() -> None:
+    chain = chain_of_moe()
+    lengths = as_lengths([500, 300, 900, 700])
+    assert {name: chain.baseline(name, lengths).experts.planner for name in BASELINES} == {
+        "static": "static",
+        "eplb": "static",
+        "laer": "static",
+        "lp": "static",
+        "ultraep": "ultraep",
+        "moonep": "moonep",
+    }
+    knows = chain.with_loads(tuple(tuple(float(e < 4) + 1 for e in range(16)) for _ in range(3)))
+    for name in ("eplb", "laer", "lp"):
+        policy = knows.baseline(name, lengths).experts
+        assert (policy.planner, policy.slots, len(policy.copies)) == (name, 10, 3)
+        assert [len(experts) for experts in policy.copies[0]] == [10, 10]

@@ -7,8 +7,8 @@ import logging
 import numpy as np
 import pytest
 import torch
-from evenload.core.experts.quotas import copies_of
-from evenload.core.plan.expert_policy import ExpertPolicy
+from evenload.core.experts.quotas import at_home, copies_of
+from evenload.core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from evenload.runtime.experts.balance import ExpertBalance, Shares
 
 COUNTS_RE = np.array([[3, 0, 2, 1], [1, 4, 0, 0]])
@@ -63,3 +63,13 @@ def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_seal_it() -> Non
     balance.begin(POLICY, lambda counts_RE, *_: np.array([[4, 0], [4, 0], [0, 2], [0, 1]]))
     assert balance.shares(0, COUNTS_RE) is None
     assert balance.checksum != 0
+
+
+def test_cut_experts_are_fetched_without_copies_and_behind_a_planner_that_fails_too() -> None:
+    balance = ExpertBalance(0, sharded=True)
+    for planner in (at_home, lambda *_: 1 // 0):
+        balance.begin(EXPERTS_AT_HOME, planner)
+        assert not balance.at_home
+        shares = balance.shares(0, COUNTS_RE)
+        assert shares is not None
+        assert (shares.slots, shares.copies, shares.keep) == (2, ((), ()), False)
