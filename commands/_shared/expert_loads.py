@@ -73,8 +73,8 @@ def say_without_copies(chain: PlanChain, steps: Sequence[Mapping[str, float] | N
     if chain.of_layers and chain.context.layout.ep > 1 and metrics and not any(step["copies"] for step in metrics):
         names = ", ".join(f"plugins.{plugin.name}" for plugin, _ in chain.of_layers)
         logger.warning(
-            "%s changed nothing: in %d steps no layer had a copy of an expert, as loads were even or no copy was worth "
-            "its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95 of the last step)",
+            "%s changed nothing: in %d steps no layer had a copy of an expert: loads were even or not yet known, or no "
+            "copy was worth its weights' way; the busiest rank had %.3f times the mean rank's tokens (p95, last step)",
             names,
             len(metrics),
             metrics[-1]["imbalance_p95"],

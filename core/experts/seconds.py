@@ -158,8 +158,9 @@ def _copies(quotas_ER: Ints, node_ranks: int) -> list[Floats]:
 
 def _experts_sent(messages: Sequence[Message], num_ranks: int, node_ranks: int) -> Floats:
     experts = np.zeros((2, 2, num_ranks))
-    for sender, receiver, _, _, pieces in messages:
-        across = int(sender // node_ranks != receiver // node_ranks)
-        experts[across, 0, sender] += 1 / pieces
-        experts[across, 1, receiver] += 1 / pieces
+    if messages:
+        senders, receivers, _, _, pieces = np.array(messages).T
+        across = (senders // node_ranks != receivers // node_ranks).astype(int)
+        np.add.at(experts, (across, 0, senders), 1 / pieces)
+        np.add.at(experts, (across, 1, receivers), 1 / pieces)
     return experts

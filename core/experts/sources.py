@@ -38,20 +38,29 @@ def received_by(rank: int, counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0
 def tokens_between(counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
     """Tokens of each rank that go to each other one, all experts together [R, R]; those that stay are on the diagonal.
 
-    Rows of all experts stand one behind the other, so that a level is one sort of O(E R) ends.
+    Rows of all experts stand one behind the other, so that a level is one merge of O(E R) ends.
     """
     num_ranks = len(counts_RE)
     from_ER, to_ER = counts_RE.T.copy(), quotas_ER.copy()
     moved = np.zeros(num_ranks * num_ranks)
     for size in _levels(num_ranks, node_ranks):
         taken_ER, filled_ER = _inside(from_ER, size, to_ER), _inside(to_ER, size, from_ER)
-        sources, ranks = taken_ER.ravel().cumsum(), filled_ER.ravel().cumsum()
-        ends = np.unique(np.concatenate(([0], sources, ranks)))
-        source, rank = (np.searchsorted(each, ends[:-1], side="right") % num_ranks for each in (sources, ranks))
-        moved += np.bincount(source * num_ranks + rank, np.diff(ends), len(moved))
+        (sources, source_ends), (ranks, rank_ends) = _in_a_row(taken_ER), _in_a_row(filled_ER)
+        ends = np.insert(source_ends, np.searchsorted(source_ends, rank_ends), rank_ends)
+        tokens = np.diff(ends, prepend=0)
+        starts, tokens = (ends - tokens)[tokens > 0], tokens[tokens > 0]
+        source = sources[np.searchsorted(source_ends, starts, side="right")]
+        rank = ranks[np.searchsorted(rank_ends, starts, side="right")]
+        moved += np.bincount(source * num_ranks + rank, tokens, len(moved))
         from_ER -= taken_ER
         to_ER -= filled_ER
     return moved.astype(np.int64).reshape(num_ranks, num_ranks)
+
+
+def _in_a_row(tokens_ER: Ints) -> tuple[Ints, Ints]:
+    """The ranks of all tokens, expert by expert, and where those of each end."""
+    places = np.flatnonzero(tokens_ER)
+    return places % tokens_ER.shape[1], tokens_ER.ravel()[places].cumsum()
 
 
 def _levels(num_ranks: int, node_ranks: int) -> tuple[int, ...]:

@@ -258,9 +258,10 @@ def other_exchange() -> str:
         return str(error)
 
 
-def unmodified(stage: int, ep: int) -> dict[str, Any]:
+def unmodified(stage: int, ep: int, reentrant: bool | None = None) -> dict[str, Any]:
     """A step of a user's loop on a model whose experts DeepSpeed divides: how far its weights are from those of plain
-    training, against how far these have moved, and what the copies of its last step leave behind."""
+    training, against how far these have moved, and what its copies leave behind. ``reentrant``: how layers are
+    recomputed; None: they are not."""
     prepare_deepspeed()
     world = init_world()
     rows = scripts.rows_of(31, 7, 12, 25, 3, 18, 9, 14)
@@ -269,6 +270,8 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
     config = MixtralConfig(**small, num_local_experts=4, num_experts_per_tok=2)
     model, plain = (MixtralForCausalLM(config) for _ in range(2))
     plain.load_state_dict(model.state_dict())
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     start = {name: weight.clone() for name, weight in plain.state_dict().items()}
     ds_config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -285,11 +288,12 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
         engine, _, loader, _ = deepspeed.initialize(
             model=model, config=ds_config, training_data=rows, collate_fn=scripts.collate
         )
-        gate, num_copies = loop._attached[engine].gated.gate, 0
-        with mock.patch("evenload.integrations.deepspeed.unmodified.experts.layer_planner", return_value=drawn_quotas):
+        with (
+            mock.patch("evenload.integrations.deepspeed.unmodified.experts.layer_planner", return_value=drawn_quotas),
+            mock.patch.object(copies, "_exchange", wraps=copies._exchange) as sent,
+        ):
             for batch in loader:
                 engine.backward(engine(**batch).loss)
-                num_copies = sum(load.copies for load in gate.loads)
                 engine.step()
         divided = DividedExperts(engine.module, world.device)
         weights = divided.whole(full_weights(engine, dict(engine.module.named_parameters())))
@@ -310,7 +314,7 @@ def unmodified(stage: int, ep: int) -> dict[str, Any]:
     return {
         "error": max(errors.values()),
         "named": weights.keys() == wanted.keys(),
-        "copies": num_copies,
+        "messages": sent.call_count,
         "evaluation differs": float((evaluated[0] - evaluated[1]).abs().max()),
         "bound": left,
     }

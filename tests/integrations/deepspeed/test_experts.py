@@ -36,7 +36,7 @@ def test_divided_experts_are_exact(on_ranks, stage, more):
 
 @pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 2), (3, 2), (1, 4), (3, 4)])
 def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
-    names = ["whole_sequences", "random 3", "random 5", "random 8", "shared even"]
+    names = ["whole_sequences", "random 3", "shared even", *(["random 5", "random 8"] if stage < 3 or ep < 4 else [])]
     _check(on_ranks(4, "rank_experts.exactness", stage=stage, names=names, ep=ep), names)
 
 
@@ -108,12 +108,14 @@ def test_resume_is_bit_equal_and_goes_on_on_other_ranks(on_ranks, tmp_path, stag
             assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "ranks", "ep"), [(0, 2, 2), (2, 4, 2), (3, 2, 2)])
-def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, ep):
-    for result in on_ranks(ranks, "rank_experts.unmodified", stage=stage, ep=ep):
+@pytest.mark.parametrize(
+    ("stage", "ranks", "reentrant"), [(0, 2, True), (1, 2, False), (2, 4, None), (3, 2, False), (3, 2, None)]
+)
+def test_a_loop_of_others_takes_exact_steps(on_ranks, stage, ranks, reentrant):
+    for result in on_ranks(ranks, "rank_experts.unmodified", stage=stage, ep=2, reentrant=reentrant):
         assert result["named"]
         assert result["error"] <= 1e-5
-        assert result["copies"] > 0
+        assert result["messages"] > 0
         assert result["evaluation differs"] == 0.0
         assert result["bound"] == 0
 
