@@ -16,7 +16,7 @@ not timed, as counting slows it. Gradients that the trainer makes anew in every 
 needs are not.
 
 Where ranks divide experts, ``critical_path`` has the seconds of every variant's (`experts.critical_path`), and a
-baseline what an even one would allow: ``allowed``, and ``of_allowed`` what of that was reached.
+baseline what even experts would allow: ``allowed``, and ``of_allowed`` what of that was reached.
 
 ``repeats`` trains every batch so many times with each variant, in turn; of every number the median of the runs counts.
 """
@@ -224,11 +224,11 @@ def _result(job: Job, measured: dict[str, Measured], repeats: int) -> dict[str, 
 
 
 def _of_paths(baseline: Measured, ratio: float) -> dict[str, float]:
-    """How much faster a baseline's critical path would be if it were even, and what of that was reached."""
+    """How much faster a baseline's critical path would be with even experts, and what of that was reached."""
     if not baseline.paths:
         return {}
     seconds = _columns(baseline.paths)
-    allowed = sum(seconds["critical_s"]) / sum(seconds["evened_s"])
+    allowed = sum(seconds["critical_s"]) / sum(seconds["evened_experts_s"])
     return {"allowed": allowed, "of_allowed": ratio / allowed}
 
 

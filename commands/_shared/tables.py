@@ -168,7 +168,7 @@ def _paths(result: Result) -> str:
     if "critical_path" not in result:
         return ""
     words = [
-        f"{name} {path['critical_s']:.3g} s, evened {path['evened_s']:.3g} s"
+        f"{name} {path['critical_s']:.3g} s, with even experts {path['evened_experts_s']:.3g} s"
         for name, path in result["critical_path"].items()
     ]
     return f"critical path through layers with experts, compute alone: {'; '.join(words)}\n"

@@ -2,9 +2,10 @@
 
 Ranks that divide experts meet in every layer. Between two meetings a layer waits for its busiest rank, so that a rank
 which is busy in one layer and idle in the next is no help to another that is the other way round: summed over a step
-both look even. The path is the sum over all stretches between meetings of the busiest rank's seconds of compute; the
-evened one is the sum of the mean rank's, which is what balance can reach. Where ranks share cores, as four do on two,
-the wall clock hides the waiting, and the path does not.
+both look even. The path is the sum over all stretches between meetings of the busiest rank's seconds of compute. Every second
+stretch lies inside a layer with experts: with the mean rank's seconds there, it is the path that quotas can reach; with
+the mean's everywhere it is even. Where ranks share cores, as four do on two, the wall clock hides the waiting, and the
+path does not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...core.aliases import Floats
 from ...integrations.host import StepResult
 from ...runtime.world.agreement import everyone
 from .._shared.job import Job
@@ -26,6 +28,7 @@ class Path(NamedTuple):
     """Seconds of one step, of the group of ranks that takes longest."""
 
     critical_s: float
+    evened_experts_s: float
     evened_s: float
 
 
@@ -41,5 +44,11 @@ def longest(rows: Sequence[tuple[Group, Sequence[float]]]) -> Path:
     groups: dict[Group, list[Sequence[float]]] = {}
     for group, stretches_s in rows:
         groups.setdefault(group, []).append(stretches_s)
-    seconds = [np.array(of_ranks) for of_ranks in groups.values()]
-    return max(Path(float(each.max(axis=0).sum()), float(each.mean(axis=0).sum())) for each in seconds)
+    return max(_path(np.array(of_ranks)) for of_ranks in groups.values())
+
+
+def _path(seconds: Floats) -> Path:
+    """Of one group [ranks, stretches]."""
+    busiest, mean = seconds.max(axis=0), seconds.mean(axis=0)
+    evened_experts_s = float(busiest[::2].sum() + mean[1::2].sum())
+    return Path(float(busiest.sum()), evened_experts_s, float(mean.sum()))

@@ -87,20 +87,17 @@ class _GatedLayer:
         if fetch is None:
             own_output: tuple[Tensor, None] = self._own_forward(tokens, tokens_per_expert, probs)
             return own_output
-        sizes = tokens_per_expert.tolist()
         tokens, probs, copies = fetch.arrived(tokens, probs)
-        as_they_are = 0 if self._sharded else self._own
-        at_home = sum(sizes[:as_they_are])
-        outputs = []
-        if as_they_are:
-            outputs.append(self._own_forward(tokens[:at_home], tokens_per_expert[: self._own], probs[:at_home])[0])
-        template = self._experts.local_experts[0]
-        names = [name for name, _ in template.named_parameters()]
-        parts = (torch.split(each[at_home:], sizes[as_they_are:]) for each in (tokens, probs))
+        # One split and one sum of gradients, as in Megatron's own forward: a part of the tokens more is a copy of all.
+        sizes = tokens_per_expert.tolist()
+        parts = list(zip(torch.split(tokens, sizes), torch.split(probs, sizes), strict=True))
+        experts = self._experts.local_experts
+        at_home = 0 if self._sharded else self._own
+        outputs = [expert(*part)[0] for expert, part in zip(experts, parts[:at_home], strict=False)]
+        names = [name for name, _ in experts[0].named_parameters()]
         with fetch.saving():
-            for weights, own_tokens, own_probs in zip(copies, *parts, strict=False):
-                named = dict(zip(names, weights, strict=True))
-                outputs.append(functional_call(template, named, (own_tokens, own_probs))[0])
+            for weights, part in zip(copies, parts[at_home:], strict=False):
+                outputs.append(functional_call(experts[0], dict(zip(names, weights, strict=True)), part)[0])
         return fetch.again_behind(torch.cat(outputs)), None
 
     def _gathered(self, routing_map: Tensor, book: bool) -> Tensor:

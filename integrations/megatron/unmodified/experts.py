@@ -99,7 +99,8 @@ def refuse_routers(gpt: Any) -> None:
 def refuse_experts(gpt: Any) -> None:
     """Raise EvenloadError for experts that cannot run beside copies of others."""
     odd = sorted({type(e).__qualname__ for e in _experts_of(gpt) if type(e) is not SequentialMLP})
-    fields = ("gradient_accumulation_fusion", "fp8", "fp4", "moe_router_padding_for_quantization")
+    fields = ["gradient_accumulation_fusion", "fp8", "fp4", "moe_apply_probs_on_input"]
+    fields.append("moe_router_padding_for_quantization")
     odd += [name for name in fields if getattr(gpt.config, name, None)]
     if odd:
         raise EvenloadError(
