@@ -6,7 +6,7 @@
 Workloads: ``real`` is recipes/moe.yaml as it trains. W0 (balanced), W1 (hot experts) and W2 (hot rank) are those of
 Megatron-LM's pull request 7488: routers choose experts by drawn popularity, a hot one 16 times as popular, the same in
 every variant; what they give a token's experts stays differentiable. ``allowed`` is the baseline's critical path over
-the same evened (`commands.experts.critical_path`), what balance alone can gain; on four ranks and two cores the wall
+the same with even experts (`commands.experts.critical_path`), what quotas alone can gain; on four ranks and two cores the wall
 clock hides what ranks wait, so there the paths tell, not the seconds.
 """
 
@@ -87,7 +87,8 @@ def table(result: dict[str, Any]) -> Any:
         "allowed",
         "of allowed",
         "critical path s",
-        "evened s",
+        "even experts",
+        "even",
         "peak MiB",
     )
     rows = []
@@ -97,7 +98,8 @@ def table(result: dict[str, Any]) -> Any:
         if ratio is not None:
             interval = " .. ".join(f"{end:.3f}" for end in ratio["interval"] or ())
             shown = (f"{ratio['median']:.3f}x", interval, f"{ratio['allowed']:.3f}x", f"{ratio['of_allowed']:.3f}")
-        rows.append((name, *shown, f"{path['critical_s']:.3f}", f"{path['evened_s']:.3f}", f"{peak:.0f}"))
+        paths = [f"{path[key]:.3f}" for key in ("critical_s", "evened_experts_s", "evened_s")]
+        rows.append((name, *shown, *paths, f"{peak:.0f}"))
     return grid(
         f"{result['workload']}, EP {result['ranks']}, {result['steps']} steps, alternating, measured", head, rows
     )

@@ -2,10 +2,10 @@
 
 Ranks that divide experts meet in every layer. Between two meetings a layer waits for its busiest rank, so that a rank
 which is busy in one layer and idle in the next is no help to another that is the other way round: summed over a step
-both look even. The path is the sum over all stretches between meetings of the busiest rank's seconds of compute. Every second
-stretch lies inside a layer with experts: with the mean rank's seconds there, it is the path that quotas can reach; with
-the mean's everywhere it is even. Where ranks share cores, as four do on two, the wall clock hides the waiting, and the
-path does not.
+both look even. The path is the sum over all stretches between meetings of the busiest rank's seconds of compute. Every
+second stretch lies inside a layer with experts: with the mean rank's seconds there, it is the path that quotas can
+reach; with the mean's everywhere it is even. Where ranks share cores, as four do on two, the wall clock hides the
+waiting, and the path does not.
 """
 
 from __future__ import annotations
