@@ -37,6 +37,7 @@ def run_rules(recipe: Recipe) -> list[Rule]:
     moe, p = recipe.model.moe, recipe.parallel
     if moe is None:
         return []
+    dense = _stages_without_experts(recipe)
     return [
         (
             p.tp > 1,
@@ -58,7 +59,19 @@ def run_rules(recipe: Recipe) -> list[Rule]:
             "model.moe.topk 1, score softmax",
             "set model.moe.topk to 2 or more, or score=sigmoid",
         ),
+        (
+            p.ep > 1 and bool(dense) and recipe.train.dtype != "fp64",
+            "Megatron-Core's optimizers cannot save a pipeline stage whose expert-parallel ranks have no experts",
+            f"stages {dense} of {p.pp} have none, ep {p.ep}, train.dtype {recipe.train.dtype}",
+            "choose parallel.pp and model.moe.every so that every stage has a layer with experts",
+        ),
     ]
+
+
+def _stages_without_experts(recipe: Recipe) -> list[int]:
+    per_stage = recipe.model.num_layers // recipe.parallel.pp
+    with_experts = {layer // per_stage for layer in recipe.model.moe_layers}
+    return [stage for stage in range(recipe.parallel.pp) if stage not in with_experts]
 
 
 MEGATRON = Trainer(traits, run_rules=run_rules)

@@ -113,6 +113,7 @@ def test_what_does_not_compose_is_refused(on_ranks):
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}},
         {"parallel__ep": 2, "moe": {"dispatcher": "allgather"}, "plugins": {"moe": {"enabled": True}}},
         {"plugins": CUT},
+        {"parallel__ep": 2, "parallel__pp": 2, "moe": {"every": 2}, "train__dtype": "fp32"},
     ]
     said = on_ranks(2, "refused_recipes", cases=cases)[0]
     assert "sequence parallelism" in said[0]
@@ -121,6 +122,7 @@ def test_what_does_not_compose_is_refused(on_ranks):
     assert said[3] == ""
     assert "copies of experts" in said[4]
     assert "group of its own" in said[5]
+    assert "a pipeline stage whose" in said[6]
 
 
 @pytest.mark.parametrize(
