@@ -47,7 +47,7 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
         recipe = load_recipe(recipe)
     batch = lengths_of_batch(lengths)
     layout = recipe.layout(world_size)
-    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    refuse_idle_ranks(recipe.train, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
     refuse_endless(batch, chain.largest_slice)
     return chain.plan(as_lengths(batch))

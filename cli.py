@@ -60,6 +60,10 @@ def train(
     pictures = {"plot": plot, "report": report}
     refuse(**pictures)
     chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
+    if chosen.train.export is not None:
+        from .runtime.files import refuse_taken
+
+        refuse_taken(chosen.train.export)
     _run_ranks("train", chosen, nproc, as_json, names, pictures=pictures)
 
 
@@ -150,6 +154,25 @@ def profile(
     plane = {"pp": 1, "cp": 1, "ep": 1, "dp": max(1, num_ranks // wanted.parallel.tp)}
     wanted = wanted.changed({f"parallel.{name}": degree for name, degree in plane.items()})
     _run_ranks("profile", wanted, str(num_ranks), as_json, out=out.absolute())
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="One, or a folder that checkpoint.dir named.")
+    ],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write; not there, or empty.")] = None,
+    nproc: NumRanks = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, which transformers' from_pretrained opens."""
+    from .commands.export import recipe_of
+
+    if out is None:
+        raise EvenloadError("export does not know where to write", "no --out", "add --out DIR")
+    recipe, folder = recipe_of(checkpoint, overrides or (), out)
+    _run_ranks("export", recipe, nproc, as_json, reads_data=False, checkpoint=folder, out=out)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -250,7 +273,13 @@ def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
 
 
 def _run_ranks(
-    verb: str, recipe: Recipe, nproc: str | None, as_json: bool, against: tuple[str, ...] = (), **more: Any
+    verb: str,
+    recipe: Recipe,
+    nproc: str | None,
+    as_json: bool,
+    against: tuple[str, ...] = (),
+    reads_data: bool = True,
+    **more: Any,
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
     from .commands._shared.launch import end_with_launcher, is_rank, launch
@@ -264,17 +293,23 @@ def _run_ranks(
             work = getattr(import_module(f".commands.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
     else:
-        from .commands._shared.preflight import preflight
-
-        ready = preflight(recipe, None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS))
-        size = ready.chain.context.layout.world_size
+        num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
+        size = _checked(recipe, num_ranks, against) if reads_data else recipe.layout(num_ranks).world_size
         if size > LOCAL_RANKS:
             do = f"start them with torchrun -m evenload {verb} on several machines"
             raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
-        for name in against:
-            ready.chain.offer(name)
         result = launch(sys.argv[1:], size, recipe.safety)
     if result is not None:
         _show(verb, result, as_json)
         if result.get("exact") is False:
             raise SystemExit(1)
+
+
+def _checked(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
+    """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
+    from .commands._shared.preflight import preflight
+
+    ready = preflight(recipe, num_ranks)
+    for name in against:
+        ready.chain.offer(name)
+    return ready.chain.context.layout.world_size

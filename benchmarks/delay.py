@@ -33,9 +33,10 @@ from evenload.core.costs.costs import from_totals
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
-from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths
-from evenload.data.order import SampleOrder
+from evenload.data.samples.batches import BatchSize
+from evenload.data.samples.cut import cut
+from evenload.data.samples.order import SampleOrder
 from evenload.plugins.packing.delay import outliers
 
 SEED = 1234
@@ -98,7 +99,7 @@ def chain_with(rule: Rule, ranks: int, most: int) -> PlanChain:
 
 def measure(lengths: Ints, size: int, ranks: int, rule: Rule, most: int) -> dict[str, Any]:
     """Drawing once through the lengths. Raises ZeroDivisionError for fewer than one batch."""
-    draw = Drawing(SampleOrder(len(lengths), SEED), lengths, size, chain_with(rule, ranks, most))
+    draw = Drawing(SampleOrder(len(lengths), SEED), lengths, BatchSize(size), chain_with(rule, ranks, most))
     busiest = ideal = late = tokens = 0.0
     longest_queue = 0
     for _ in range(len(lengths) // size):

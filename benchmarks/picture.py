@@ -17,7 +17,7 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import predict
-from evenload.data.order import SampleOrder
+from evenload.data.samples.order import SampleOrder
 from matplotlib import pyplot as plt
 
 PLANNERS = {"stock: equal counts, padded": "stock", "packed in order": "in_order", "evenload": ""}

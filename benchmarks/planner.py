@@ -32,9 +32,9 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
-from evenload.data.cut import cut
 from evenload.data.lengths import read_lengths
-from evenload.data.order import SampleOrder
+from evenload.data.samples.cut import cut
+from evenload.data.samples.order import SampleOrder
 
 SEED = 1234
 DIFFERENCING_LIMIT = 1 << 22

@@ -159,7 +159,8 @@ def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
 
     with Levels(job.world.device) as levels:
         lr = learning_rate(step, job.recipe.train)
-        job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=lr, mark=mark)
+        labels = job.labels_of(planned.draw)
+        job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=lr, labels=labels, mark=mark)
         highest.append(levels.read()[1])
     job.watchdog.at("comparing peaks", step, waits=True)
     return job.most_of_stages(job.gather(highest[0])[:, 0]).tolist()  # type: ignore[no-any-return]

@@ -25,10 +25,10 @@ from ..core.recipe.rules import refuse_idle_ranks
 from ..core.simulate.events import grid
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
-from ..data.cut import cut
 from ..data.lengths import read_lengths
-from ..data.order import SampleOrder
-from ._shared.drawing import Drawing
+from ..data.samples.cut import cut
+from ..data.samples.order import SampleOrder
+from ._shared.drawing import Drawing, batch_size, refuse_short_data
 from ._shared.pipelines import describe
 from .experts.replay import Replay, loads_for, replay
 
@@ -116,18 +116,14 @@ def look_ahead(
     named, to be replayed; ``record`` keeps every step's timeline.
     """
     layout = recipe.layout(num_ranks)
-    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    refuse_idle_ranks(recipe.train, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
     recorded = loads_for(recipe, chain.context, loads) if loads else None
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
-    size = recipe.train.global_batch_size
-    if len(samples) < size:
-        what = "the lengths file holds fewer samples than one global batch"
-        detail = f"{len(samples)} samples, train.global_batch_size {size}"
-        raise EvenloadError(what, detail, "lower train.global_batch_size")
+    refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
     refuse_endless(samples, chain.largest_slice)
-    drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, size, chain)
+    drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
     planned = []
     for _ in range(steps):
         draw = drawing()

@@ -3,8 +3,9 @@
 Some steps of the run that `train` would do - the same plans, reduction, clipping, optimizer, checkpoint and resume -
 are each held against the same step of plain training (`proof.steps`): the loss, every parameter's gradient, the norm,
 every weight and both of Adam's moments after the update, the tokens that were really run, and the samples that they
-belong to. In the middle the run is saved, its trainer closed, and another one opened that resumes, on another layout
-where the ranks allow one. Then batches follow that take the branches which the first ones did not (`proof.reach`).
+belong to. In every second step half of the tokens carry no loss (`proof.masking`). In the middle the run is saved, its
+trainer closed, and another one opened that resumes, on another layout where the ranks allow one. Then batches follow
+that take the branches which the first ones did not (`proof.reach`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.watchdog import Watchdog
 from ..runtime.world.agreement import everyone, from_first
 from ..runtime.world.world import World
+from ._shared.drawing import batch_size
 from ._shared.job import Job, hand_over, logger, open_trainer, open_world
 from ._shared.measuring import learning_rate
 from ._shared.preflight import preflight
@@ -98,7 +100,7 @@ class _Proof:
         """Steps in the run's own order; the last of them as it was planned."""
         for number in numbers:
             newest = planner.next()
-            batch = Batch(newest.draw, newest.plan, next(self._expected))
+            batch = Batch(newest.draw, newest.plan, next(self._expected), _masked(number))
             self._proven.append(beside.step(number, batch, learning_rate(number, beside.job.recipe.train)))
             history.after(planner, beside.result)
         return newest
@@ -107,14 +109,17 @@ class _Proof:
         """Steps on further batches of the chain, for branches that no step has taken yet."""
         job = beside.job
         missing = self._opened - {name for one in self._proven for name in one.branches}
-        size, seed = job.recipe.train.global_batch_size, job.recipe.train.seed
+        lengths, targets = job.source.lengths, job.source.targets
+        size, seed = batch_size(job.recipe).mean_samples(lengths), job.recipe.train.seed
+        trained = np.arange(len(lengths)) if targets is None else np.flatnonzero(targets)
         with job.watchdog.working("choosing batches for other branches"):
-            batches = from_first(lambda: choose(chain, missing, job.source.lengths, size, seed)) if missing else []
+            batches = from_first(lambda: choose(chain, missing, lengths[trained], size, seed)) if missing else []
         for one in batches:
-            lengths = job.source.lengths[one.samples]
-            batch = Batch(Draw(one.samples, lengths, {}), planned(chain, lengths, one.prefers), one.samples)
-            rate = learning_rate(self._steps - 1, job.recipe.train)
-            self._proven.append(beside.step(len(self._proven), batch, rate))
+            number, samples = len(self._proven), trained[one.samples]
+            of_batch = None if targets is None else targets[samples]
+            draw = Draw(samples, lengths[samples], {}, targets=of_batch)
+            batch = Batch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
+            self._proven.append(beside.step(number, batch, learning_rate(self._steps - 1, job.recipe.train)))
 
     def _result(self) -> dict[str, Any]:
         branches = Counter[str]()
@@ -144,6 +149,11 @@ class _Proof:
         return None
 
 
+def _masked(number: int) -> bool:
+    """Whether half of the tokens of a step carry no loss: of every second one."""
+    return number % 2 == 1
+
+
 def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
 
@@ -152,7 +162,8 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     experts go on sharing them: else nothing of what they plan would be proved behind the resume.
     """
     p = recipe.parallel
-    if recipe.trainer != "megatron" or world_size == p.tp * p.cp:
+    # A stage of another layout might have frozen parameters alone.
+    if recipe.trainer != "megatron" or world_size == p.tp * p.cp or recipe.train.freeze:
         return None
     stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
     regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
@@ -197,6 +208,7 @@ def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
         "loss": first.loss,
         "sequences": first.sequences,
         "tokens": sum(one.tokens for one in proven),
+        "targets": sum(one.targets for one in proven),
         "planner": first.planner,
         "each": [asdict(one) for one in proven],
     }

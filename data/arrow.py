@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, shorten
 from .cache import cached_arrays, key_of
-from .documents import BATCH, Documents, choose_field, require, vocab_size_of
+from .documents import BATCH, Documents, require, vocab_size_of
 from .tokenizers import ByteTokenizer, Tokenizer
 
 
@@ -33,11 +33,10 @@ class Chunk(NamedTuple):
 class ArrowDocuments(Documents):
     """One document per row of the files, in their order. A row without a value is empty."""
 
-    def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, text_key: str) -> None:
+    def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, field: str) -> None:
         self.name = name
-        self._files, self._tokenizer = list(files), tokenizer
+        self._files, self._tokenizer, self._field = list(files), tokenizer, field
         tables = [open_table(path) for path in files]
-        self._field = choose_field(tables[0].column_names, text_key, str(files[0]))
         columns = [_column(table, self._field, path) for table, path in zip(tables, files, strict=True)]
         self._is_text = _is_text(tables, self._field, name)
         self._chunks = [chunk for column in columns for chunk in column]

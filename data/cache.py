@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -85,6 +86,17 @@ def cached_file(key: str, suffix: str, write: Callable[[Path], None]) -> Path:
     return path
 
 
+def cached_folder(key: str, write: Callable[[Path], None]) -> Path:
+    """The folder that ``write`` fills, which is there whole or not at all; raises as `cached_file`."""
+
+    def fill(aside: Path) -> None:
+        aside.unlink()
+        aside.mkdir()
+        write(aside)
+
+    return cached_file(key, "", fill)
+
+
 def _load(path: Path) -> Arrays | None:
     """The arrays of a whole entry, else None. Needs no lock: entries appear whole."""
     try:
@@ -102,7 +114,7 @@ def _write_whole(path: Path, write: Callable[[Path], None]) -> None:
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
 
 
 @contextlib.contextmanager

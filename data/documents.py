@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, nearest
+from .targets import TargetSpans
 
 ID_FIELDS = ("input_ids", "tokens")
 """Names under which data sets usually store token ids, looked for in this order and before any text."""
@@ -29,9 +30,15 @@ class Documents(Protocol):
     """[num_documents] tokens, 0 where a document is empty. Known without reading the tokens."""
     vocab_size: int | None
     """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
+    spans: TargetSpans | None = None
+    """Which tokens are targets; None: all are."""
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop) of a document, any integer type; possibly a view of a mapped file."""
+
+    def read_labels(self, document: int, start: int, stop: int) -> NDArray[Any]:
+        """What tokens [start, stop) count as, `targets.IGNORE` where they carry no loss."""
+        return self.read(document, start, stop)
 
     def scan_vocab_size(self) -> int:
         """Largest token id plus one, reading every token (at most once per file: the answer is cached)."""

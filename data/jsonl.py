@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line, with a text field or a field of token ids.
+"""JSON Lines: one object a line, with a field of text or of token ids.
 
 The file is read through once: every line is parsed and, where it is text, tokenised, and its byte offset and length
 are kept in the cache, so that later openings and other ranks read neither. A sample then costs one seek and one line.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..core.errors import EvenloadError, shorten, shown
 from ..core.input import reading
 from .cache import Arrays, cached_arrays, key_of
-from .documents import BATCH, Documents, changed, choose_field, missing_field
+from .documents import BATCH, Documents, changed, missing_field
 from .tokenizers import Tokenizer
 
 _LINE_BYTES = 1 << 31
@@ -30,20 +30,16 @@ _PART_BYTES = 1 << 24
 class JsonlDocuments(Documents):
     """One document per line that is not blank."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, text_key: str) -> None:
-        self.name = str(path)
-        self._path, self._tokenizer = path, tokenizer
-        self._field = _field_of_first_line(path, text_key)
+    def __init__(self, path: Path, tokenizer: Tokenizer, field: str, name: str | None = None) -> None:
+        self.name = name or str(path)
+        self._path, self._tokenizer, self._field = path, tokenizer, field
         scanned = cached_arrays(key_of([path], "jsonl-1", self._field, tokenizer.identity), self._scan)
         self.lengths: NDArray[np.int64] = scanned["lengths"]
         self._offsets = scanned["offsets"]
         self.vocab_size: int | None = int(scanned["vocab_size"][0])
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
-        do = "restore it"
-        with reading.open_file(self._path, self.name, do) as stream, reading.failures_of(self.name, do):
-            stream.seek(int(self._offsets[document]))
-            line = _line(stream, self.name)
+        line = read_line(self._path, int(self._offsets[document]))
         try:
             value = json.loads(line)[self._field]
             tokens = self._tokenizer.encode(value) if isinstance(value, str) else np.array(value, dtype=np.int64)
@@ -89,6 +85,14 @@ class JsonlDocuments(Documents):
         }
 
 
+def read_line(path: Path, offset: int) -> bytes:
+    """The line that begins at a byte of a file. Raises EvenloadError where it cannot be read."""
+    name, do = shorten(str(path)), "restore it"
+    with reading.open_file(path, name, do) as stream, reading.failures_of(name, do):
+        stream.seek(offset)
+        return _line(stream, name)
+
+
 def read_values(path: Path) -> Iterator[tuple[str, int, Any]]:
     """(place for messages, byte offset, value) of every line that is not blank.
 
@@ -125,13 +129,6 @@ def check_ids(value: Any, field: str, place: str) -> list[int]:
         what = f"{field!r} in {place} has an impossible token id"
         raise EvenloadError(what, shown(wrong), "token ids are 0 .. 2^31-1")
     return value
-
-
-def _field_of_first_line(path: Path, text_key: str) -> str:
-    for place, _, row in read_objects(path):
-        return choose_field(row, text_key, place)
-    do = "give a file with a JSON object a line"
-    raise EvenloadError(f"{path} holds no data", "not one line that is not blank", do)
 
 
 def _line(stream: BinaryIO, name: str) -> bytes:

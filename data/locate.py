@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ..core.errors import SHOWN, EvenloadError, shorten, shown
 from ..core.input import reading
-from .stdlib import NAME as BUILT_IN
+from .rows import docstrings
+from .stdlib import NAME as STDLIB
 
 _TABLES = (".arrow", ".parquet")
+_BUILT_IN = (STDLIB, docstrings.NAME, docstrings.HELD_OUT)
 
 
 def table_files(path: Path) -> list[Path]:
@@ -68,10 +70,10 @@ def nothing_there(spec: str, path: Path) -> EvenloadError:
         known = ".jsonl, .bin/.idx, .arrow, .parquet"
         return EvenloadError(f"{spec} is of no known kind", f"the ending {shown(path.suffix)}", f"known: {known}")
     siblings = [p.name for p in _inside(path.parent)] if os.path.isdir(path.parent) else []
-    close = difflib.get_close_matches(path.name[:SHOWN], [*siblings, BUILT_IN], n=3, cutoff=0.5)
+    close = difflib.get_close_matches(path.name[:SHOWN], [*siblings, *_BUILT_IN], n=3, cutoff=0.5)
     nothing = f"nothing of a similar name in {shorten(str(path.parent))}"
     detail = f"of a similar name: {', '.join(close)}" if close else nothing
-    return EvenloadError(f"there is no data {shown(spec)}", detail, f"give a path to data, or {BUILT_IN}")
+    return EvenloadError(f"there is no data {shown(spec)}", detail, f"give a path to data, or {' or '.join(_BUILT_IN)}")
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -2,36 +2,35 @@
 
 | spec | data |
 |---|---|
-| ``python-stdlib`` | the sources of the running Python's library, bytes as tokens |
-| ``corpus.jsonl`` | JSON Lines: text, or token ids |
+| ``python-stdlib`` | the sources of the running Python's library |
+| ``python-docstrings`` | instruction pairs of that library: signatures, and what they do |
+| ``python-docstrings-held-out`` | those of every tenth module, which the former leaves out |
+| ``corpus.jsonl`` | JSON Lines: text, token ids, prompts, chats (`rows.kinds`) |
 | ``prefix``, ``prefix.idx``, ``prefix.bin`` | Megatron's indexed pair |
 | a folder, a file or a pattern of ``.arrow`` or ``.parquet`` | a Hugging Face data set on disk |
 
-Opening reads lengths. `Source.tokens` reads the tokens of one sample, so a rank touches only what it computes.
+Opening reads lengths and numbers of targets. `Source.tokens` and `Source.labels` read one sample, so a rank touches
+only what it computes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError
-from ..core.input import reading
-from . import stdlib
-from .arrow import ArrowDocuments
-from .bin_idx import BinIdxDocuments
-from .cut import Cut, LongSamples, check_cut, cut
 from .documents import Documents
-from .jsonl import JsonlDocuments
-from .locate import nothing_there, table_files
-from .parquet import parquet_as_arrow
-from .tokenizers import Tokenizer, open_tokenizer
+from .formats import Settings, open_documents
+from .samples.cut import Cut, LongSamples, check_cut, cut
+from .targets import with_targets
+from .tokenizers import open_tokenizer
+
+LossOn = Literal["completion", "all"]
 
 
 class Source:
@@ -43,7 +42,11 @@ class Source:
         """Path, or the name of a built-in set."""
         self.lengths = cut.length
         """[num_samples] tokens of each sample; read-only."""
-        self.lengths.setflags(write=False)
+        self.targets = cut.targets
+        """[num_samples] targets of each sample, read-only; None where every token but a sample's first is one."""
+        for column in (self.lengths, self.targets):
+            if column is not None:
+                column.setflags(write=False)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -58,13 +61,7 @@ class Source:
 
         Raises `EvenloadError` when an id is impossible or the data changed on disk.
         """
-        if not 0 <= index < len(self.lengths):
-            raise IndexError(f"sample {index} of {len(self.lengths)}")
-        document, start, length = (int(part[index]) for part in (self._cut.document, self._cut.start, self.lengths))
-        try:
-            tokens = np.array(self._documents.read(document, start, start + length), dtype=np.int64)
-        except OSError as error:
-            raise EvenloadError(f"cannot read {self._documents.where(document)}", str(error), "restore it") from error
+        document, tokens = self._read(index, self._documents.read)
         lowest, highest = int(tokens.min()), int(tokens.max())
         limit = self._declared_vocab_size
         if lowest < 0 or (limit is not None and highest >= limit):
@@ -73,6 +70,23 @@ class Source:
             raise EvenloadError(what, detail, "use the tokenizer and the vocabulary that the data was made with")
         return tokens
 
+    def labels(self, index: int) -> NDArray[np.int64]:
+        """[length] what each token of a sample counts as, `targets.IGNORE` where it carries no loss, at its own place.
+
+        The first token has none before it, so its label never counts. Raises as `tokens` does.
+        """
+        return self._read(index, self._documents.read_labels)[1]
+
+    def _read(self, index: int, read: Callable[[int, int, int], NDArray[Any]]) -> tuple[int, NDArray[np.int64]]:
+        """The document of a sample, and what ``read`` gives for it."""
+        if not 0 <= index < len(self.lengths):
+            raise IndexError(f"sample {index} of {len(self.lengths)}")
+        document, start, length = (int(part[index]) for part in (self._cut.document, self._cut.start, self.lengths))
+        try:
+            return document, np.array(read(document, start, start + length), dtype=np.int64)
+        except OSError as error:
+            raise EvenloadError(f"cannot read {self._documents.where(document)}", str(error), "restore it") from error
+
     def report(self) -> dict[str, Any]:
         """Counts for a log or a table, ready for JSON: what there is, and what was left out and why."""
         return {
@@ -80,6 +94,8 @@ class Source:
             "documents": len(self._documents.lengths),
             "samples": len(self.lengths),
             "tokens": int(self.lengths.sum()),
+            "targets": int((self.lengths - 1 if self.targets is None else self.targets).sum()),
+            "without_target": int((self.lengths < 2 if self.targets is None else self.targets == 0).sum()),
             "longest": int(self.lengths.max()),
             **self._cut.counts,
             "tokens_left_out": self._cut.tokens_left_out,
@@ -88,8 +104,11 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal lengths in equal order: tells a resumed run that its data is another."""
-        return hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        """Equal for equal lengths and targets in equal order: tells a resumed run that its data is another."""
+        digest = hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8)
+        if self.targets is not None:
+            digest.update(self.targets.astype("<i8").tobytes())
+        return digest.hexdigest()
 
 
 def open_source(
@@ -101,25 +120,30 @@ def open_source(
     text_key: str = "text",
     min_length: int = 2,
     vocab_size: int | None = None,
+    append_eos: bool | None = None,
+    loss_on: LossOn = "completion",
 ) -> Source:
     """Open the data that ``spec`` names (see the table above).
 
     ``max_length`` tokens a sample (None: no limit), ``min_length`` likewise (2: one token and its target); see `cut`
-    for ``long_samples``. ``tokenizer`` is ``bytes`` or a tokenizer.json, for text. ``text_key`` names the field or
-    column; by default input_ids, tokens and text are tried. ``vocab_size`` is the model's: data known to exceed it is
-    refused here, any other token that does when it is read. Without it a tokenizer file says which ids are possible.
+    for ``long_samples``. ``tokenizer`` is ``bytes``, a tokenizer.json or a folder, for text. ``text_key`` names the
+    field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence behind texts
+    (None: behind completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``vocab_size`` is
+    the model's: data known to exceed it is refused here, any other token that does when it is read. Without it a
+    tokenizer says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """
     check_cut(max_length, long_samples, min_length)
     words = open_tokenizer(tokenizer)
-    documents = _open_documents(spec, words, text_key)
+    documents = open_documents(spec, Settings(words, text_key, append_eos, loss_on == "all"))
     limit = vocab_size if vocab_size is not None or tokenizer == "bytes" else words.vocab_size
     if limit is not None and documents.vocab_size is not None and documents.vocab_size > limit:
         detail = f"ids up to {documents.vocab_size - 1}, vocabulary of {limit}"
         do = "use the tokenizer that the data was made with, or a model with a larger vocabulary"
         raise EvenloadError(f"the tokens of {spec} do not fit the vocabulary", detail, do)
     samples = cut(documents.lengths, max_length, long_samples, min_length)
+    samples = with_targets(samples, documents.lengths, documents.spans)
     if not len(samples.length):
         left_out = "{empty} empty, {too_short} shorter than {min}, {dropped} longer than {max}".format(
             **samples.counts, min=min_length, max=max_length
@@ -127,23 +151,8 @@ def open_source(
         detail = f"{len(documents.lengths)} documents: {left_out}"
         do = "check the data, data.max_length and data.long_samples"
         raise EvenloadError(f"{spec} has no sample to train on", detail, do)
+    if samples.targets is not None and not samples.targets.any():
+        detail = f"{len(samples.length)} samples without one token that carries loss"
+        do = "check the data and its labels, data.max_length and data.loss_on"
+        raise EvenloadError(f"{spec} has no target to train on", detail, do)
     return Source(documents, samples, limit)
-
-
-def _open_documents(spec: str, tokenizer: Tokenizer, text_key: str) -> Documents:
-    if spec == stdlib.NAME:
-        if tokenizer.identity != "bytes":
-            raise EvenloadError(f"{spec} is read as bytes", "a tokenizer file", "set data.tokenizer to bytes")
-        return stdlib.StdlibDocuments()
-    path = Path(os.path.expanduser(spec))
-    if reading.is_file(path) and path.suffix == ".jsonl":
-        return JsonlDocuments(path, tokenizer, text_key)
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if reading.is_file(f"{prefix}.idx") or path.suffix in (".bin", ".idx"):
-        return BinIdxDocuments(prefix)
-    files = table_files(path)
-    if not files:
-        raise nothing_there(spec, path)
-    if files[0].suffix == ".parquet":
-        files = [parquet_as_arrow(files, text_key)]
-    return ArrowDocuments(spec, files, tokenizer, text_key)

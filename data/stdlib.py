@@ -1,4 +1,4 @@
-"""`python-stdlib`: the sources of the running Python's standard library, bytes as tokens.
+"""`python-stdlib`: the sources of the running Python's standard library, bytes as tokens where no tokenizer is named.
 
 On every machine that can run evenload, nothing to download, and heavy-tailed like real text. The same Python release
 gives the same documents; another one gives others.
@@ -6,6 +6,7 @@ gives the same documents; another one gives others.
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .cache import cached_file, key_of
 from .documents import Documents, changed
 
 NAME = "python-stdlib"
@@ -41,6 +43,24 @@ class StdlibDocuments(Documents):
 
     def where(self, document: int) -> str:
         return str(self._root / self._paths[document])
+
+
+def as_jsonl() -> Path:
+    """The same documents as JSON Lines in the cache, for tokenizers."""
+    files = library_files()
+
+    def write(aside: Path) -> None:
+        with open(aside, "w", encoding="utf-8") as stream:
+            for path in files:
+                stream.write(json.dumps({"text": path.read_text("utf-8", "replace")}) + "\n")
+
+    return cached_file(key_of(files, "stdlib-1"), ".jsonl", write)
+
+
+def library_files() -> list[Path]:
+    """The library's ``.py`` files, sorted by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [root / path for path in _python_files(root)]
 
 
 def _python_files(root: Path) -> list[str]:

@@ -5,11 +5,14 @@ if __name__ != "evenload.integrations":
         f"{__name__}: import this package as evenload.integrations; a second copy would mean a second registry"
     )
 
+from ..core.recipe.pretrained import register_model
 from ..core.recipe.traits import register_trainer
 from .deepspeed.traits import DEEPSPEED
+from .examples import TINY_LLAMA
 from .huggingface.traits import TRANSFORMERS
 from .megatron.traits import MEGATRON
 
 register_trainer("deepspeed", DEEPSPEED)
 register_trainer("megatron", MEGATRON)
 register_trainer("transformers", TRANSFORMERS)
+register_model("tiny-llama", TINY_LLAMA)

@@ -7,7 +7,7 @@ loop, verify and bench know nothing else of them. One Host lives in each process
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..core.errors import EvenloadError
 from ..core.machine.layout import Layout
 from ..core.plan.step_plan import Slice, StepPlan
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import Span
+from ..runtime.attention.labels import Labels
 from ..runtime.experts.gate import Load
 from ..runtime.measure.busy import BusyClock
 from ..runtime.stage.stage_links import StageLinks
-from ..runtime.world.agreement import everyone
+from ..runtime.world.agreement import Group, everyone
 from ..runtime.world.plane import Plane
+from .scoring import Book, LogitBook, LossBook, Scores
 from .textbook import AdamState
 
 TokensOf = Callable[[int], npt.NDArray[np.int64]]
@@ -89,8 +92,12 @@ class Host(ABC):
     dp_cp_rank: int
     pipeline_stage: int
     device: torch.device
+    norm_epsilon: float | None = None
+    """What norms add to the variance where the recipe does not say; None: as Transformers has it."""
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
+    frozen: frozenset[str] = frozenset()
+    """Global names of the parameters that keep their values (``train.freeze``), of the whole model."""
     records_routes: bool = False
     """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
     routes: Mapping[tuple[int, int], Tensor] = {}
@@ -109,33 +116,62 @@ class Host(ABC):
         tokens_of: TokensOf,
         *,
         lr: float,
+        labels: Labels | None = None,
         mark: Mark = no_mark,
         record: bool = False,
         inspect: Inspect | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step.
 
+        ``labels`` say which tokens are targets: None, each but the first of a sequence.
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
-        what `gradients` would return, right before the update; it must not change it.
+        what `gradients` would return, right before the update; it must not change it, and judges the step itself.
+
+        Raises EvenloadError, before the update, where `labels` and tokens have another number of targets; with
+        ``inspect`` it does not.
         """
         clock = BusyClock(self.device, record=record)
-        result = self._run(plan, tokens_of, mark, clock)
-        if inspect is not None:
+        result = self._run(plan, tokens_of, mark, clock, labels)
+        if inspect is None:
+            _refuse_other_targets(result, labels)
+        else:
             inspect(self._gradients())
         mark(UPDATE)
         with clock.noting("U"):
             norm = self._update(lr)
         return replace(result, grad_norm=norm, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
-    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
-        """Run the plan without an update; whole-model gradients (of the loss above) by parameter name, on the CPU.
+    def gradients(
+        self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None = None
+    ) -> tuple[StepResult, Mapping[str, Tensor]]:
+        """Run the plan without an update; whole-model gradients (of the loss above) by parameter name, on the CPU,
+        those of frozen parameters left out.
 
         Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
         under their global names. They went through the reduction that `train_step` uses.
         """
-        result = self._run(plan, tokens_of, no_mark, BusyClock(self.device))
+        result = self._run(plan, tokens_of, no_mark, BusyClock(self.device), labels)
         gradients = self._gradients()
         return replace(result, grad_norm=self._norm(gradients)), gradients
+
+    def score(
+        self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None, mark: Mark = no_mark
+    ) -> Scores:
+        """Run the plan's forwards alone: the losses of its sequences, the same on every rank.
+
+        Nothing is kept and no state changes: weights, gradients, random states, loads and biases of experts.
+        ``labels``: which tokens are targets; None: each but the first of a sequence.
+        """
+        book = LossBook(len(plan.lengths), self.device)
+        self._forwards(plan, tokens_of, labels, mark, book)
+        return book.scores()
+
+    def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
+        """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
+        are held whole there, so it is for a few short sequences."""
+        book = LogitBook()
+        self._forwards(plan, tokens_of, None, no_mark, book)
+        return book.logits(plan.lengths)
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
@@ -148,6 +184,11 @@ class Host(ABC):
         parts = everyone(tensors, self._stages) if self.layout.pp * self.layout.ep > 1 else [tensors]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
+    @abstractmethod
+    def exported(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensors of a Hugging Face folder of the model, one after the other, by the folder's names: whole and in
+        the precision of the forward on rank 0's CPU, None on all others. Collective in every turn."""
+
     def expert_biases(self) -> Mapping[int, Tensor]:
         """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
         return {}
@@ -159,6 +200,11 @@ class Host(ABC):
     @abstractmethod
     def save(self, directory: Path) -> None:
         """Write model and optimizer into an existing empty directory."""
+
+    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
+        """Copy what `save` would write; the call that writes it, from any thread, while training goes on. That call is
+        collective over ``group``."""
+        raise NotImplementedError(f"{type(self).__name__} saves in the foreground")
 
     @abstractmethod
     def load(self, directory: Path) -> None:
@@ -176,8 +222,14 @@ class Host(ABC):
         self._links = self._plane = None
 
     @abstractmethod
-    def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
+    ) -> StepResult:
         """All forwards and backwards of this rank and the gradient sum; norm and spans are left out."""
+
+    @abstractmethod
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        """All forwards of this rank, without gradients; the last stage gives ``book`` what it wants."""
 
     @abstractmethod
     def _gradients(self) -> dict[str, Tensor]:
@@ -202,3 +254,13 @@ class Host(ABC):
         self._plane = self._plane or self._open_plane()
         self._plane.node_ranks = plan.limits.node_ranks
         return self._plane
+
+
+def _refuse_other_targets(result: StepResult, labels: Labels | None) -> None:
+    """Raise EvenloadError, before an update, where other tokens carried loss than its divisor was counted from."""
+    if labels is not None and result.num_targets != (counted := int(labels.targets.sum())):
+        raise EvenloadError(
+            "the labels of the batch have another number of targets than was counted when the data were opened",
+            f"{result.num_targets} targets in the labels, {counted} counted",
+            "leave the data files alone while they are trained on, and start again",
+        )

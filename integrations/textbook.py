@@ -1,8 +1,8 @@
 """What plain training does with the gradients of a step, written out: clip by the global norm, then AdamW.
 
     g   <-  g min(1, c / (||g|| + 1e-6))                              c = train.clip_grad, 0: left as it is
-    m   <-  b1 m + (1 - b1) g          v  <-  b2 v + (1 - b2) g^2     b1 = 0.9, b2 = 0.999
-    w   <-  w - lr (weight_decay w) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)
+    m   <-  b1 m + (1 - b1) g          v  <-  b2 v + (1 - b2) g^2     b1, b2 = train.betas
+    w   <-  w - lr (weight_decay w) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, decay in front of the step as torch has it.) Vectors, that is
 norms and biases, are not decayed. It knows no trainer, no rank and no shard: float64 tensors by name, so that a
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..core.recipe.sections import Train
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
 _MATRIX = 2
 
 
@@ -38,8 +36,7 @@ class AdamW:
     """Clipping and AdamW on whole tensors; `states` holds float64 copies of the weights that it began with."""
 
     states: dict[str, AdamState]
-    weight_decay: float
-    clip_grad: float
+    train: Train
     num_steps: int = 0
 
     @classmethod
@@ -49,18 +46,20 @@ class AdamW:
         for name, weight in weights.items():
             copy = weight.detach().double().clone()
             states[name] = AdamState(copy, copy.new_zeros(copy.shape), copy.new_zeros(copy.shape))
-        return cls(states, train.weight_decay, train.clip_grad)
+        return cls(states, train)
 
     def step(self, gradients: Mapping[str, Tensor], norm: float, lr: float) -> None:
-        """One update with the gradients of all parameters; ``norm`` is theirs, over the whole model."""
+        """One update of the parameters that have gradients, the others are frozen; ``norm`` is that of all gradients,
+        over the whole model."""
         self.num_steps += 1
-        factor = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad else 1.0
-        beta1, beta2 = BETAS
+        clip_grad, (beta1, beta2) = self.train.clip_grad, self.train.betas
+        factor = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0
         correction1, correction2 = 1 - beta1**self.num_steps, 1 - beta2**self.num_steps
-        for name, (weight, exp_avg, exp_avg_sq) in self.states.items():
-            gradient = gradients[name].double() * factor
+        for name, of_name in gradients.items():
+            weight, exp_avg, exp_avg_sq = self.states[name]
+            gradient = of_name.double() * factor
             exp_avg.mul_(beta1).add_(gradient, alpha=1 - beta1)
             exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             if weight.ndim >= _MATRIX:
-                weight.mul_(1 - lr * self.weight_decay)
-            weight.addcdiv_(exp_avg / correction1, (exp_avg_sq / correction2).sqrt().add_(EPSILON), value=-lr)
+                weight.mul_(1 - lr * self.train.weight_decay)
+            weight.addcdiv_(exp_avg / correction1, (exp_avg_sq / correction2).sqrt().add_(self.train.eps), value=-lr)

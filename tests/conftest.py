@@ -35,19 +35,24 @@ hypothesis.settings.load_profile("again")
 
 
 LONGEST = (
+    "commands/test_train.py",
     "hosts/test_equal.py",
     "integrations/megatron/test_slices.py",
-    "commands/test_train.py",
+    "integrations/deepspeed/test_experts.py",
+    "integrations/megatron/test_experts.py",
+    "integrations/megatron/unmodified/test_order.py",
     "benchmarks/test_faults.py",
+    "commands/test_check.py",
+    "integrations/deepspeed/test_slices.py",
     "integrations/megatron/test_pipeline.py",
     "runtime/watchdog/test_watchdog.py",
-    "integrations/deepspeed/pipeline/test_pipeline.py",
-    "integrations/deepspeed/test_slices.py",
-    "integrations/megatron/saving/test_checkpoint.py",
+    "hosts/test_messages.py",
     "integrations/deepspeed/test_shared.py",
-    "integrations/megatron/test_shared.py",
+    "integrations/deepspeed/pipeline/test_pipeline.py",
+    "hosts/test_benchmarks.py",
     "commands/profiling/test_memory.py",
-    "commands/test_verify.py",
+    "integrations/megatron/test_shared.py",
+    "integrations/megatron/saving/test_checkpoint.py",
 )
 """Files of half a minute and more, the longest first."""
 
@@ -59,6 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = {item.path: len(places) for item in items if item.get_closest_marker("slow")}
         order = slow | places
         items.sort(key=lambda item: order.get(item.path, len(LONGEST) + 1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each file goes to one worker, and all that the forge of Hugging Face serves to the same one: it starts slowly."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            served = nodeid.startswith(("tests/hosts/", "tests/integrations/huggingface/"))
+            return "huggingface" if served else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -63,12 +63,15 @@ def warm(trainer: str) -> None:
     if trainer != "torch":
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
+        from evenload.commands import bench, train, verify  # noqa: F401
         from evenload.commands._shared import tables  # noqa: F401
 
         load_plugins()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
     if trainer == "huggingface":
         os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import
+        # Compiles hundreds of regular expressions when a process reads its first weights.
+        import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     if trainer == "megatron":
         from evenload.patches import bridge_cpu
 

@@ -36,7 +36,10 @@ RUN_BY = {
     ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
     ("check", "megatron"): "commands/test_check.py::test_a_step_of_megatron_is_checked_and_nothing_is_trained",
     ("check", "transformers"): "commands/test_check.py::test_a_step_of_the_trainer_is_checked_under_its_own_launcher",
-    ("run", "transformers"): "commands/test_run.py::test_an_unmodified_script_of_the_trainer_is_planned_to_its_end",
+    (
+        "run",
+        "transformers",
+    ): "commands/test_run.py::test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_accelerate",
     ("run", "megatron"): "commands/test_run.py::test_a_process_that_does_not_import_the_trainer_is_left_alone",
 }
 
@@ -140,7 +143,7 @@ def test_options_of_a_synopsis_exist(command: str) -> None:
     import typer
 
     group: Any = typer.main.get_command(cli.app)
-    for verb in re.findall(r"\w+", command.partition(" ")[2].partition("RECIPE")[0]):
+    for verb in re.findall(r"\w+", re.split("RECIPE|CHECKPOINT", command.partition(" ")[2])[0]):
         options = {option for parameter in group.commands[verb].params for option in parameter.opts}
         assert set(re.findall(r"--\w+", command)) <= options
 
@@ -152,5 +155,6 @@ def test_targets_and_scripts_exist() -> None:
     scripts = {words[1] for words in asked if words[0] == "python" and words[1] != "-c"}
     assert len(scripts) > 5
     assert not [script for script in scripts if not (ROOT / script).exists()]
-    tested = "".join(path.read_text() for path in (ROOT / "tests" / "benchmarks").glob("*.py"))
+    folders = (ROOT / "tests" / "benchmarks").glob("*.py"), (ROOT / "tests" / "hosts").glob("test_benchmarks.py")
+    tested = "".join(path.read_text() for paths in folders for path in paths)
     assert not [script for script in scripts if Path(script).stem not in tested]

@@ -13,9 +13,9 @@ CALLED_FROM_OUTSIDE = {
     "repr_int": "reprlib calls it",
     "repr_bytes": "reprlib calls it",
     "read_plans": "reads plan.json for users (docs/input.md)",
-    "slice_losses": "for users that weigh samples (docs/packing.md)",
     "_partition_layers": "DeepSpeed calls it",
     "record_event": "Megatron calls it",
+    "async_save": "Megatron calls it",
     "exact_on_device": "for layers whose counts stay on the device",
 }
 """Names that the product defines and does not refer to, and who does."""

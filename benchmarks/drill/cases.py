@@ -150,15 +150,15 @@ def cases_of(setting: Setting, collectives: Iterable[str]) -> Iterator[Case]:
 
 
 QUICK = (
-    ("megatron packing", "meeting", "kill", 1, False),
-    ("megatron packing", "forward", "stop", 0, True),
-    ("megatron packing", "load", "raise", 1, False),
-    ("megatron packing", "update", "nan", 1, False),
-    ("megatron packing", "save, later", "kill", 1, False),
-    ("megatron packing", "save", "disk", 0, False),
-    ("megatron mesh", "ring", "kill", 1, False),
-    ("megatron pipeline", "hand-over", "stop", 0, False),
-    ("zero 3 packing", "convert, later", "kill", 0, False),
+    ("megatron packing", "meeting", "kill", 1),
+    ("megatron packing", "forward", "stop", 0),
+    ("megatron packing", "load", "raise", 1),
+    ("megatron packing", "update", "nan", 1),
+    ("megatron packing", "save, later", "kill", 1),
+    ("megatron packing", "save", "disk", 0),
+    ("megatron mesh", "ring", "kill", 1),
+    ("megatron pipeline", "hand-over", "stop", 0),
+    ("zero 3 packing", "convert, later", "kill", 0),
 )
 
 

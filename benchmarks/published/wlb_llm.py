@@ -40,7 +40,8 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
-from evenload.data.order import SampleOrder
+from evenload.data.samples.batches import BatchSize
+from evenload.data.samples.order import SampleOrder
 from lengths import SEED, K, Lengths, corpus
 
 DELAY = 4
@@ -188,7 +189,8 @@ def _delayed(setting: Setting, recompute: bool, batches: list[Batch]) -> Tally:
     """The same documents, drawn in another order, in as many steps and those in which the last may wait."""
     lengths = np.concatenate(list(batches))
     chain = setting.chain("evenload", recompute, slices="off", max_delay_steps=DELAY)
-    drawing, total = Drawing(SampleOrder(len(lengths), SEED), lengths, len(lengths) // len(batches), chain), Tally()
+    size = BatchSize(len(lengths) // len(batches))
+    drawing, total = Drawing(SampleOrder(len(lengths), SEED), lengths, size, chain), Tally()
     for _ in range(len(batches) + DELAY):
         total.add(chain.plan(as_lengths(drawing().lengths)), chain)
     return total

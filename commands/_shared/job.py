@@ -22,15 +22,16 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planner
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
-from ...data.order import SampleOrder
+from ...data.samples.order import SampleOrder
 from ...data.sources import Source
 from ...integrations.host import Host, TokensOf
 from ...patches import bridge_cpu
+from ...runtime.attention.labels import Labels
 from ...runtime.files import quiet_when_full
 from ...runtime.watchdog.watchdog import Watchdog, working
 from ...runtime.world.agreement import gather_bytes
 from ...runtime.world.world import World, close_world, init_world
-from .drawing import Drawing
+from .drawing import Drawing, batch_size
 from .hosts import integration
 from .launch import RESULT
 from .preflight import preflight
@@ -48,6 +49,8 @@ class Job:
     chain: PlanChain
     source: Source
     watchdog: Watchdog
+    held_out: Source | None = None
+    """What `train` validates on."""
 
     @property
     def has_experts(self) -> bool:
@@ -84,12 +87,15 @@ class Job:
 
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
-        lengths, size = self.source.lengths, self.recipe.train.global_batch_size
+        lengths, size = self.source.lengths, batch_size(self.recipe)
+        targets = self.source.targets
         if state is not None:
-            return Drawing.resume(state, lengths, size, self.chain)
-        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain)
+            return Drawing.resume(state, lengths, size, self.chain, targets=targets)
+        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain, targets=targets)
 
-    def planner(self, drawing: Drawing, chain: PlanChain | None = None, first: PlanChain | None = None) -> Planner:
+    def planner(
+        self, drawing: Callable[[], Draw], chain: PlanChain | None = None, first: PlanChain | None = None
+    ) -> Planner:
         """A planner over the batches of a drawing; ``first`` plans the first of them."""
         config = self.recipe.planner
         how: Any = {"budget_s": config.budget_ms / 1e3, "background": config.background, "exchange": gather_bytes}
@@ -99,9 +105,13 @@ class Job:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
         self.say_stock(verb)
         log = self.recipe.log
-        for name in ("trace", "jsonl", "tensorboard"):
+        for name in ("trace", "jsonl", "tensorboard", "wandb"):
             if getattr(log, name) is not None:
                 logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
+        if self.held_out is not None:
+            logger.warning("data.validation has no effect in %s: train alone evaluates", verb)
+        if self.recipe.train.export is not None:
+            logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
 
     def say_stock(self, verb: str) -> None:
         """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
@@ -111,6 +121,12 @@ class Job:
     def tokens_of(self, draw: Draw) -> TokensOf:
         """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
         return lambda index: self.source.tokens(int(draw.samples[index]))
+
+    def labels_of(self, draw: Draw) -> Labels | None:
+        """The targets of a batch, read as `tokens_of` reads; None where every token is one."""
+        if draw.targets is None:
+            return None
+        return Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.targets)
 
 
 def open_host(recipe: Recipe, world: World) -> Host:
@@ -145,7 +161,7 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[J
         ready = preflight(recipe, world.size)
     host = open_host(ready.recipe, world)
     logger.info("%s", json.dumps(host.describe()))
-    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog)
+    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog, ready.held_out)
     watchdog.at("end", waits=True)
     host.close()
 

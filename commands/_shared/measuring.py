@@ -54,6 +54,7 @@ def measure_step(job: Job, planned: Planned, step: int, *, record: bool) -> Take
         planned.plan,
         job.tokens_of(planned.draw),
         lr=learning_rate(step, job.recipe.train),
+        labels=job.labels_of(planned.draw),
         mark=lambda where: job.watchdog.at(where, step),
         record=record,
     )

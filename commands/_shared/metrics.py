@@ -1,28 +1,17 @@
-"""What is recorded of every step, where it is written, and what a run comes to."""
+"""What is recorded of every step, and what a run comes to."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...core.aliases import Floats
-from ...core.errors import EvenloadError
-from ...core.input.json_text import to_json
-from ...core.planning.planner import Planned
-from ...core.recipe.recipe import Recipe
-from ...core.recipe.sections import Log
 from ...core.simulate.step import Span
 from ...integrations.host import StepResult
-
-Write = Callable[["Row", Planned], None]
-
-logger = logging.getLogger("evenload")
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,12 @@ class Row:
     """Steps by which this step's tokens were held back, in the mean."""
     waiting: int = 0
     """Samples that wait for a later step."""
+    without_target: int = 0
+    """Samples of the step that were left out, since none of their tokens carries loss."""
+    targets: int = 0
+    """Tokens whose loss counts."""
+    mfu: float = 0.0
+    """FLOPs that the step's sequences need (`core.costs.work`) over those of all ranks at the cluster's rate."""
     predicted_s: float = 0.0
     """What the simulator gives for ``step_s``, planning left out; from the costs that the plan was made with."""
     bubble_frac: float = 0.0
@@ -82,12 +77,20 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     """Totals over the steps after the first, which pays for warming up; delay over all of them."""
     timed = rows[1:] or rows
     if not timed:
-        empty = {"tokens_per_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0, "loss": None, "plan_share": 0.0}
+        empty = {
+            "tokens_per_s": 0.0,
+            "mfu": 0.0,
+            "imbalance": 1.0,
+            "padding_frac": 0.0,
+            "loss": None,
+            "plan_share": 0.0,
+        }
         timing = dict.fromkeys(("step_s", "predicted_s", "bubble_frac", "bubble_worst", "delay_steps"), 0.0)
-        return {**empty, **timing, "waiting": 0}
+        return {**empty, **timing, "waiting": 0, "without_target": 0}
     seconds = sum(row.step_s for row in timed)
     return {
         "tokens_per_s": sum(row.tokens for row in timed) / seconds,
+        "mfu": sum(row.mfu * row.step_s for row in timed) / seconds,
         "imbalance": float(np.mean([row.imbalance for row in timed])),
         "padding_frac": float(np.mean([row.padding_frac for row in timed])),
         "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
@@ -98,76 +101,24 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "loss": rows[-1].loss,
         "delay_steps": float(np.average([row.delay_steps for row in rows], weights=[row.tokens for row in rows])),
         "waiting": rows[-1].waiting,
+        "without_target": sum(row.without_target for row in rows),
     }
 
 
-@contextmanager
-def writer(recipe: Recipe | None) -> Iterator[Write]:
-    """Writes rows to TensorBoard under ``evenload/`` and to the JSON Lines log, where the recipe names them.
-
-    A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
-    is worth a training run.
-    """
-    log = recipe.log if recipe is not None else Log()
-    with ExitStack() as open_logs:
-        writers: dict[str, Write] = {}
-        if log.tensorboard:
-            writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
-        if log.jsonl:
-            writers["log.jsonl"] = open_logs.enter_context(_lines(log.jsonl))
-
-        def write(row: Row, planned: Planned) -> None:
-            for name, one in list(writers.items()):
-                try:
-                    one(row, planned)
-                except Exception as error:  # TensorBoard's writer raises whatever its thread met
-                    del writers[name]
-                    logger.warning("%s is given up after step %d, training goes on: %s", name, row.step, error)
-
-        yield write
-
-
-@contextmanager
-def _board(folder: Path, every: int) -> Iterator[Write]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with _refusing("log.tensorboard", folder):
-        board = SummaryWriter(str(folder))
-
-    def write(row: Row, _: Planned) -> None:
-        if row.step % every:
-            return
-        board.add_scalar("evenload/tokens_per_s", row.tokens / row.step_s, row.step)
-        scalars = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "moe")}
-        scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
-        for name, value in scalars.items():
-            board.add_scalar(f"evenload/{name}", value, row.step)
-
-    yield write
-    with suppress(OSError):
-        board.close()
-
-
-@contextmanager
-def _lines(path: Path) -> Iterator[Write]:
-    with _refusing("log.jsonl", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-
-    def write(row: Row, planned: Planned) -> None:
-        samples = planned.draw.samples.tolist()
-        file.write(to_json({**asdict(row), "planner": planned.plan.made_by, "samples": samples}) + "\n")
-        file.flush()
-
-    yield write
-    with suppress(OSError):
-        file.close()
-
-
-@contextmanager
-def _refusing(name: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        do = "give a path that can be written"
-        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror}", do) from error
+def totals(rows: list[Row], checkpoint: Path | None) -> dict[str, Any]:
+    """Sums over all steps; rates over those after the first, which pays for warming up. ``checkpoint``: the last."""
+    rates = summary(rows)
+    best = min(rows, key=lambda row: row.loss, default=None)
+    return {
+        "steps": len(rows),
+        "last_step": rows[-1].step if rows else None,
+        "tokens": sum(row.tokens for row in rows),
+        "targets": sum(row.targets for row in rows),
+        "train_s": sum(row.step_s for row in rows),
+        "tokens_per_s": rates["tokens_per_s"],
+        "mfu": rates["mfu"],
+        "loss": rates["loss"],
+        "best_loss": best.loss if best else None,
+        "best_step": best.step if best else None,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+    }

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import os
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 
-from ...core.errors import EvenloadError, refuse_first
+from ...core.errors import EvenloadError, Rule, refuse_first, shorten
+from ...core.input import reading
 from ...core.input.bounds import refuse_endless
+from ...core.machine.layout import Layout
 from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
+from ...core.planning.forward_only import forward_only
+from ...core.recipe.pretrained import folder_of
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
 from ...core.recipe.traits import trainer_called
 from ...data.sources import Source, open_source
+from ...data.tokenizers import holds_tokenizer, open_tokenizer
 from ..pictures import refuse
+from ..validation.draws import draws_of
+from .drawing import batch_size, refuse_short_data
 from .hosts import require_own_loop
 
 _VOCABULARY_MULTIPLE = 128
@@ -30,44 +38,100 @@ class Preflight(NamedTuple):
     """With the vocabulary size filled in."""
     source: Source
     chain: PlanChain
+    held_out: Source | None = None
+    """What `train` validates on."""
 
 
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     require_own_loop(recipe.trainer)
-    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe))
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), _without_wandb(recipe))
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse(trace=recipe.log.trace)
     layout = recipe.layout(world_size)
-    refuse_idle_ranks(recipe.train.global_batch_size, layout.dp)
+    refuse_idle_ranks(recipe.train, layout.dp)
     if layout.cp > 1:
         do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
         raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
-    source = open_source(recipe.data.source, **recipe.data.model_dump(exclude={"source"}))
-    if len(source.lengths) < recipe.train.global_batch_size:
-        detail = f"{len(source.lengths)} samples, train.global_batch_size {recipe.train.global_batch_size}"
-        do = "lower train.global_batch_size, or data.max_length so that long samples are split"
-        raise EvenloadError("the data holds fewer samples than one global batch", detail, do)
-    recipe = with_vocabulary(recipe, source)
+    if recipe.model.weights is not None:
+        recipe = recipe.changed({"model.weights": str(folder_of(recipe.model.weights))})
+    source = open_data(recipe, recipe.data.source)
+    validation = recipe.data.validation
+    held_out = open_data(recipe, validation.source) if validation is not None else None
+    more = ", or data.max_length so that long samples are split"
+    refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
+    recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
+    recipe = with_steps(recipe, source)
+    _refuse_other_tokenizer(recipe)
     chain = PlanChain.of_recipe(recipe, layout)
-    # The longest samples of all: if these can be planned, no later batch has one that cannot.
-    longest = np.sort(source.lengths)[-layout.dp_cp_size :]
+    _refuse_longest(source, chain, layout)
+    if held_out is not None:
+        draws_of(held_out, recipe)
+        _refuse_longest(held_out, forward_only(chain), layout)
+    return Preflight(recipe, source, chain, held_out)
+
+
+def _refuse_longest(source: Source, chain: PlanChain, layout: Layout) -> None:
+    """Raise EvenloadError unless the longest samples of all can be planned: then no later batch has one that cannot."""
+    lengths = source.lengths if source.targets is None else source.lengths[source.targets > 0]
+    longest = np.sort(lengths)[-layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
-    return Preflight(recipe, source, chain)
 
 
-def with_vocabulary(recipe: Recipe, source: Source) -> Recipe:
-    """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share."""
+def open_data(recipe: Recipe, spec: str) -> Source:
+    """Data under the settings of a recipe, and the tokenizer of the model's folder where no other is named. Raises
+    EvenloadError."""
+    settings = recipe.data.model_dump(exclude={"source", "validation"})
+    weights = recipe.model.weights
+    if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
+        settings["tokenizer"] = str(weights)
+    return open_source(spec, **settings)
+
+
+def _refuse_other_tokenizer(recipe: Recipe) -> None:
+    """Raise EvenloadError where the tokenizer beside the weights, which leaves with the model, knows more tokens than
+    the model."""
+    weights, known = recipe.model.weights, recipe.model.vocab_size
+    if weights is None or known is None or not reading.is_file(weights / "tokenizer.json"):
+        return
+    tokens = open_tokenizer(str(weights / "tokenizer.json")).vocab_size
+    if tokens > known:
+        what = f"the tokenizer of model.weights {shorten(str(weights))} is not that of its model"
+        detail = f"token ids up to {tokens - 1}, a vocabulary of {known}"
+        raise EvenloadError(what, detail, "put the model's own tokenizer.json into the folder, or take it out")
+
+
+def with_vocabulary(recipe: Recipe, *sources: Source) -> Recipe:
+    """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share. That
+    of a folder of weights stays as it is."""
     vocab_size, tp = recipe.model.vocab_size, recipe.parallel.tp
+    least = max(source.vocab_size for source in sources)
     if vocab_size is None:
         multiple = math.lcm(_VOCABULARY_MULTIPLE, tp)
-        return recipe.changed({"model.vocab_size": -(-source.vocab_size // multiple) * multiple})
-    if vocab_size < source.vocab_size:
-        detail = f"model.vocab_size {vocab_size}, token ids up to {source.vocab_size - 1}"
+        return recipe.changed({"model.vocab_size": -(-least // multiple) * multiple})
+    if vocab_size < least:
+        detail = f"model.vocab_size {vocab_size}, token ids up to {least - 1}"
         do = "raise model.vocab_size or leave it null"
+        if recipe.model.weights is not None:
+            do = "set data.tokenizer to that of model.weights"
         raise EvenloadError("the model's vocabulary is smaller than the data's", detail, do)
-    if vocab_size % tp:
+    if vocab_size % tp and recipe.model.weights is None:
         do = "leave model.vocab_size null: it is then rounded up"
         raise EvenloadError("parallel.tp does not divide model.vocab_size", f"tp {tp}, vocabulary {vocab_size}", do)
     return recipe
+
+
+def with_steps(recipe: Recipe, source: Source) -> Recipe:
+    """The recipe with ``train.steps``, where it asks for epochs or tokens. Raises EvenloadError: there are too many."""
+    train = recipe.train
+    if train.epochs is None and train.max_tokens is None:
+        return recipe
+    steps = batch_size(recipe).steps(source.lengths, train.seed, epochs=train.epochs, tokens=train.max_tokens)
+    return recipe.changed({"train.steps": steps, "train.epochs": None, "train.max_tokens": None})
+
+
+def _without_wandb(recipe: Recipe) -> Rule:
+    missing = recipe.log.wandb is not None and find_spec("wandb") is None
+    do = "pip install wandb, or leave log.wandb out"
+    return missing, "Weights & Biases is not installed", f"log.wandb {recipe.log.wandb}", do

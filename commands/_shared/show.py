@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -38,21 +39,23 @@ class Progress:
         self._bar, self._lines = bar, lines
 
     @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Tick]:
-        """Yields ``tick(text)``, to be called once per step."""
+    def task(self, name: str, total: int | None) -> Iterator[Tick]:
+        """Yields ``tick(text)``, to be called once per step; ``total`` is None where nobody knows it before."""
         bar, console = self._bar, self._lines
         if console is None:
             task = bar.add_task(name, total=total, text="")
             yield lambda text: bar.update(task, advance=1, text=shorten(text))
             return
-        said, done = time.monotonic(), 0
+        started = said = time.monotonic()
+        done = 0
 
         def tick(text: str) -> None:
             nonlocal said, done
-            done += 1
-            if time.monotonic() - said > _QUIET_EVERY_S or done == total:
-                said = time.monotonic()
-                console.print(plain(f"{name}: {done}/{total}  {text}"), highlight=False)
+            done, now = done + 1, time.monotonic()
+            if now - said > _QUIET_EVERY_S or done == total:
+                said = now
+                left = f", {clock((now - started) / done * (total - done))} left" if total and done < total else ""
+                console.print(plain(f"{name}: {done}/{total or '?'}{left}  {text}"), highlight=False)
 
         yield tick
 
@@ -127,6 +130,11 @@ def gib(num_bytes: float) -> str:
 def mib(num_bytes: float) -> str:
     """Of what may be small."""
     return f"{1024 * num_bytes / GIB:,.3g} MiB"
+
+
+def clock(value_s: float) -> str:
+    """Seconds as hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=round(value_s)))
 
 
 def seconds(value: float) -> str:

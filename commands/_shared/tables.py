@@ -15,7 +15,9 @@ from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ..experts.table import table as table_of_loads
 from ..sweep import said, written
-from .show import gib, grid, percent, plain, seconds
+from ..training.table import table as table_of_run
+from ..validation.table import tables as tables_of_validation
+from .show import gib, grid, mib, percent, plain, seconds
 
 Result = dict[str, Any]
 Cell = Callable[[Any], Any]
@@ -51,9 +53,11 @@ _VARIANT: Columns = {
 
 
 def train(result: Result) -> Group:
-    """A row a variant, then a row a rank of every recorded one; with baselines, what the run showed."""
+    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed."""
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
-    return Group(_variants(result), *bubbles, *closing(result["comparison"], result["host"]))
+    shown = closing(result["comparison"], result["host"])
+    held_out = tables_of_validation(result["validation"])
+    return Group(_variants(result), *bubbles, *held_out, table_of_run(result["summary"]), *shown)
 
 
 def _variants(result: Result) -> Table:
@@ -193,7 +197,7 @@ def verify(result: Result) -> Group:
     ]
     more = result["batches"] - result["steps"]
     caption = f"{result['steps']} steps" + (f" and {more} batches for further branches" if more else "")
-    caption += f", {result['tokens']:,} tokens, planned by {result['planner']}"
+    caption += f", {result['tokens']:,} tokens, {result['targets']:,} of them targets, planned by {result['planner']}"
     branches = [(name, str(count)) for name, count in result["branches"].items()]
     branches += [(name, "no batch of these data takes it") for name in result["branches_not_taken"]]
     return Group(
@@ -370,6 +374,12 @@ def profile(result: Result) -> Group:
 
 def _errors(errors: dict[str, float]) -> str:
     return ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
+
+
+def export(result: Result) -> Table:
+    rows = [(name, mib(size)) for name, size in result["files"].items()]
+    caption = f"{result['tensors']} tensors, {mib(result['bytes'])} in {seconds(result['seconds'])}"
+    return grid(f"{result['folder']}, of step {result['step']}", ("file", "size"), rows, caption)
 
 
 def doctor(result: Result) -> Table:

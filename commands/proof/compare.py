@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,15 +108,22 @@ def compare_gradients(errors: StepErrors, gradients: Tensors, references: Tensor
 
 
 def compare_update(
-    errors: StepErrors, weights: Tensors, states: Mapping[str, Any], plain: AdamW, start: Tensors, tolerance: Tolerance
+    errors: StepErrors,
+    weights: Tensors,
+    states: Mapping[str, Any],
+    plain: AdamW,
+    start: Tensors,
+    tolerance: Tolerance,
+    frozen: Collection[str] = (),
 ) -> None:
     """Fill the part of weights and moments.
 
     Args:
         weights: that the forward of the next step will use.
-        states: of the host's optimizer, of the parameters that this rank holds.
+        states: of the host's optimizer, of the parameters that this rank trains.
         plain: after the same step.
         start: weights before the first step.
+        frozen: names of the weights that keep their values.
     """
     moments, moved = [Worst()], [Worst()]
     for name, state in states.items():
@@ -131,6 +138,8 @@ def compare_update(
         used, kept = weights[name].double(), state.weight.to(weights[name].dtype).double()
         if not torch.equal(used, kept):
             errors.over.append(f"the forward uses other weights of {name} than the optimizer holds")
+    changed = sorted(name for name in frozen if not weights[name].equal(start[name]))
+    errors.over += [f"weight {name} is frozen and has changed" for name in changed]
     errors.not_finite += [f"weight {name}" for name in not_finite({n: s.weight for n, s in states.items()})]
     errors.weight, errors.moment = max(moved), max(moments)
     for what, worst in (("weight", errors.weight), ("moment", errors.moment)):

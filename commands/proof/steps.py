@@ -20,12 +20,14 @@ from ...core.plan.branches import branches_of
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.planning.planner import Draw
 from ...integrations.exactness import relative_error
-from ...integrations.host import StepResult, TokensOf
+from ...integrations.host import StepResult
 from ...integrations.textbook import AdamW
+from ...runtime.attention.labels import Labels, count_targets
 from ...runtime.world.agreement import everyone
 from .._shared.hosts import integration
 from .._shared.job import Job
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update, parts_of
+from .masking import half_masked
 
 PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}
 """By the precision of a run: in which plain training runs for the floor, and for the reference. Empty: that of the
@@ -39,6 +41,8 @@ class Batch(NamedTuple):
     plan: StepPlan
     expected: np.ndarray[Any, np.dtype[np.int64]]
     """Numbers of the samples that an undisturbed run has in this step."""
+    masked: bool = False
+    """Whether about half of its targets carry no loss (`masking`)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Proven:
     """Of the weights and of Adam's moments, whichever is worse."""
     sequences: int
     tokens: int
+    targets: int
+    """Tokens whose loss counts."""
     planner: str
     tokens_missing: int
     tokens_repeated: int
@@ -126,21 +132,28 @@ class Beside:
         job.watchdog.at("planned step", number)
         reader = _Reader(job, batch)
         self.result = result = job.host.train_step(
-            batch.plan, reader, lr=lr, mark=lambda where: job.watchdog.at(where, number), inspect=captured.update
+            batch.plan,
+            reader,
+            lr=lr,
+            labels=reader.labels,
+            mark=lambda where: job.watchdog.at(where, number),
+            inspect=captured.update,
         )
         with job.watchdog.working("plain step", number):
             # In float64 both choose the same experts; below, a rounding error can turn a choice over.
             if job.recipe.train.dtype != "fp64":
                 self.plain.replay_routes(job.host)
-            loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths)
+            loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths, reader.expected_labels)
         judged = _Judged(self.tolerance, loss, gradients, self.plain)
         parts = parts_of(self.plain, captured)
         if PRECISE[job.recipe.train.dtype] and any(everyone(not judged.passes(parts))):
             with job.watchdog.working("measuring the floor of rounding", number):
-                judged = self._against_a_floor(batch, reader.expected, judged)
+                judged = self._against_a_floor(batch, reader, judged)
         compare_gradients(errors, parts, judged.parts, judged.tolerance)
         errors.loss = compare_number(result.loss, judged.loss)
         errors.norm = compare_number(result.grad_norm, self.plain.norm(judged.gradients))
+        if result.num_targets != (wanted := count_targets(batch.plan.lengths, reader.expected_labels)):
+            errors.over.append(f"targets: {result.num_targets:,} counted of {wanted:,}")
         bounds = (("loss", errors.loss, judged.tolerance.loss), ("norm", errors.norm, judged.tolerance.of_norm()))
         errors.over += [f"{what}: {error:.2e}" for what, error, bound in bounds if not error <= bound]
         if not np.isfinite(result.loss):
@@ -151,18 +164,18 @@ class Beside:
         errors.over += self.plain.update_routing(job.host)
         self.plain.load(self._rounded())
         states, weights = job.host.optimizer_states(), job.host.weights()
-        compare_update(errors, weights, states, self.textbook, self.start, self.tolerance)
+        compare_update(errors, weights, states, self.textbook, self.start, self.tolerance, job.host.frozen)
         job.watchdog.at("comparing", number, waits=True)
         bound = judged.tolerance.of_gradient(errors.gradient.name)
         ran = job.host.dp_cp_rank, result.executed, result.branches
         own = _OfRank(*ran, errors, bound, reader.wrong, sorted(captured))
-        return self._together(batch, own, result.loss, set(gradients))
+        return self._together(batch, own, result, set(gradients))
 
     def _rounded(self) -> dict[str, Tensor]:
         """Plain training's weights in the precision in which the run's forward uses them."""
         return {name: state.weight.to(self.start[name].dtype) for name, state in self.textbook.states.items()}
 
-    def _against_a_floor(self, batch: Batch, tokens_of: TokensOf, plain: _Judged) -> _Judged:
+    def _against_a_floor(self, batch: Batch, reader: _Reader, plain: _Judged) -> _Judged:
         """A reference in a higher precision, and what plain training in the run's own is off from it. Collective."""
         job = self.job
         recipe = job.recipe
@@ -173,7 +186,7 @@ class Beside:
                 model = integration(recipe.trainer).PlainModel(recipe, job.host, dtype=dtype)
                 model.load(self._rounded())
                 model.route_as(self.plain)
-                results[dtype] = model.gradients(tokens_of, batch.plan.lengths)
+                results[dtype] = model.gradients(reader.expected, batch.plan.lengths, reader.expected_labels)
                 model.close()
         loss, gradients = results[higher]
         reference = _Judged(self.tolerance, loss, gradients, self.plain)
@@ -181,7 +194,7 @@ class Beside:
         off = {name: relative_error(gradient, reference.parts[name]) for name, gradient in own_gradients.items()}
         return replace(reference, tolerance=self.tolerance.measured(compare_number(own_loss, loss), off))
 
-    def _together(self, batch: Batch, own: _OfRank, loss: float, wanted: set[str]) -> Proven:
+    def _together(self, batch: Batch, own: _OfRank, result: StepResult, wanted: set[str]) -> Proven:
         """The step of all ranks. Collective."""
         ranks = everyone(own)
         all_errors = [one.errors for one in ranks]
@@ -189,7 +202,7 @@ class Beside:
         missing, repeated = count_tokens(batch.plan, [s for slices in executed.values() for s in slices])
         worst = max(ranks, key=lambda one: one.errors.gradient.error / (one.bound or 1.0))
         return Proven(
-            loss=loss,
+            loss=result.loss,
             loss_rel_err=max(e.loss for e in all_errors),
             grad_rel_err=worst.errors.gradient.error,
             worst_parameter=worst.errors.gradient.name,
@@ -198,6 +211,7 @@ class Beside:
             update_rel_err=max(max(e.weight.error, e.moment.error) for e in all_errors),
             sequences=len(batch.plan.lengths),
             tokens=batch.plan.num_tokens,
+            targets=result.num_targets,
             planner=batch.plan.made_by,
             tokens_missing=missing,
             tokens_repeated=repeated,
@@ -237,6 +251,12 @@ class _Reader:
         self._samples = batch.expected if in_order else batch.draw.samples
         self._source, self._read = job.source, job.tokens_of(batch.draw)
         self.wrong: set[int] = set() if in_order else set(range(len(batch.draw.samples)))
+        self.labels, self.expected_labels = job.labels_of(batch.draw), self._expected_labels()
+        """Which tokens are targets, as training reads it, and as an undisturbed run has it."""
+        if batch.masked:
+            drawn = self._samples, batch.draw.lengths, job.recipe.train.seed
+            self.labels = half_masked(self.labels, self._read, *drawn)
+            self.expected_labels = half_masked(self.expected_labels, self.expected, *drawn)
 
     def __call__(self, index: int) -> Any:
         tokens = self._read(index)
@@ -247,6 +267,12 @@ class _Reader:
     def expected(self, index: int) -> Any:
         """Tokens of the sample that an undisturbed run has at this place of its batch."""
         return self._source.tokens(int(self._samples[index]))
+
+    def _expected_labels(self) -> Labels | None:
+        source, samples = self._source, self._samples
+        if source.targets is None:
+            return None
+        return Labels(lambda index: source.labels(int(samples[index])), source.targets[samples])
 
 
 def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:

@@ -19,17 +19,18 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.errors import EvenloadError, RankError
 from ...core.input import reading
 from ...runtime import files
 from ...runtime.files import File
-from ...runtime.world.agreement import everyone, first_error, from_first, place
+from ...runtime.world.agreement import Group, everyone, first_error, from_first, place
 from . import manifest
 from .manifest import Manifest
 
 logger = logging.getLogger("evenload")
+Result = TypeVar("Result")
 
 LATEST = "latest"
 _NAME = re.compile(r"step\d{8,}")
@@ -45,19 +46,44 @@ def save(root: Path, step: int, state: dict[str, Any], write: Callable[[Path], N
 
     Raises RankError on every rank if it failed on any; the last good checkpoint is untouched.
     """
-    name = f"step{step:08d}"
+    begin(root, step, write)
+    return finish(root, step, state, None, keep)
+
+
+def begin(root: Path, step: int, act: Callable[[Path], Result]) -> Result:
+    """What ``act`` gives for the new directory of a checkpoint. Collective. Raises as `save`."""
+    name, results = _name_of(step), list[Result]()
+    directory = root / f"{name}.tmp" / "trainer"
+    _together(lambda: _fresh(directory), place()[0] == 0, name, root)
+    _together(lambda: results.append(act(directory)), True, name, root)
+    return results[0]
+
+
+def finish(
+    root: Path,
+    step: int,
+    state: dict[str, Any],
+    write: Callable[[], None] | None,
+    keep: int,
+    group: Group = None,
+) -> Path:
+    """Commit what `begin` began, after a last ``write``. Collective over ``group``. Raises as `save`."""
+    name = _name_of(step)
     temporary = root / f"{name}.tmp"
-    rank, _ = place()
     stamps: dict[str, File] = {}
-    _together(lambda: _fresh(temporary / "trainer"), rank == 0, name, root)
-    _together(lambda: write(temporary / "trainer"), True, name, root)
-    names = from_first(lambda: files.below(temporary))
-    _together(lambda: stamps.update(files.stamp(temporary, _own_share(names))), True, name, root)
-    for part in everyone(stamps):
+    if write is not None:
+        _together(write, True, name, root, group)
+    names = from_first(lambda: files.below(temporary), group)
+    _together(lambda: stamps.update(files.stamp(temporary, _own_share(names))), True, name, root, group)
+    for part in everyone(stamps, group):
         stamps.update(part)
     listed = Manifest({"step": step, **state}, stamps)
-    _together(lambda: _commit(root, name, listed, keep), rank == 0, name, root)
+    _together(lambda: _commit(root, name, listed, keep), place()[0] == 0, name, root, group)
     return root / name
+
+
+def _name_of(step: int) -> str:
+    return f"step{step:08d}"
 
 
 def last_good(root: Path) -> Path | None:
@@ -94,6 +120,16 @@ def newest_whole(root: Path, *, verify: bool = True) -> tuple[Path, Manifest] | 
     return None
 
 
+def require_whole(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are what was written, else EvenloadError. Collective."""
+    outcome = from_first(lambda: _readable(checkpoint))
+    faults = [outcome] if isinstance(outcome, str) else _faults(checkpoint, outcome, hashes=True)
+    if faults or isinstance(outcome, str):
+        do = "restore it from a copy, or take an older one"
+        raise EvenloadError(f"the checkpoint {checkpoint} is damaged", "; ".join(faults[:_SHOWN]), do)
+    return outcome
+
+
 def _candidates(root: Path) -> list[str]:
     """Names of committed checkpoints, the one that ``latest`` names first, then from the newest to the oldest."""
     if not root.is_dir():
@@ -128,7 +164,7 @@ def _own_share(names: list[str]) -> list[str]:
     return sorted(names)[rank::size]
 
 
-def _together(act: Callable[[], None], own_turn: bool, name: str, root: Path) -> None:
+def _together(act: Callable[[], None], own_turn: bool, name: str, root: Path, group: Group = None) -> None:
     """Act where it is this rank's turn, then end on every rank alike: all worked, or the same error everywhere."""
     error = None
     try:
@@ -136,7 +172,7 @@ def _together(act: Callable[[], None], own_turn: bool, name: str, root: Path) ->
             act()
     except Exception as caught:
         error = _explained(caught, root)
-    if failures := first_error(error):
+    if failures := first_error(error, group):
         good = last_good(root)
         full = any(text.startswith(_DISK_FULL) for _, text in failures)
         what = f"the checkpoint {name} was not written" + (": the disk is full" if full else "")
@@ -166,11 +202,11 @@ def _fresh(directory: Path) -> None:
 def _commit(root: Path, name: str, listed: Manifest, keep: int) -> None:
     temporary, final = root / f"{name}.tmp", root / name
     for file in listed.files:
-        _sync(temporary / file)
+        files.sync(temporary / file)
     _write(temporary / manifest.NAME, json.dumps(listed.to_json()))
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
-    _sync(root)
+    files.sync(root)
     _write(root / LATEST, name)
     others = sorted(d for d in root.iterdir() if _NAME.fullmatch(d.name) and d != final)
     for old in others[: -(keep - 1) or None]:
@@ -181,14 +217,6 @@ def _write(path: Path, text: str) -> None:
     """Replace a small file so that a crash leaves either the old or the new one."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
-    _sync(part)
+    files.sync(part)
     os.replace(part, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.sync(path.parent)

@@ -12,18 +12,36 @@ from ...integrations.host import Host
 from .._shared.drawing import Drawing
 from .._shared.job import Job, logger
 from . import checkpoints
+from .background import Background
+
+BEST = "best"
+"""The folder in a run's checkpoints that keeps the one of the lowest validation loss, as a run's folder keeps its last
+ones: a run can go on from it."""
 
 
-def keep(job: Job, root: Path, step: int, planned: Planned, more: Mapping[str, Any] | None = None) -> Path:
-    """Write a checkpoint after a step, with ``more`` state of the run. Collective.
+def keep(
+    job: Job,
+    root: Path,
+    step: int,
+    planned: Planned,
+    more: Mapping[str, Any] | None = None,
+    background: Background | None = None,
+    *,
+    most: int | None = None,
+) -> None:
+    """Write a checkpoint after a step, with ``more`` state of the run, or begin to in the ``background``. Collective.
 
-    The batch that is planned ahead was not trained on, and is drawn again. Raises RankError if it could not be written;
-    the last good one is untouched.
+    ``most`` checkpoints stay, where that is another number than the recipe's. The batch that is planned ahead was not
+    trained on, and is drawn again. Raises RankError if it could not be written; the last good one is untouched.
     """
     data = job.source.report()["fingerprint"]
     state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
     with job.watchdog.working("saving the checkpoint", step):
-        return checkpoints.save(root, step + 1, state, job.host.save, job.recipe.checkpoint.keep)
+        most = most or job.recipe.checkpoint.keep
+        if background is not None:
+            background.save(root, step + 1, state, most)
+        else:
+            checkpoints.save(root, step + 1, state, job.host.save, most)
 
 
 def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> dict[str, Any] | None:

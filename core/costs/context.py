@@ -79,6 +79,12 @@ class PlanningContext:
     """Share of the linear work beside experts that is the output layer's: the last pipeline stage has it alone."""
     experts: ExpertContext | None = None
     """None in a dense model."""
+    forward_only: bool = False
+    """Plans run forward only: backwards move nothing, and no gradients are summed (`core.planning.forward_only`)."""
+
+    def runs(self, passes: int) -> bool:
+        """Whether passes of a direction (`Direction.passes`) run at all."""
+        return passes == 1 or not self.forward_only
 
 
 class Direction(NamedTuple):

@@ -42,6 +42,8 @@ def exposed_s(
 
     ``routed``: tokens of the rank of its round that sends or receives most; None: of a rank of the micro-batch.
     """
+    if not context.runs(direction.passes):
+        return 0.0
     if not is_even(micro_batch):
         return float(exposed_of_ranks(context, direction, micro_batch, routed).max())
     degree = len(micro_batch.ranks)
@@ -63,6 +65,8 @@ def exposed_of_ranks(
     if is_even(micro_batch):
         return np.full(len(ranks), exposed_s(context, direction, micro_batch, routed))
     total = np.zeros(len(ranks))
+    if not context.runs(direction.passes):
+        return total
     if context.layout.tp > 1 or context.layout.ep > 1:
         total += _modules_s(context, direction, ranks[0], token_counts(micro_batch), routed)
     number = {rank: i for i, rank in enumerate(ranks)}
@@ -140,7 +144,7 @@ def attention_s(context: PlanningContext, direction: Direction, shared: SharedLo
     ``shared``: S sequences, each by itself on these ranks (`attention_comm.load_of`). Seconds, float64 [S]; infinite
     where more ranks share heads than there are.
     """
-    if len(shared.ranks) == 1:
+    if len(shared.ranks) == 1 or not context.runs(direction.passes):
         return np.zeros(len(shared.load.tokens))
     return np.asarray(alone_s(times_of(context, direction, shared)), dtype=np.float64)
 
@@ -163,6 +167,8 @@ def links_up(context: PlanningContext, stage: int) -> list[Link]:
 def gradient_sum_s(context: PlanningContext, stage: int) -> float:
     """Seconds of the gradient sum of a stage at the end of a step, the gathering of updated weights included."""
     traffic, total = context.traffic, 0.0
+    if context.forward_only:
+        return total
     for share, n, link in _sharers(context, stage) if traffic.sharding != "parameters" else ():
         gradient_bytes, weight_bytes = share * traffic.gradient_bytes, share * traffic.weight_bytes
         if traffic.sharding == "optimizer":
@@ -175,6 +181,8 @@ def gradient_sum_s(context: PlanningContext, stage: int) -> float:
 def gathering_s(context: PlanningContext, passes: int) -> float:
     """Seconds of weights gathered (and gradients scattered in a backward, ``passes`` 2) in a pass with ZeRO 3."""
     traffic, total = context.traffic, 0.0
+    if not context.runs(passes):
+        return total
     for share, n, link in _sharers(context, 0) if traffic.sharding == "parameters" else ():
         total += link.all_gather_s(share * traffic.weight_bytes / n, n)
         total += link.all_gather_s(share * traffic.gradient_bytes / n, n) if passes > 1 else 0.0

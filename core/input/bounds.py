@@ -81,6 +81,8 @@ Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e3 * SECONDS)]
 Amount = Annotated[float, Field(gt=0, le=AMOUNT)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""By how much a running mean keeps to what it was."""
 AmountOrNone = Annotated[float, Field(ge=0, le=AMOUNT)]
 """0 means none."""
 

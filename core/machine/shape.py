@@ -38,6 +38,8 @@ class Shape(NamedTuple):
     vocab_size: int
     gated: bool
     experts: Experts | None = None
+    tied: bool = False
+    """The output layer has the weights of the embedding."""
 
     @property
     def attention_weights(self) -> int:
@@ -123,4 +125,5 @@ class Shape(NamedTuple):
     @property
     def parameters(self) -> int:
         """All weights, the embedding and all experts among them (norms and biases left out: below 0.1 %)."""
-        return self.dense_weights + self.expert_weights + self.hidden_size * self.vocab_size
+        embedding = 0 if self.tied else self.hidden_size * self.vocab_size
+        return self.dense_weights + self.expert_weights + embedding

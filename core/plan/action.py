@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from .step_plan import MicroBatch, Op
 
 ActionKind = Literal[
-    "receive", "keep_input", "forward", "forward_kv", "recompute_forward", "backward", "weight_grads", "send"
+    "receive", "keep_input", "forward", "forward_kv", "recompute_forward", "backward", "weight_grads", "send", "score"
 ]
 """receive, send: a stage's input (F) or the gradient of its output (B), from or to the neighbour. keep_input: the input
 waits on the tape for a recompute_forward. forward: its activations wait for the backward. forward_kv: without gradients
@@ -20,6 +20,7 @@ LETTERS: dict[ActionKind, str] = {
     "recompute_forward": "R",
     "backward": "B",
     "weight_grads": "W",
+    "score": "F",
 }
 """How a grid shows what computes."""
 

@@ -40,6 +40,10 @@ class Draw(NamedTuple):
     """The data order and what waits for a later step: what a checkpoint keeps."""
     delay_steps: float = 0.0
     """Steps by which its tokens were held back, in the mean."""
+    targets: npt.NDArray[np.int64] | None = None
+    """Tokens of each sequence that carry loss; None: each but its first one."""
+    without_target: int = 0
+    """Samples that were drawn and are left out, since none of their tokens carries loss."""
 
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -101,10 +105,23 @@ class Planner:
         """Of the last step: a simpler plan goes on with it."""
         self.step = 0
 
-    def next(self) -> Planned:
-        """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge."""
+    def prepare(self) -> None:
+        """Begin to plan the next step already, in the background."""
+        if self._background and self._ahead is None:
+            self._ahead = self._begin(self._chain if self.step else self._first)
+
+    def next(self, *, ahead: bool = True) -> Planned:
+        """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge.
+
+        ``ahead``: another step will follow, whose planning begins now. Raises EvenloadError on every rank where nothing
+        in the batch carries loss.
+        """
         start = time.perf_counter()
         draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
+        if not len(draw.samples):
+            detail = f"step {self.step}: {draw.without_target} samples without a token that carries loss"
+            do = "check the labels of the data, or raise train.global_batch_size"
+            raise EvenloadError("no sequence of the batch has a target", detail, do)
         plan, plan_s, why, answers = self._agreed(future, self._budget_s)
         if plan is None:
             plan = self._fall_back(draw, chain, answers, why, future)
@@ -112,7 +129,7 @@ class Planner:
         waited_s = time.perf_counter() - start
         self._policy = plan.experts
         self.step += 1
-        self._ahead = self._begin(self._chain) if self._background else None
+        self._ahead = self._begin(self._chain) if self._background and ahead else None
         return Planned(plan, chain, draw, plan_s, waited_s)
 
     def use(self, chain: PlanChain) -> None:

@@ -23,6 +23,7 @@ from ..input import reading
 from ..input.bounds import RANKS, whole_number
 from ..input.validation import Fault, first_fault
 from ..machine.layout import Layout
+from .pretrained import with_pretrained
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
 from .shipped import file_of, shipped
@@ -76,7 +77,7 @@ class Recipe(Section):
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """The same recipe with dotted keys changed, validated again."""
-        data = self.model_dump(mode="json")
+        data = self.model_dump(mode="json", exclude_unset=True)
         for key, value in changes.items():
             _set(data, key, value)
         return parse(data)
@@ -100,7 +101,11 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     what = f"the recipe {shorten(str(path))}"
     do = f"give the path of a YAML file, or the name of a shipped recipe; {nearest(str(path), shipped())}"
     data = reading.read_yaml(file_of(path), what, do)
-    data = reading.mapping(data, what, "see recipes/quickstart.yaml")
+    return parse_with(reading.mapping(data, what, "see recipes/quickstart.yaml"), overrides)
+
+
+def parse_with(data: dict[str, Any], overrides: Iterable[str]) -> Recipe:
+    """A recipe given as nested dictionaries, which change, with ``a.b=value`` overrides. Raises EvenloadError."""
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
     for word in overrides:
@@ -113,13 +118,19 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def parse(data: Mapping[str, Any]) -> Recipe:
     """Validate a recipe given as nested dictionaries. Raises EvenloadError."""
-    schema = schema_type()
-    try:
-        recipe = schema.model_validate(data)
-    except ValidationError as error:
-        raise _explain(first_fault(error, schema)) from error
+    recipe = _validated(data)
+    if recipe.model.weights is not None:
+        recipe = _validated(with_pretrained(data, recipe.model.weights, recipe.trainer))
     refuse_impossible(recipe)
     return recipe
+
+
+def _validated(data: Mapping[str, Any]) -> Recipe:
+    schema = schema_type()
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise _explain(first_fault(error, schema)) from error
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
-from .sections import Model, Parallel
+from .sections import REPLACED, Model, Parallel, Train
 from .traits import trainer_called
 
 
@@ -24,10 +24,10 @@ def refuse_impossible(recipe: Any) -> None:
             "set parallel.cp=1 and give its ranks to parallel.dp, or disable the plugin",
         ),
         (
-            model.hidden_size % model.num_attention_heads != 0,
+            model.head_dim is None and model.hidden_size % model.num_attention_heads != 0,
             "model.num_attention_heads does not divide model.hidden_size",
             f"{model.num_attention_heads} heads, hidden size {model.hidden_size}",
-            "choose a number of heads that divides the hidden size",
+            "choose a number of heads that divides the hidden size, or set model.head_dim",
         ),
         (
             model.num_attention_heads % model.kv_heads != 0,
@@ -53,8 +53,10 @@ def refuse_impossible(recipe: Any) -> None:
             f"pp {p.pp}, {model.num_layers} layers",
             "choose a pp that divides the number of layers",
         ),
+        *_rules_of_extent(recipe.train),
         *_rules_of_experts(recipe),
         *_rules_of_copies(recipe),
+        *_rules_of_freeze(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
         (
             recipe.data.min_length > recipe.data.max_length,
@@ -62,8 +64,29 @@ def refuse_impossible(recipe: Any) -> None:
             f"{recipe.data.min_length} > {recipe.data.max_length}",
             "lower data.min_length",
         ),
+        *_rules_of_best(recipe),
     )
-    refuse_idle_ranks(recipe.train.global_batch_size, p.dp or 1)
+    refuse_idle_ranks(recipe.train, p.dp or 1)
+
+
+def _rules_of_extent(train: Train) -> list[Rule]:
+    """How long a run is, and how large its batches are, is said once."""
+    rules: list[Rule] = []
+    for name, others in REPLACED.items():
+        said = [key for key in (name, *others) if key in train.model_fields_set and getattr(train, key) is not None]
+        what = f"{' and '.join(f'train.{key}' for key in said)} say the same thing twice"
+        detail = ", ".join(f"{key} {getattr(train, key)}" for key in said)
+        rules.append((len(said) > 1, what, detail, f"keep one of them, e.g. with train.{name}=null"))
+    return rules
+
+
+def _rules_of_best(recipe: Any) -> list[Rule]:
+    """What the checkpoint of the lowest validation loss needs."""
+    wanted, what = recipe.checkpoint.best, "checkpoint.best keeps the checkpoint of the lowest validation loss"
+    return [
+        (wanted and recipe.data.validation is None, what, "data.validation null", "set data.validation.source"),
+        (wanted and recipe.checkpoint.dir is None, what, "checkpoint.dir null", "set checkpoint.dir"),
+    ]
 
 
 def _rules_of_experts(recipe: Any) -> list[Rule]:
@@ -128,6 +151,14 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
     ]
 
 
+def _rules_of_freeze(recipe: Any) -> list[Rule]:
+    """Where parameters are pieces of others, patterns of their names cannot find them."""
+    what = "train.freeze does not go with experts that are cut over their group"
+    detail = f"train.freeze {', '.join(recipe.train.freeze)}; an owner of experts that is sharded"
+    do = "set plugins.moe.owners=home, or leave train.freeze out"
+    return [(bool(recipe.train.freeze) and recipe.sharded_experts, what, detail, do)]
+
+
 def _rules_of_copies(recipe: Any) -> list[Rule]:
     """What copies of experts do not go with."""
     moe, ep = recipe.model.moe, recipe.parallel.ep
@@ -148,9 +179,10 @@ def _rules_of_copies(recipe: Any) -> list[Rule]:
     ]
 
 
-def refuse_idle_ranks(samples: int, dp: int) -> None:
-    """Raise EvenloadError for a global batch of fewer ``samples`` than data-parallel ranks, given or of the world."""
-    if samples < dp:
+def refuse_idle_ranks(train: Train, dp: int) -> None:
+    """Raise EvenloadError for global batches of fewer samples than data-parallel ranks, given or of the world."""
+    samples = train.global_batch_size
+    if samples < dp and train.global_batch_tokens is None:
         raise EvenloadError(
             "train.global_batch_size is smaller than the number of data-parallel ranks",
             f"{samples} samples, {dp} ranks",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ..input import bounds
 from ..input.reading import file_name
@@ -61,15 +62,28 @@ class Model(Section):
     num_attention_heads: bounds.Size = 8
     num_query_groups: bounds.Size | None = None
     """Key-value heads (GQA); null means one per attention head."""
+    head_dim: bounds.Size | None = None
+    """Values of one head; null means hidden_size / num_attention_heads."""
     ffn_hidden_size: bounds.Size | None = None
     """Null means 4x hidden (gpt) or 8/3x hidden rounded up to 64 (the gated families)."""
     vocab_size: bounds.Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
     rotary_base: bounds.Amount = 10000.0
+    rope_scaling_factor: bounds.Amount | None = None
+    """Llama 3's scaling of rotary frequencies by this factor (its low and high factors 1 and 4, of 8192 positions);
+    null: none."""
+    norm_epsilon: bounds.Amount | None = None
+    """What norms add to the variance; null means 1e-5 under Megatron-Core, the family's own under Transformers."""
+    tied_embeddings: bool = False
+    """The output layer multiplies by the embedding's weights, and has none of its own."""
     moe: Experts | None = None
     """The experts of the families mixtral and qwen3_moe; null: a dense model."""
     config: FilePath | None = None
     """A Hugging Face config.json to build instead (trainer: deepspeed); the fields above are then ignored."""
+    weights: FilePath | None = None
+    """A Hugging Face folder (config.json, safetensors) whose weights training starts from, or tiny-llama, which
+    evenload makes. The fields above are then read from its config.json, and may be left out; null: weights are drawn
+    from train.seed."""
 
     @property
     def gated(self) -> bool:
@@ -90,25 +104,50 @@ class Model(Section):
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def head_size(self) -> int:
+        """Values of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
     def ffn_size(self) -> int:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         return -(-8 * self.hidden_size // 3 // 64) * 64 if self.gated else 4 * self.hidden_size
 
 
+class Validation(Section):
+    """Samples that are scored and never trained on."""
+
+    source: str
+    """As data.source; the other settings of data hold for it, too."""
+    every: bounds.Count = 100
+    """Steps of training between two evaluations; there is one before the first step and one after the last, too."""
+    batches: bounds.Count | None = None
+    """So many times train.global_batch_size of its samples, the same ones each time; null: all of them."""
+
+
 class Data(Section):
     """Where samples come from."""
 
     source: str = "python-stdlib"
-    """python-stdlib, a .jsonl file, a Megatron .bin/.idx prefix, or a Hugging Face dataset on disk (arrow, parquet)."""
+    """python-stdlib, python-docstrings (and python-docstrings-held-out), a .jsonl file, a Megatron .bin/.idx prefix, or
+    a Hugging Face dataset on disk (arrow, parquet)."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a `tokenizers` JSON file."""
+    """bytes, the path of a `tokenizers` JSON file, or a Hugging Face folder. With model.weights, bytes stands for the
+    tokenizer of that folder where it has one."""
     text_key: str = "text"
+    """Field of text, token ids or messages; text stands for whatever the rows hold."""
+    append_eos: bool | None = None
+    """Whether the tokenizer's end of sequence is put behind texts; null: behind completions alone."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """Tokens of prompts and chats that are targets: completions and what the assistant says, or all."""
     max_length: bounds.SampleLength = 8192
     """Tokens of the longest sample that is kept whole."""
     long_samples: Literal["split", "truncate", "drop"] = "split"
     """What happens to longer ones; the count is reported."""
     min_length: bounds.SampleLength = 2
+    validation: Validation | None = None
+    """What `train` evaluates now and then; null: nothing."""
 
 
 class Parallel(Section):
@@ -123,8 +162,15 @@ class Parallel(Section):
 
 class Train(Section):
     steps: bounds.Count = 20
+    """Null leaves it out, so that max_tokens or epochs may stand in its place."""
+    max_tokens: bounds.TokenCount | None = None
+    """Instead of steps: as many as draw so many tokens; the last one reaches them."""
+    epochs: bounds.Count | None = None
+    """Instead of steps: as many as draw each sample so many times; the last one of an epoch takes what is left."""
     global_batch_size: bounds.SequenceCount = 64
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; null leaves it out."""
+    global_batch_tokens: bounds.TokenCount | None = None
+    """Instead of global_batch_size: a step takes samples in their order until their tokens reach it."""
     micro_batch_size: bounds.SequenceCount = 1
     """Samples per micro-batch of the stock plan, padded to the longest of them (no plugin enabled)."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
@@ -136,8 +182,35 @@ class Train(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: bounds.CountOrNone = 0
     weight_decay: bounds.AmountOrNone = 0.0
+    """Of matrices alone: norms and biases are not decayed."""
+    betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
+    """Of Adam's first and second moment."""
+    eps: bounds.Amount = 1e-8
+    """What Adam adds to the root of the second moment."""
     clip_grad: bounds.AmountOrNone = 1.0
     """Global gradient norm; 0 switches clipping off."""
+    freeze: tuple[str, ...] = ()
+    """Patterns as a shell has them of names of parameters that keep their values, as the trainer names them: Hugging
+    Face's names under deepspeed, Megatron-Core's with layers of the whole model under megatron."""
+
+    export: FilePath | None = None
+    """After the last step, write the model into this folder as Transformers reads it (config.json, safetensors, the
+    files of the tokenizer); it must not be there, or be empty."""
+    export_prompts: bounds.CountOrNone = 0
+    """Prompts of the validation data, or of the data, whose next token by the trainer is compared with that by
+    Transformers from the exported folder, which rank 0 then opens whole; 0: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, values: Any) -> Any:
+        """A recipe that says ``steps`` can be overridden by one that says ``epochs``."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in REPLACED}
+
+
+REPLACED = {"steps": ("max_tokens", "epochs"), "global_batch_size": ("global_batch_tokens",)}
+"""Keys of ``train`` by those that may stand in their place."""
 
 
 class Checkpoint(Section):
@@ -145,8 +218,12 @@ class Checkpoint(Section):
     """Null saves nothing."""
     every: bounds.Count = 50
     keep: bounds.Count = 2
+    background: bool = False
+    """Copy a checkpoint when it is due and write it while training goes on (trainer: megatron)."""
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
+    best: bool = False
+    """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss."""
     verify: bool = True
     """Compare the hash of every file of a checkpoint before it is loaded; false compares sizes alone."""
     trust: bool = False
@@ -157,6 +234,8 @@ class Checkpoint(Section):
 class Log(Section):
     tensorboard: FilePath | None = None
     """Folder for TensorBoard scalars under ``evenload/``."""
+    wandb: str | None = None
+    """Project of Weights & Biases that gets the same scalars, where the package is installed."""
     every: bounds.Count = 1
     trace: FilePath | None = None
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""

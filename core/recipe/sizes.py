@@ -19,10 +19,10 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 def shape_of(model: Model) -> Shape:
     """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
     if model.config is None:
-        hidden, vocab = model.hidden_size, model.vocab_size or BYTE_VOCABULARY
-        kv_size = hidden // model.num_attention_heads * model.kv_heads
-        shape = Shape(model.num_layers, hidden, model.ffn_size, hidden, kv_size, vocab, model.gated)
-        return shape._replace(experts=_experts_of(model)) if model.moe else shape
+        query_size, kv_size = (model.head_size * heads for heads in (model.num_attention_heads, model.kv_heads))
+        of_head = model.vocab_size or BYTE_VOCABULARY, model.gated
+        shape = Shape(model.num_layers, model.hidden_size, model.ffn_size, query_size, kv_size, *of_head)
+        return shape._replace(experts=_experts_of(model) if model.moe else None, tied=model.tied_embeddings)
     fields = _fields_of(model.config)
     heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
     head = _size(fields, "head_dim", max(1, hidden // heads))
@@ -35,6 +35,7 @@ def shape_of(model: Model) -> Shape:
         _size(fields, "vocab_size"),
         fields.get("hidden_act", "silu") in ("silu", "swish"),
         experts_in(fields),
+        bool(fields.get("tie_word_embeddings")),
     )
 
 

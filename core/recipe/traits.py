@@ -56,6 +56,8 @@ class Trainer:
     """What the trainer cannot run, beyond what none can."""
     run_rules: Callable[[Any], list[Rule]] = lambda _: []
     """What can be planned for the trainer, and not run by this integration."""
+    runs_any_model: bool = False
+    """It builds Transformers' own causal models from their config, whatever that says."""
 
 
 _trainers: dict[str, Trainer] = {}
@@ -74,3 +76,8 @@ def trainer_called(name: str) -> Trainer:
             f"nobody says what trainer '{name}' is like", f"known: {known}", "import evenload.api first"
         )
     return _trainers[name]
+
+
+def trainers_of_any_model() -> list[str]:
+    """Names of the trainers that run any causal model of Transformers."""
+    return [name for name, trainer in _trainers.items() if trainer.runs_any_model]

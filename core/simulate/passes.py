@@ -209,6 +209,8 @@ class PassTimes:
 
     def hand_over(self, stage: int, op: Op) -> float:
         """Between ``stage`` and the next, in either direction."""
+        if op.kind == "B" and self._at.forward_only:
+            return 0.0
         micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
         state_bytes = self._at.traffic.state_bytes_per_token
         if is_even(micro_batch):

@@ -20,7 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,34 +49,35 @@ DATA = (LossScaler, ZeroStageEnum, fragment_address)
 """Classes of DeepSpeed's in its checkpoints; they hold numbers and nothing else."""
 
 
-def save(engine: Any, directory: Path) -> None:
+def save(engine: Any, directory: Path, freeze: Sequence[str] = ()) -> None:
     """Write model and optimizer into an existing directory. Collective, also where a rank cannot write. Raises OSError,
-    RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote."""
+    RuntimeError: as DeepSpeed and the file system raise them (a full disk), on the rank that wrote.
+    ``freeze``: the patterns of the recipe."""
     with _catching(engine) as errors:
         engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
     if errors:
         raise errors[0]
     if engine.global_rank == 0:
-        (directory / SHAPE).write_text(json.dumps(_shape(engine)))
+        (directory / SHAPE).write_text(json.dumps(_shape(engine, freeze)))
 
 
-def load(engine: Any, directory: Path, *, trust: bool = False) -> None:
+def load(engine: Any, directory: Path, *, freeze: Sequence[str] = (), trust: bool = False) -> None:
     """Read what `save` wrote, also on another number of ranks. Collective.
 
     ``trust``: load files that hold more than data, which may run code. Raises EvenloadError: there is no complete
-    checkpoint, it was written under another ZeRO stage or precision, or it holds more than data and is not to be
-    trusted.
+    checkpoint, it was written under another ZeRO stage or precision or with others frozen, or it holds more than data
+    and is not to be trusted.
     """
     saved = _read_shape(directory)
-    shape = _shape(engine)
-    saved, shape = ({"pp": 1, "ep": 1, **one} for one in (saved, shape))
-    for key in ("zero_stage", "dtype", "pp", "ep"):
+    shape = _shape(engine, freeze)
+    saved, shape = ({"pp": 1, "ep": 1, "freeze": [], **one} for one in (saved, shape))
+    for key in ("zero_stage", "dtype", "pp", "ep", "freeze"):
         divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
         if saved.get(key) != shape[key] and not divided:
             raise EvenloadError(
                 f"the checkpoint {directory} was written under another {key}",
                 f"{saved.get(key)} there, {shape[key]} in this recipe",
-                "resume with the same zero_stage, train.dtype, parallel.pp and ep, or set checkpoint.resume=false",
+                "resume with the same zero_stage, parallel.*, train.dtype and freeze, or set checkpoint.resume=false",
             )
     same = all(saved.get(key) == shape[key] for key in ("world_size", "ep"))
     if same or shape["zero_stage"] == 0:
@@ -169,13 +170,14 @@ def _load(engine: Any, directory: Path, tag: str, *, trust: bool) -> None:
         )
 
 
-def _shape(engine: Any) -> dict[str, Any]:
+def _shape(engine: Any, freeze: Sequence[str]) -> dict[str, Any]:
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": int(engine.zero_optimization_stage()),
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "pp": getattr(engine, "num_stages", 1),
         "ep": expert_ranks(engine.module),
+        "freeze": list(freeze),
         "deepspeed": deepspeed.__version__,
     }
 

@@ -41,11 +41,12 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
     def optimizer(_: Any) -> torch.optim.Optimizer:
         # Called once experts are divided. The bf16 engine of ZeRO 0 runs one update on zero gradients when it is made:
         # at a rate of 0 it moves nothing.
-        return torch.optim.AdamW(parameter_groups(model.parameters(), recipe.train.weight_decay), lr=0.0)
+        groups = parameter_groups(model.parameters(), recipe.train.weight_decay)
+        return torch.optim.AdamW(groups, lr=0.0, betas=recipe.train.betas, eps=recipe.train.eps)
 
     config = ds_config(recipe, world_size) | section(recipe, model)
     # ZeRO takes a bucket, in pipelines two, of its full size, 2 GB in float32, however small the model is.
-    fitting = min(BUCKET, sum(p.numel() for p in model.parameters()))
+    fitting = min(BUCKET, sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
     config["zero_optimization"].setdefault("reduce_bucket_size", fitting)
     with registry_by_name():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,18 @@ from ...core.plan.branches import COPIED
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.kernels import choose_kernel
-from ...runtime.attention.pack import TokensOf, count_targets
+from ...runtime.attention.labels import Labels, count_targets
+from ...runtime.attention.pack import TokensOf
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.world import World
 from ..host import Host, Mark, StepResult
+from ..huggingface.folders.conversion import as_in_folder, exported_groups
 from ..huggingface.models import refuse_unequal_replay
 from ..textbook import AdamState
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .expert_gate import GatedExperts
+from .model import empty_model
 from .traits import rules
 
 
@@ -47,24 +50,35 @@ class EngineHost(Host):
         self.layout: Layout = recipe.layout(world.size)
         self.world, self.recipe, self.device = world, recipe, world.device
 
-    def gradients(self, plan: StepPlan, tokens_of: TokensOf) -> tuple[StepResult, Mapping[str, Tensor]]:
-        result, gradients = super().gradients(plan, tokens_of)
+    def gradients(
+        self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None = None
+    ) -> tuple[StepResult, Mapping[str, Tensor]]:
+        result, gradients = super().gradients(plan, tokens_of, labels)
         discard_gradients(self.engine)
         return result, gradients
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.of_all_stages(self._whole(full_weights(self.engine, self._own_parameters())))
 
+    def exported(self) -> Iterator[tuple[str, Tensor | None]]:
+        empty = empty_model(self.recipe)
+        shapes = {name: tensor.to("meta") for name, tensor in empty.state_dict().items()}
+        for names in exported_groups(empty):
+            parts = {name: shapes[name] for name in names}
+            whole = self._gathered(parts)
+            for name, tensor in as_in_folder(empty, whole if self.world.rank == 0 else parts):
+                yield name, tensor if self.world.rank == 0 else None
+
     def optimizer_states(self) -> dict[str, AdamState]:
-        states = adam_states(self.engine, self._own_parameters())
+        states = adam_states(self.engine, self._trained_parameters())
         fields = [self._whole({name: state[i] for name, state in states.items()}) for i in range(3)]
         return {name: AdamState(*(field[name] for field in fields)) for name in fields[0]}
 
     def save(self, directory: Path) -> None:
-        checkpoint.save(self.engine, directory)
+        checkpoint.save(self.engine, directory, self.recipe.train.freeze)
 
     def load(self, directory: Path) -> None:
-        checkpoint.load(self.engine, directory, trust=self.recipe.checkpoint.trust)
+        checkpoint.load(self.engine, directory, freeze=self.recipe.train.freeze, trust=self.recipe.checkpoint.trust)
 
     def describe(self) -> dict[str, Any]:
         config = self.engine.module.config
@@ -92,38 +106,69 @@ class EngineHost(Host):
             self._gated.unbind()
         self.engine.destroy()
 
-    def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
-        num_targets = count_targets(plan.lengths)
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
+    ) -> StepResult:
+        num_targets = count_targets(plan.lengths, labels)
         if num_targets == 0:
-            raise EvenloadError("the batch has no target token", f"{len(plan.lengths)} sequences", "use longer samples")
+            raise EvenloadError(
+                "the batch has no target token",
+                f"{len(plan.lengths)} sequences",
+                "use longer samples, or mask fewer tokens",
+            )
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
-        total, executed, branches = self._passes(plan, tokens_of, num_targets, mark, clock)
-        dist.all_reduce(total)
+        totals, executed, branches = self._passes(plan, tokens_of, labels, num_targets, mark, clock)
+        dist.all_reduce(totals)
         busy = clock.read()
         loads = tuple(self._gated.gate.loads) if self._gated else ()
         branches = (*branches, *((COPIED,) if any(load.copies for load in loads) else ()))
-        loss = float(total) / num_targets
-        return StepResult(loss, num_targets, busy.total_s, busy.forward_s, executed, branches, loads)
+        loss = float(totals[0]) / num_targets
+        ran = num_targets if labels is None else round(float(totals[1]))
+        return StepResult(loss, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
     def _passes(
-        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        labels: Labels | None,
+        num_targets: int,
+        mark: Mark,
+        clock: BusyClock,
     ) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
-        """All passes of this rank: (sum of its token losses, a float64 number on the device; slices it ran; branches
-        that the plan does not show, in the words of `core.plan.branches`)."""
+        """All passes of this rank: (sum and number of its token losses, float64 [2] on the device; slices it ran;
+        branches that the plan does not show, in the words of `core.plan.branches`)."""
 
     @abstractmethod
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters of this rank's part of the model, under their global names."""
+
+    def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The same without frozen ones."""
+        return {name: parameter for name, parameter in self._own_parameters().items() if parameter.requires_grad}
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of this rank's parameters by the names of the model that the recipe asks for. Collective where ranks
         hold parts of one."""
         return tensors
 
+    def _gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """These parameters and buffers of the model that the recipe asks for, whole, on the CPU of rank 0. Collective.
+
+        ``wanted``: by name, on the meta device.
+        """
+        own = {name: p for name, p in self._own_parameters().items() if self._name_in_model(name) in wanted}
+        tensors = dict(self._whole(full_weights(self.engine, own))) if own else {}
+        buffers = {name: buffer.cpu() for name, buffer in self.engine.module.named_buffers() if name in wanted}
+        return {**buffers, **tensors}
+
+    def _name_in_model(self, name: str) -> str:
+        """Of the parameter that holds this rank's ``name`` in the model that the recipe asks for."""
+        return name
+
     def _gradients(self) -> dict[str, Tensor]:
-        return dict(self._whole(full_gradients(self._own_parameters())))
+        return dict(self._whole(full_gradients(self._trained_parameters())))
 
     def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         """See `Host`; None among the gradients count as zeros."""

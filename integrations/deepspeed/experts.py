@@ -69,9 +69,9 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """The groups of an optimizer: matrices are decayed, vectors are not; divided experts apart, as DeepSpeed's ZeRO
-    wants them marked."""
+    wants them marked. Frozen parameters are in none."""
     by_kind: dict[tuple[str | None, bool], dict[str, Any]] = {}
-    for parameter in parameters:
+    for parameter in (p for p in parameters if p.requires_grad):
         name = parameter.group_name if is_moe_param(parameter) else None  # type: ignore[attr-defined]
         decays = len(getattr(parameter, "ds_shape", parameter.shape)) >= _MATRIX
         of_experts = {} if name is None else {"moe": True, "name": name}
@@ -80,6 +80,7 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
     return [by_kind[key] for key in sorted(by_kind, key=lambda key: (key[0] or "", key[1]))]
 
 
+_OF_EXPERTS = {"w1": "gate_up_proj", "w2": "down_proj", "w3": "gate_up_proj"}
 _MATRIX = 2
 _EPSILON = 1e-6
 """Added to a norm by which gradients are divided, as torch does."""
@@ -106,16 +107,22 @@ class DividedExperts:
         result: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             prefix, rest = self._split(name)
-            if not rest:
-                result[name] = tensor
-            elif rest == "experts.w1":
+            if rest == "experts.w1":
                 gate, up = self._gather(tensor), self._gather(tensors[f"{prefix}.experts.w3"])
-                result[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+                result[self.name_in_model(name)] = torch.cat([gate, up], dim=1)
             elif rest == "experts.w2":
-                result[f"{prefix}.experts.down_proj"] = self._gather(tensor)
+                result[self.name_in_model(name)] = self._gather(tensor)
             elif rest != "experts.w3":
-                result[f"{prefix}.{self._renamed(prefix, rest)}"] = tensor
+                result[self.name_in_model(name)] = tensor
         return result
+
+    def name_in_model(self, name: str) -> str:
+        """Transformers' name for the parameter in which AutoEP's is."""
+        prefix, rest = self._split(name)
+        if not rest:
+            return name
+        last = _OF_EXPERTS.get(rest.removeprefix("experts."))
+        return f"{prefix}.experts.{last}" if last else f"{prefix}.{self._renamed(prefix, rest)}"
 
     def square_of(self, gradients: Mapping[str, Tensor | None]) -> float:
         """The sum of all squares of gradients of this rank's parameters, each expert of the model once. Collective."""

@@ -23,10 +23,12 @@ import torch
 
 from ...core.errors import EvenloadError
 from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
+from ...core.plan.forwards import forwards_in_step, lower_forwards
 from ...core.plan.program import lower
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
+from ...runtime.attention.labels import Labels, labels_of
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
@@ -34,14 +36,17 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
+from ..freezing import freeze
 from ..host import Mark
 from ..huggingface.models import refuse_unsupported
 from ..huggingface.routes import Recorder, num_experts_of
+from ..scoring import Book, evaluating
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .model import build_model, recompute_layers
+from .pretrained import keeping_of
 from .stage import EngineStage
 
 log = logging.getLogger("evenload")
@@ -60,8 +65,10 @@ class DeepSpeedHost(EngineHost):
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
         self.dp_cp_rank = world.rank
-        model = build_model(recipe)
+        model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
         refuse_unsupported(model.config, recipe.data.max_length)
+        own = dict(model.named_parameters())
+        self.frozen = freeze(recipe.train.freeze, own, [list(own)])
         if recipe.train.recompute:
             recompute_layers(model)
         self.engine = make_engine(model, recipe, world.size)
@@ -84,6 +91,9 @@ class DeepSpeedHost(EngineHost):
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self._experts.whole(tensors) if self._experts else tensors
 
+    def _name_in_model(self, name: str) -> str:
+        return self._experts.name_in_model(name) if self._experts else name
+
     def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return tensors
 
@@ -105,7 +115,13 @@ class DeepSpeedHost(EngineHost):
         self.engine.step()
 
     def _passes(
-        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        labels: Labels | None,
+        num_targets: int,
+        mark: Mark,
+        clock: BusyClock,
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
@@ -133,6 +149,7 @@ class DeepSpeedHost(EngineHost):
                 "gated": self._gated,
                 "plane": plane,
                 "tokens_of": tokens_of,
+                "labels_of": labels_of(labels),
                 "weight": share / num_targets,
             }
             trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
@@ -142,7 +159,26 @@ class DeepSpeedHost(EngineHost):
             mark("gradient reduction")
             with clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
-        return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
+        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
+        self._refuse_out_of_step(plan)
+        place, plane = (plan, 0, self.dp_cp_rank), self._plane_of(plan)
+        program = forwards_in_step(plan)[self.dp_cp_rank] if self._all_in_step else lower_forwards(*place)
+        if self._gated:
+            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
+        of_step: dict[str, Any] = {
+            "plane": plane,
+            "tokens_of": tokens_of,
+            "labels_of": labels_of(labels),
+            "book": book,
+        }
+        trainer = EngineStage(self.engine, None, None, self._gated, **of_step)
+        clock = BusyClock(self.device)
+        executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
+        with evaluating(self.engine.module):
+            executor.run()
 
     def _recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""

@@ -38,11 +38,24 @@ def build_partly(make: Callable[[], Any], parts: Parts) -> Any:
     return model
 
 
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Empty tensors get no memory; filling one at random moves the generator as if it had."""
+class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Empty tensors are on the meta device; what is computed (tables of positions, ones) is there."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        on_meta = {"device": "meta"} if func is torch.ops.aten.empty.memory_format else {}
+        return func(*args, **{**(kwargs or {}), **on_meta})
+
+
+class _Drawing(WithoutMemory):  # type: ignore[no-untyped-call]
+    """Empty tensors get no memory; filling one at random moves the generator as if it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.before: dict[int, torch.Tensor] = {}
         """State of the generator before a tensor was filled for the last time, by the tensor's id."""
         self._buffer = torch.empty(0)
@@ -52,8 +65,6 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten.empty.memory_format:
-            return func(*args, **{**kwargs, "device": "meta"})
         if torch.Tag.nondeterministic_seeded in func.tags and args[0].is_meta:
             like = args[0]
             self.before[id(like)] = torch.get_rng_state()
@@ -61,4 +72,4 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._buffer = torch.empty(like.numel(), dtype=like.dtype)
             func(self._buffer[: like.numel()].view(like.shape), *args[1:], **kwargs)
             return like
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)

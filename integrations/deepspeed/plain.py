@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
+from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
@@ -36,6 +37,8 @@ class PlainModel:
         self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
+        for name in host.frozen:
+            self._parameters[name].requires_grad_(False)
         self._routers = Replayer(self._model)
         self.load(host.weights())
 
@@ -45,10 +48,12 @@ class PlainModel:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
-    def gradients(self, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
+    def gradients(
+        self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients, by parameter name, of the mean token loss of a global batch. Every rank computes all."""
         self._routers.differ = 0
-        return plain_gradients(self._model, tokens_of, lengths, self._routers)
+        return plain_gradients(self._model, tokens_of, lengths, labels, self._routers)
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""
@@ -83,29 +88,36 @@ class PlainModel:
         """Nothing is held outside."""
 
 
-def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, Mapping[str, Tensor]]:
+def reference(
+    recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
+) -> tuple[float, Mapping[str, Tensor]]:
     """Loss and gradients, by parameter name, of the mean token loss of a global batch. Collective, because the weights
     are gathered from `host`; every rank then computes the whole batch."""
-    return PlainModel(recipe, host).gradients(tokens_of, lengths)
+    return PlainModel(recipe, host).gradients(tokens_of, lengths, labels)
 
 
 def plain_gradients(
-    model: torch.nn.Module, tokens_of: TokensOf, lengths: Lengths, routers: Replayer | None = None
+    model: torch.nn.Module,
+    tokens_of: TokensOf,
+    lengths: Lengths,
+    labels: Labels | None = None,
+    routers: Replayer | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The same of any causal language model, in the precision of its weights. ``routers``: of the model, where they
-    replay routes."""
+    """The same of any causal language model, in the precision of its weights. ``labels``: -100 where a token carries no
+    loss, as Hugging Face models take them. ``routers``: of the model, where they replay routes."""
     samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
-    num_targets = sum(len(sample) - 1 for sample in samples)
+    wanted = samples if labels is None else [torch.as_tensor(labels.of(i)[: len(s)]) for i, s in enumerate(samples)]
+    num_targets = sum(int((labels_L[1:] != -100).sum()) for labels_L in wanted)
     model.zero_grad(set_to_none=True)
     total = 0.0
-    for number, sample in enumerate(samples):
+    for number, (sample, labels_L) in enumerate(zip(samples, wanted, strict=True)):
         if len(sample) < 2:
             continue
         if routers is not None:
             routers.sequence = number
         logits_TV = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
         logits_TV = logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV
-        loss = cross_entropy(logits_TV, sample[1:], reduction="sum") / num_targets
+        loss = cross_entropy(logits_TV, labels_L[1:], ignore_index=-100, reduction="sum") / num_targets
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total, {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -21,6 +21,7 @@ from ...runtime.stage.offload import layers_of
 from ...runtime.world.plane import Plane
 from ..huggingface import attention
 from ..huggingface.routes import Recorder
+from ..scoring import Book, token_losses
 from .engine import Reduction
 from .expert_gate import GatedExperts
 from .model import recompute_layers, recomputing
@@ -38,6 +39,7 @@ class PackStage(StageTrainer):
     Args:
         weight: of the loss of a token.
         recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
+        book: takes down what scores give; a program without them needs none.
     """
 
     def __init__(
@@ -47,32 +49,42 @@ class PackStage(StageTrainer):
         *,
         plane: Plane | None,
         tokens_of: TokensOf,
-        weight: float,
-        recomputes: bool,
+        labels_of: TokensOf | None,
+        weight: float = 0.0,
+        recomputes: bool = False,
+        book: Book | None = None,
     ) -> None:
         super().__init__(blocks, engine.device)
-        self._engine, self._plane, self._tokens_of = engine, plane, tokens_of
-        self._weight, self._recomputes = weight, recomputes
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-        """Of the token losses that this rank has computed."""
+        self._engine, self._plane, self._tokens_of, self._labels_of = engine, plane, tokens_of, labels_of
+        self._weight, self._recomputes, self._book = weight, recomputes, book
+        self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        """Sum of the token losses that this rank has computed, and their number."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-        return Batch(build_pack(micro_batch, self._tokens_of, self.device, prefix, plane=self._plane))
+        tokens_of, labels_of = self._tokens_of, self._labels_of
+        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
 
-    def _weighed(self, loss: Tensor) -> Tensor:
+    def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
         """The loss of a pack, booked, as its backward starts from it."""
-        self.loss_sum += loss.detach().double()
+        self.totals[0] += loss.detach()
+        self.totals[1] += pack.num_targets
         return loss * self._weight
+
+    def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        """What is left of the logits of a pack once they are taken down: nothing."""
+        assert self._book is not None
+        self._book.add(logits_TV if self._book.wants_logits else token_losses(logits_TV, pack), pack)
+        return logits_TV.new_zeros(())
 
 
 class EngineStage(PackStage):
-    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`), and
-    ``recorder`` and ``gated`` experts are told which pack runs forward, if there are any."""
+    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`; None:
+    no backward comes), and ``recorder`` and ``gated`` experts are told which pack runs forward, if there are any."""
 
     def __init__(
         self,
         engine: Any,
-        reduction: Reduction,
+        reduction: Reduction | None,
         recorder: Recorder | None,
         gated: GatedExperts | None,
         **of_step: Any,
@@ -97,14 +109,18 @@ class EngineStage(PackStage):
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output
+        if action.kind == "score":
+            return self._scored(self._engine(**call_of(loaded.pack)).logits[0], loaded.pack)
+        assert self._reduction is not None
         # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
         says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
         with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
             loss = loss_sum(self._engine, loaded.pack)
         self._reduction.after_forward()
-        return self._weighed(loss)
+        return self._weighed(loss, loaded.pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        assert self._reduction is not None
         self._reduction.before_backward()
         self._engine.backward(graph.output, scale_wrt_gas=False)
 

@@ -57,10 +57,23 @@ def rules(recipe: Recipe) -> list[Rule]:
         ),
         *_rules_of_experts(recipe),
         (
+            recipe.checkpoint.background,
+            "checkpoints of trainer deepspeed are written in the foreground: DeepSpeed's decoupled engine compiles its "
+            "writer at the first start and commits files in the next step",
+            "checkpoint.background true",
+            "set checkpoint.background=false, or use trainer: megatron",
+        ),
+        (
             p.ep > 1 and stage == 0 and dtype == "bf16",
             "DeepSpeed's bfloat16 under ZeRO 0 does not know divided experts",
             f"train.dtype bf16, deepspeed.zero_stage 0, parallel.ep {p.ep}",
             "set deepspeed.zero_stage=1, or train.dtype=fp32",
+        ),
+        (
+            p.ep > 1 and bool(recipe.train.freeze),
+            "train.freeze does not go with experts that are divided, which have names of their own",
+            f"train.freeze {', '.join(recipe.train.freeze)}; parallel.ep {p.ep}",
+            "set parallel.ep=1, use trainer: megatron, or leave train.freeze out",
         ),
         (
             p.tp > 1,
@@ -135,4 +148,4 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     ]
 
 
-DEEPSPEED = Trainer(traits, rules)
+DEEPSPEED = Trainer(traits, rules, runs_any_model=True)

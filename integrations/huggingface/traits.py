@@ -39,4 +39,4 @@ def rules(recipe: Recipe) -> list[Rule]:
     ]
 
 
-TRANSFORMERS = Trainer(traits, rules)
+TRANSFORMERS = Trainer(traits, rules, runs_any_model=True)

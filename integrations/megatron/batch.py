@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...runtime.attention.labels import Labels, labels_of
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.experts.routing import StepRouting
 from ...runtime.world.plane import Plane
@@ -46,8 +47,9 @@ class PlannedBatches(Iterator[Batch]):
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
         routing: StepRouting | None = None,
+        labels: Labels | None = None,
     ) -> None:
-        self._micro_batches, self._tokens_of = tuple(micro_batches), tokens_of
+        self._micro_batches, self._tokens_of, self._labels_of = tuple(micro_batches), tokens_of, labels_of(labels)
         self._device, self._plane, self._routing = device, plane, routing
         self._next = 0
         self.numbers: tuple[int, ...] = ()
@@ -64,12 +66,15 @@ class PlannedBatches(Iterator[Batch]):
         device: torch.device | str = "cpu",
         plane: Plane | None = None,
         routing: StepRouting | None = None,
+        labels: Labels | None = None,
     ) -> PlannedBatches:
         """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run. Ranks
         share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only."""
         refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
         micro_batches = [plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)]
-        batches = cls(micro_batches, tokens_of, device, plane, routing or StepRouting(plan.lengths))
+        batches = cls(
+            micro_batches, tokens_of, device, plane, routing or StepRouting(plan.lengths, labels=labels), labels
+        )
         batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
 
@@ -79,7 +84,13 @@ class PlannedBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._next == len(self):
             raise StopIteration
-        pack = build_pack(self._micro_batches[self._next], self._tokens_of, self._device, plane=self._plane)
+        pack = build_pack(
+            self._micro_batches[self._next],
+            self._tokens_of,
+            self._device,
+            plane=self._plane,
+            labels_of=self._labels_of,
+        )
         self._next += 1
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
@@ -96,6 +107,13 @@ def run_batch(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
     tokens, positions, labels = pack.tokens_T[None], pack.positions_T[None], pack.labels_T.clamp(min=0)[None]
     output: Tensor = model(tokens, positions, None, labels=labels, packed_seq_params=batch.params)
     return output, partial(token_loss, pack)
+
+
+def run_for_logits(batch: Batch, model: Any) -> Tensor:
+    """The same with the logits [1, T, V] of the whole vocabulary on the last stage."""
+    tokens, positions = batch.pack.tokens_T[None], batch.pack.positions_T[None]
+    output: Tensor = model(tokens, positions, None, packed_seq_params=batch.params, runtime_gather_output=True)
+    return output
 
 
 def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

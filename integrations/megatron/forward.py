@@ -15,7 +15,8 @@ from ...runtime.attributes import with_attributes
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.measure.busy import BusyClock
 from ..host import Mark
-from .batch import Batch, LossFunc, PlannedBatches, run_batch
+from ..scoring import Book
+from .batch import Batch, LossFunc, PlannedBatches, run_batch, run_for_logits
 from .reduction import Reduction
 
 
@@ -37,6 +38,26 @@ class Forward:
             return loss, num_targets, report
 
         return output, counted
+
+
+class ScoreStep:
+    """A ``forward_step_func`` that hands what the last stage gives to a book. ``books``: whether this rank does: one
+    tensor-parallel rank of the last stage."""
+
+    def __init__(self, book: Book, *, books: bool) -> None:
+        self._book, self._books = book, books
+
+    def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
+        """(stage output, a loss function that books)."""
+        output = run_for_logits(batch, model) if self._book.wants_logits else run_batch(batch, model)[0]
+
+        def booked(values_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if self._books:
+                self._book.add(values_1T[0], batch.pack)
+            nothing = values_1T.new_zeros(())
+            return nothing, nothing.int(), {}
+
+        return output, booked
 
 
 def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,39 @@ from torch import Tensor
 
 from ...core.machine.layout import Layout
 from ...core.plan.branches import COPIED
+from ...core.plan.forwards import lower_forwards
+from ...core.plan.in_step import Program
 from ...core.plan.program import lower
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
+from ...runtime.attention.labels import Labels, labels_of
 from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock, counts_waiting
 from ...runtime.stage.executor import Executor
-from ...runtime.world.agreement import everyone
+from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
+from ..freezing import freeze
 from ..host import Host, Mark, StepResult, TokensOf
+from ..scoring import Book, evaluating
 from ..textbook import AdamState
 from .batch import Batch, PlannedBatches
-from .forward import Forward, run_stock
+from .forward import Forward, ScoreStep, reaching_recomputed, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
-from .model.weights import global_gradients, global_tensors, initialise
+from .model.weights import global_gradients, global_parameters, global_tensors, initialise
 from .plane import join_groups, leave_groups, open_plane, stage_links
+from .pretrained.exporting import Exported, exported
+from .pretrained.reading import read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
 from .saving.states import optimizer_states
@@ -82,14 +90,25 @@ class MegatronHost(Host):
         )
 
         config = transformer_config(recipe, self.layout)
+        self.norm_epsilon = config.layernorm_epsilon
         first = parallel_state.is_pipeline_first_stage()
         self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
-        initialise(self.model, config, recipe.train.seed, self.tp_rank)
+        if recipe.model.weights is None:
+            initialise(self.model, config, recipe.train.seed, self.tp_rank)
+        else:
+            read_pretrained(self.model, recipe, self.tp_rank)
+        self.frozen = self._freeze()
         if recipe.sharded_experts:
             shard_experts(self.model)
         self._gate = self._open_gate() if recipe.model.moe else None
         self.ddp: Any = wrap_model(recipe, config, self.model)
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
+
+    def _freeze(self) -> frozenset[str]:
+        """See `freeze`. Collective over the stages."""
+        own = dict(global_parameters(self.model))
+        parts = everyone(list(own), self._stages) if self.layout.pp * self.layout.ep > 1 else [list(own)]
+        return freeze(self.recipe.train.freeze, own, parts)
 
     def _open_gate(self) -> ExpertGate:
         """Of the layers with experts of this rank's stage."""
@@ -103,6 +122,9 @@ class MegatronHost(Host):
         of_stage = global_tensors(self.model, torch.Tensor.detach)
         return self.of_all_stages({name: weight.cpu().clone() for name, weight in of_stage})
 
+    def exported(self) -> Exported:
+        return exported(self.model, self.recipe, self.tp_rank)
+
     def expert_biases(self) -> Mapping[int, Tensor]:
         """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
         own = {r.layer_number - 1: r.expert_bias.float().cpu() for r in routers(self.model) if r.enable_expert_bias}
@@ -115,6 +137,9 @@ class MegatronHost(Host):
     def save(self, directory: Path) -> None:
         """Write model, optimizer and random states into an existing empty directory. Collective."""
         checkpoint.save(self, directory)
+
+    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
+        return checkpoint.snapshot(self, directory, group)
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote, on any number of ranks and any TP x PP. Collective."""
@@ -146,10 +171,12 @@ class MegatronHost(Host):
             leave_groups()
             self._made_groups = False
 
-    def _run(self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock) -> StepResult:
+    def _run(
+        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
+    ) -> StepResult:
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp, host_schedule=plan.in_host_schedule)
         reduction = Reduction(self.ddp, plan, clock)
-        routing = StepRouting(plan.lengths, record=self.records_routes)
+        routing = StepRouting(plan.lengths, labels=labels, record=self.records_routes)
         self.routes = {} if routing.routes is None else routing.routes
         forward = Forward(reduction, books=self._last and self.tp_rank == 0)
         if self._gate:
@@ -158,10 +185,13 @@ class MegatronHost(Host):
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         if plan.in_host_schedule:
-            batches = PlannedBatches.of_rank(plan, self.dp_cp_rank, tokens_of, self.device, routing=routing)
-            executed = run_stock(self.ddp, batches, forward, reduction, mark, clock, self._gate)
+            batches = PlannedBatches.of_rank(
+                plan, self.dp_cp_rank, tokens_of, self.device, routing=routing, labels=labels
+            )
+            with reaching_recomputed(self.model) if self.recipe.train.recompute else nullcontext():
+                executed = run_stock(self.ddp, batches, forward, reduction, mark, clock, self._gate)
         else:
-            executed = self._run_program(plan, tokens_of, routing, forward, reduction, mark, clock)
+            executed = self._run_program(plan, tokens_of, labels, routing, forward, reduction, mark, clock)
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
         loss, loads = loss_sum / max(1, num_targets), tuple(self._gate.loads) if self._gate else ()
         branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
@@ -174,6 +204,7 @@ class MegatronHost(Host):
         self,
         plan: StepPlan,
         tokens_of: TokensOf,
+        labels: Labels | None,
         routing: StepRouting,
         forward: Forward,
         reduction: Reduction,
@@ -181,22 +212,48 @@ class MegatronHost(Host):
         clock: BusyClock,
     ) -> list[Slice]:
         """The order, cuts, replays, recomputation, sharing and offload of the plan."""
+        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
+        with reduction.computing():
+            executed = self._carry_out(plan, program, tokens_of, labels, routing, forward, mark, clock)
+        mark("gradient sum")
+        reduction.finalize([self.ddp])
+        return executed
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
+        if self._gate:
+            self._gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
+        program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
+        routing, clock = StepRouting(plan.lengths), BusyClock(self.device)
+        step = ScoreStep(book, books=self._last and self.tp_rank == 0)
+        with evaluating(self.ddp):
+            self._carry_out(plan, program, tokens_of, labels, routing, step, mark, clock)
+        forget_tokens(self.model)
+
+    def _carry_out(
+        self,
+        plan: StepPlan,
+        program: Program,
+        tokens_of: TokensOf,
+        labels: Labels | None,
+        routing: StepRouting,
+        step: Forward | ScoreStep,
+        mark: Mark,
+        clock: BusyClock,
+    ) -> list[Slice]:
+        """A program of this rank; the slices that it ran."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
         plane = self._plane_of(plan)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane)
+            pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane, labels_of=labels_of(labels))
             return Batch(pack, seq_params(pack, routing=routing))
 
-        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last, gate=self._gate)
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=step, last=self._last, gate=self._gate)
         place = plan, self.pipeline_stage, self.dp_cp_rank
         executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
-        with reduction.computing():
-            executor.run()
-        mark("gradient sum")
-        reduction.finalize([self.ddp])
+        executor.run()
         return executor.executed
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
+from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
@@ -66,6 +67,8 @@ class PlainModel:
             attention.core_attention = _ByLength(attention.core_attention, config)
         self.routers = TextbookRouters(self._model, recipe.model.moe)
         self._parameters = dict(global_parameters(self._model))
+        for name in host.frozen:
+            self._parameters[name].requires_grad_(False)
         self.load(host.weights())
         self.routers.load(host.expert_biases())
 
@@ -75,22 +78,28 @@ class PlainModel:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
-    def gradients(self, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
+    def gradients(
+        self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the whole model by global parameter name, float64 on the CPU. Collective.
 
-        The loss is the sum of all token losses / target tokens, as `StepResult.loss`; tensor-parallel shards are those
-        of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
+        The loss is the sum of the losses of all target tokens / their number, as `StepResult.loss`; tensor-parallel
+        shards are those of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
         """
         batch = list(enumerate(lengths.tolist()))
-        self.routers.begin(lengths)
-        sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self._parameters.items()}
+        self.routers.begin(lengths, None if labels is None else int(labels.targets.sum()))
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in trained.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for number, length in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
             tokens_L = torch.from_numpy(tokens_of(number)[:length]).to(self._device)
             self.routers.run(number)
-            loss_sum = self._whole_sequence(tokens_L)
-            totals += torch.stack([loss_sum, totals.new_tensor(length - 1)])
-            for name, parameter in self._parameters.items():
+            labels_L = tokens_L
+            if labels is not None:
+                labels_L = torch.from_numpy(labels.of(number)[:length]).to(self._device)
+            loss_sum = self._whole_sequence(tokens_L, labels_L)
+            totals += torch.stack([loss_sum, (labels_L[1:] >= 0).sum()])
+            for name, parameter in trained.items():
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
                     parameter.grad = None
@@ -104,15 +113,16 @@ class PlainModel:
             total /= totals[1]
         return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
 
-    def _whole_sequence(self, tokens_L: Tensor) -> Tensor:
-        """Sum of the token losses of one sequence, after its backward. The last token has no target."""
+    def _whole_sequence(self, tokens_L: Tensor, labels_L: Tensor) -> Tensor:
+        """Sum of the losses of one sequence, after its backward; of a negative label, and of the first one, there is
+        none."""
         length = len(tokens_L)
         mask_LL = None
         if length <= STOCK_ATTENTION:
             mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
         positions = torch.arange(length, device=tokens_L.device)[None]
-        losses_1L: Tensor = self._model(tokens_L[None], positions, mask_LL, labels=tokens_L.roll(-1)[None])
-        loss = losses_1L[0, :-1].double().sum()
+        losses_1L: Tensor = self._model(tokens_L[None], positions, mask_LL, labels=labels_L.clamp(min=0).roll(-1)[None])
+        loss = losses_1L[0, :-1][labels_L[1:] >= 0].double().sum()
         (loss + self.routers.losses()).backward()
         return loss.detach()
 
@@ -169,11 +179,13 @@ class PlainModel:
         dist.destroy_process_group(self._alone)
 
 
-def reference(recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths) -> tuple[float, dict[str, Tensor]]:
+def reference(
+    recipe: Recipe, host: Host, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one batch from the host's weights; see `PlainModel.gradients`. Collective."""
     plain = PlainModel(recipe, host)
     try:
-        return plain.gradients(tokens_of, lengths)
+        return plain.gradients(tokens_of, lengths, labels)
     finally:
         plain.close()
 

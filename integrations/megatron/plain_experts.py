@@ -42,11 +42,12 @@ class TextbookRouters:
         self._layers = [_TextbookRouter(router, moe) for router in routers(model)] if moe else []
         self._routes: Routes = {}
 
-    def begin(self, lengths: Lengths) -> None:
-        """A global batch of sequences of these lengths."""
+    def begin(self, lengths: Lengths, num_targets: int | None = None) -> None:
+        """A global batch of sequences of these lengths; None: every token but a first one is a target."""
+        num_targets = int(sum(n - 1 for n in lengths.tolist())) if num_targets is None else num_targets
         for layer in self._layers:
             layer.num_tokens, layer.num_sequences = int(lengths.sum()), len(lengths)
-            layer.num_targets = int(sum(n - 1 for n in lengths.tolist()))
+            layer.num_targets = num_targets
             layer.loads_E.zero_()
             layer.differ.zero_()
 

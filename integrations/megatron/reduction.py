@@ -80,7 +80,7 @@ class Reduction:
             # The bias of experts moves with the update (`move_biases`), and not where gradients alone are asked for.
             with with_attributes(self._ddp.config, moe_router_enable_expert_bias=False):
                 finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
-        self.totals = _sum_over_world(self.local_loss, self.local_targets, self._ddp.buffers[0].grad_data.device)
+        self.totals = _sum_over_world(self.local_loss, self.local_targets, next(self._ddp.parameters()).device)
         if self.totals[1]:
             self._ddp.scale_gradients(1.0 / self.totals[1])
 
@@ -116,10 +116,13 @@ def move_biases(ddp: Any) -> None:
 @torch.no_grad()
 def gradient_norm(model: torch.nn.Module, tp_rank: int) -> float:
     """Norm of the whole model's gradient in float64, from ``main_grad`` that every rank with the same part of the model
-    holds whole. Experts lie on expert-parallel ranks, whose other weights are alike."""
+    holds whole. Experts lie on expert-parallel ranks, whose other weights are alike; of a tied embedding the first
+    stage's counts."""
     parameters: list[Any] = list(model.parameters())
     dense, experts = parameters[0].new_zeros(2, dtype=torch.float64)
-    for parameter in parameters:
+    for parameter in (p for p in parameters if p.requires_grad):
+        if getattr(parameter, "shared", False):
+            continue
         if not getattr(parameter, "allreduce", True):
             experts += parameter.main_grad.double().square().sum()
         elif tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):

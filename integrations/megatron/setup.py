@@ -52,7 +52,7 @@ def check_recipe(recipe: Recipe) -> None:
             "give the model's sizes in the recipe, or use trainer: deepspeed",
         ),
         (
-            vocabulary is None or vocabulary % p.tp != 0,
+            vocabulary is None or (vocabulary % p.tp != 0 and recipe.model.weights is None),
             "model.vocab_size is not known" if vocabulary is None else "parallel.tp does not divide model.vocab_size",
             f"model.vocab_size {vocabulary}, tp {p.tp}",
             "set it to the tokenizer's number of tokens, rounded up to a multiple of 128",

@@ -39,6 +39,7 @@ def run_rules(recipe: Recipe) -> list[Rule]:
         return []
     dense = _stages_without_experts(recipe)
     return [
+        *(export_rules(recipe) if recipe.train.export is not None else []),
         (
             p.tp > 1,
             "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet, and torch's norms, "
@@ -65,6 +66,20 @@ def run_rules(recipe: Recipe) -> list[Rule]:
             f"stages {dense} of {p.pp} have none, ep {p.ep}, train.dtype {recipe.train.dtype}",
             "choose parallel.pp and model.moe.every so that every stage has a layer with experts",
         ),
+    ]
+
+
+def export_rules(recipe: Recipe) -> list[Rule]:
+    """What no family of Transformers computes, and so cannot be exported."""
+    model, moe = recipe.model, recipe.model.moe
+    if moe is None:
+        return []
+    what = f"Transformers' {model.family} is another model than this one: it cannot be exported"
+    do = "train a model that Transformers has"
+    return [
+        (moe.shared_ffn_hidden_size > 0, what, f"model.moe.shared_ffn_hidden_size {moe.shared_ffn_hidden_size}", do),
+        (moe.score != "softmax", what, f"model.moe.score {moe.score}", do),
+        (model.family == "mixtral" and moe.every > 1, what, f"model.moe.every {moe.every}", do),
     ]
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Lengths, MicroBatch, Slice
+from ...core.plan.step_plan import MicroBatch, Slice
 from ..world.plane import Plane
 from .prefix import PrefixStore
 from .sharing.shared import PiecesOf, Shared, token_layout
@@ -159,11 +159,6 @@ class Pack:
                 "give build_pack the PrefixStore of the plan",
             )
         return None
-
-
-def count_targets(lengths: Lengths) -> int:
-    """Target tokens of a global batch: the one divisor of every token loss, on every rank and in every micro-batch."""
-    return int(np.maximum(lengths - 1, 0).sum())
 
 
 def padded_borders(lengths: Iterable[int], segment_multiple: int = 1, pack_multiple: int = 1) -> tuple[int, ...]:

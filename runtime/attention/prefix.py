@@ -9,7 +9,8 @@ count tokens of this rank.
 
 Later slices read what earlier ones wrote; backward, each slice leaves dK and dV for the tokens before it. Per layer and
 sequence there is one buffer [L, G, D] for K and one for V, and one accumulator each for dK and dV of all tokens but
-those of the last slice. Everything is freed with the backward of the first slice.
+those of the last slice. Everything is freed with the backward of the first slice, or where no backward comes with the
+forward of the last one (`PrefixStore.release`).
 
 The legal order, forward ascending and then backward descending, is checked at every access: another order would give
 wrong gradients without any other sign. A forward that runs again (a replay, or activation checkpointing) finds its keys
@@ -157,6 +158,12 @@ class PrefixStore:
             del self._entries[layer, piece.sequence]
             self._done.add((layer, piece.sequence))
         return own
+
+    def release(self, sequence: int) -> None:
+        """Free the keys and values of a sequence whose slices have all run forward, and of which no backward comes."""
+        for key in [key for key in self._entries if key[1] == sequence]:
+            del self._entries[key]
+            self._done.add(key)
 
     def check_empty(self) -> None:
         """Free what is left; return if every gradient has arrived. Raises EvenloadError: the backward of some slice did

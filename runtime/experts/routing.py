@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
-from ..attention.pack import PADDING, Pack, count_targets
+from ..attention.labels import Labels, count_targets
+from ..attention.pack import PADDING, Pack
 from ..world.plane import FIRST_TAG
 
 COUNTS_TAG = FIRST_TAG + 7
@@ -61,14 +62,22 @@ class StepRouting:
     """The routing of one step on one rank: what all layers and passes of it have in common.
 
     ``record``: keep the experts to which tokens go, so that another model can send its tokens there, too.
+    ``labels``: which tokens are targets; routers see all tokens, and their losses are means over these all the same.
     ``weights``: for a loop whose losses are sums, what the z-loss of a token counts, and the loss of a sequence for
     each of its tokens. None: both losses are means times the number of targets.
     """
 
-    def __init__(self, lengths: Lengths, *, record: bool = False, weights: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        labels: Labels | None = None,
+        record: bool = False,
+        weights: tuple[float, float] | None = None,
+    ) -> None:
         self._lengths, self._weights = lengths, weights
         self.routes: Routes | None = {} if record else None
-        targets = count_targets(lengths)
+        targets = count_targets(lengths, labels)
         self.per_token = targets / max(1, int(lengths.sum())) if weights is None else weights[0]
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""

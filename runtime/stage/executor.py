@@ -40,8 +40,11 @@ SPAN_KINDS: dict[ActionKind, SpanKind] = {
     "recompute_forward": "R",
     "backward": "B",
     "weight_grads": "W",
+    "score": "F",
 }
 """How the busy clock counts what computes."""
+_SENT_AHEAD = 1
+"""Outputs of scores that wait for the next stage: in training its gradients tell what it has taken."""
 
 
 class Loaded(Protocol):
@@ -81,7 +84,8 @@ class StageTrainer(ABC):
 
     @abstractmethod
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
-        """The stage's output, at the last stage the loss; a forward_kv runs under no_grad and without the head."""
+        """The stage's output, at the last stage the loss; a forward_kv runs under no_grad and without the head, a score
+        under no_grad with it."""
 
     @abstractmethod
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
@@ -105,7 +109,7 @@ class Executor:
     """One step of one rank at its stage.
 
     Args:
-        program: `lower`'s answer for this rank.
+        program: `lower`'s answer for this rank, or that of `lower_forwards`.
         links: to the neighbouring stages; None where there is one stage.
         plane: what ranks share micro-batches over; None where the plan shares none.
     """
@@ -126,6 +130,8 @@ class Executor:
         self._plan, self._stage, self._program, self._trainer = plan, stage, program, trainer
         self._links, self._plane, self._clock, self._mark = links, plane, clock, mark
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
+        self._scores = any(action.kind == "score" for action in program)
+        """No backward follows, so neighbours send nothing back."""
         self._taken = {s: taken_before(orders_of_stage(plan, s)[rank]) for s in neighbours}
         self._prefix, self.wgrads = PrefixStore.of_plan(plan, rank), WgradStore()
         self._graphs: dict[int, Graph] = {}
@@ -134,7 +140,7 @@ class Executor:
         self._received: Tensor | None = None
         self._result: Tensor | None = None
         self.executed: list[Slice] = []
-        """Slices whose backward has run; of a shared micro-batch the pieces that this rank has."""
+        """Slices whose backward has run, or whose score; of a shared micro-batch the pieces that this rank has."""
 
     def run(self) -> None:
         """All actions; the gradients are summed over this rank's micro-batches then."""
@@ -147,6 +153,7 @@ class Executor:
             "backward": self._backward,
             "weight_grads": self._weight_grads,
             "send": self._send,
+            "score": self._score,
         }
         if self._links:
             self._links.begin()
@@ -177,12 +184,15 @@ class Executor:
             taken = self._taken[self._stage - 1]
         else:
             loaded, taken = self._graphs[action.graph].loaded, self._taken[self._stage + 1]
-        self._received = self._links.receive(action.op, self._trainer.empty_like_input(loaded.pack), taken[action.op])
+        number = 0 if self._scores else taken[action.op]
+        self._received = self._links.receive(action.op, self._trainer.empty_like_input(loaded.pack), number)
 
     def _send(self, action: Action) -> None:
         assert self._links is not None
         assert self._result is not None
         self._links.send(action.op, self._result)
+        if self._scores:
+            self._links.wait_for_sends(_SENT_AHEAD)
         if action.op.kind == "F" and self._result.requires_grad:
             self._trainer.free_output(self._result)  # what is under way is held by the links
 
@@ -204,6 +214,15 @@ class Executor:
             received = None if received is None else self._from_tape(loaded.pack, free=False)
         with torch.no_grad(), self._running(action):
             self._result = self._trainer.forward(loaded, received, action)
+
+    def _score(self, action: Action) -> None:
+        loaded = self._loaded or self._trainer.load(action.micro_batch, self._prefix)
+        with torch.no_grad(), self._running(action):
+            self._result = self._trainer.forward(loaded, self._received, action)
+        for sequence, _, stop in action.micro_batch.slices:
+            if self._prefix and stop == self._plan.lengths[sequence]:
+                self._prefix.release(sequence)
+        self.executed += loaded.pack.slices
 
     def _recompute_forward(self, action: Action) -> None:
         loaded = self._trainer.load(action.micro_batch, self._prefix)

@@ -73,6 +73,11 @@ class StageLinks:
         self._release("B" if op.kind == "F" else "F", taken)
         return like
 
+    def wait_for_sends(self, most: int) -> None:
+        """Wait until the stage behind has all but so many of the outputs that it was sent: nothing that comes back
+        would tell, where no backward follows."""
+        self._release("F", self._taken["F"] + len(self._sent["F"]) - most)
+
     def finish(self) -> None:
         """Wait until the neighbours have everything; call it at the end of a step."""
         for kind in ("F", "B"):

@@ -60,9 +60,9 @@ def agree(digest: bytes, what: str, step: int) -> None:
     )
 
 
-def first_error(error: str | None) -> list[tuple[int, str]]:
+def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]:
     """(rank, error) of every rank where something failed, lowest rank first; empty if it worked. Collective."""
-    return [(rank, e) for rank, e in enumerate(everyone(error)) if e is not None]
+    return [(rank, e) for rank, e in enumerate(everyone(error, group)) if e is not None]
 
 
 def place() -> tuple[int, int]:
@@ -84,8 +84,8 @@ def rows_of_all(own: Iterable[int]) -> list[Ranks]:
     return sorted(set(everyone(tuple(own))))
 
 
-def from_first(work: Callable[[], Value]) -> Value:
-    """What rank 0 computes, on every rank; an error there is raised on all of them. Collective."""
+def from_first(work: Callable[[], Value], group: Group = None) -> Value:
+    """What rank 0 computes, on every rank; an error there is raised on all of them. Collective; ``group``: of all."""
     result: Any = None
     error: EvenloadError | None = None
     if place()[0] == 0:
@@ -97,7 +97,7 @@ def from_first(work: Callable[[], Value]) -> Value:
             error = RankError(f"rank 0 failed: {type(caught).__name__}: {caught}")
     outcome = [result, error]
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]

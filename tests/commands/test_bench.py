@@ -38,7 +38,10 @@ class Machine:
     ran: list[str] = field(default_factory=list)
     weighed: list[str] = field(default_factory=list)
 
-    def train_step(self, plan: StepPlan, tokens_of: Any, *, lr: float, mark: Any, record: bool = False) -> Any:
+    def train_step(
+        self, plan: StepPlan, tokens_of: Any, *, lr: float, labels: Any, mark: Any, record: bool = False
+    ) -> Any:
+        assert labels is None
         expected = simulate(plan, self.chain.context, record=record)
         (self.ran if record else self.weighed).append(plan.made_by)
         self.now += expected.step_s * (DISTURBED if len(self.ran) % 6 == 3 else 1.0)
@@ -71,7 +74,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     machine = Machine(chain)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    source = SimpleNamespace(lengths=np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250]), tokens=None)
+    lengths = np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250])
+    source = SimpleNamespace(lengths=lengths, targets=None, tokens=None)
     watchdog = SimpleNamespace(at=lambda *where, **more: None)
     return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, source, watchdog)  # type: ignore[arg-type]
 

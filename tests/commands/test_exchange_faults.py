@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,16 +29,14 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """All cases by one process that imports Megatron-Core once."""
+def job(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """All cases by one process, whose forks are the ranks."""
     folder = tmp_path_factory.mktemp("faults")
     script = Path(__file__).with_name("exchange_fault_jobs.py")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, script, folder, *CASES], env=env, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forge("megatron").start(script, folder, *CASES, environment=env)
+    assert done.wait(400) == 0, done.output[-3000:]
 
     def ended(case: str) -> Ended:
         outputs = [(folder / f"{case}.{rank}.log").read_text() for rank in range(3)]

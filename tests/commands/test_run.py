@@ -129,14 +129,19 @@ def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end(tmp_path):
+def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_accelerate(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 64}}\n")
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if "lo" in (name for _, name in socket.if_nameindex()):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = start(recipe, *torchrun, str(SCRIPTS / "trainer_script.py"), str(tmp_path), **environment)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu")
+    launcher += ("--num_machines", "1", "--num_processes", "2", "--main_process_port", port)
+    launcher += ("--mixed_precision", "no", "--dynamo_backend", "no")
+    done = start(recipe, *launcher, str(SCRIPTS / "trainer_script.py"), str(tmp_path), **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("came to its end") == 2
     assert done.stderr.splitlines()[-1] == "evenload: planned 2 steps of Transformers' Trainer with packing"

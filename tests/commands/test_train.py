@@ -114,6 +114,40 @@ def test_loads_are_written_of_every_token_in_every_layer(trainer: str, place: Pa
         assert step["moe"]["imbalance_max"] == pytest.approx(ratios.max())
 
 
+SLOW = """
+import os, resource, signal, time
+import evenload.integrations.megatron.saving.storage as storage
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+write = storage.InProcessWriter._write
+def slowly(self, *arguments):
+    time.sleep(1)  # longer than the steps that train meanwhile
+    if os.environ["RANK"] == "0" and os.path.exists("full"):  # which writes what replicas have in common
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    write(self, *arguments)
+storage.InProcessWriter._write = slowly
+"""
+
+
+def test_a_checkpoint_in_the_background_is_of_its_step_and_fails_with_one_message(place: Path, forged: Forged) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        kept = ("checkpoint.dir=kept", "checkpoint.background=true", *words, "--json")
+        return forged(place, "train", "megatron.yaml", *kept, planted=SLOW)
+
+    whole = losses(run("train.steps=6", "checkpoint.keep=9"))
+    assert sorted(p.name for p in (place / "kept").glob("step*")) == [f"step0000000{step}" for step in (2, 4, 6)]
+    shutil.rmtree(place / "kept" / "step00000006")
+    shutil.rmtree(place / "kept" / "step00000004")
+    (place / "kept" / "latest").write_text("step00000002")
+    assert losses(run("train.steps=4")) == whole[2:4], "later steps did not change what was being written"
+    (place / "full").touch()
+    done = run("train.steps=8")
+    assert done.returncode == 1
+    assert done.stderr.count("the checkpoint step00000006 was not written") == 1, done.stderr
+    assert "found: rank 0: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (place / "kept" / "latest").read_text() == "step00000004"
+
+
 def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:
     """Steps 1 and 2 of both ranks, measured and predicted, with the same passes; and what is said of idleness."""
     processes = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
@@ -235,8 +269,11 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path,
     result = json.loads(done.stdout)
     assert result["exact"]
     assert result["sequences"] < 6
-    board = ("log.tensorboard=board", "planner.refit=true", "--against", "stock")
-    trained = forged(place, "train", f"{trainer}.yaml", *late, *board, "--json")
+    board = ("log.tensorboard=board", "log.wandb=evenly", "planner.refit=true", "--against", "stock")
+    (place / "installed").mkdir()
+    (place / "installed" / "wandb.py").write_text(WANDB)
+    path = "import sys; sys.path.insert(0, 'installed')"
+    trained = forged(place, "train", f"{trainer}.yaml", *late, *board, "--json", planted=path)
     assert trained.returncode == 0, trained.stderr[-3000:]
     variants = json.loads(trained.stdout)["variants"]
     assert all(v["refit"]["prior"] != v["refit"]["newest"] for v in variants.values())
@@ -251,6 +288,28 @@ def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path,
     assert [e.value for e in events.Scalars("evenload/loss")] == pytest.approx([r["loss"] for r in rows])
     assert [e.value for e in events.Scalars("evenload/delay_steps")] == pytest.approx([r["delay_steps"] for r in rows])
     assert [e.value for e in events.Scalars("evenload/waiting")] == [r["waiting"] for r in rows]
+    project, *logged, end = [json.loads(line) for line in (place / "wandb.jsonl").read_text().splitlines()]
+    assert (project, end) == ("evenly", None)
+    assert [set(scalars) for _, scalars in logged] == [set(events.Tags()["scalars"])] * len(rows)
+    assert [(step, scalars["evenload/mfu"]) for step, scalars in logged] == [(r["step"], r["mfu"]) for r in rows]
+    done = json.loads(trained.stdout)["summary"]
+    assert (done["steps"], done["targets"]) == (len(rows), sum(r["targets"] for r in rows))
+    assert 0 < done["targets"] < done["tokens"]
+
+
+WANDB = """
+import json
+class Run:
+    def log(self, scalars, step): note([step, scalars])
+    def __enter__(self): return self
+    def __exit__(self, kind, error, trace): note(error)
+def init(project, config):
+    note(project)
+    return Run()
+def note(what):
+    with open("wandb.jsonl", "a") as file:
+        print(json.dumps(what), file=file)
+"""
 
 
 def refuse_wrong_page(page: str, result: dict[str, Any]) -> None:
@@ -312,14 +371,14 @@ PLANTED = """
 from dataclasses import replace
 import os
 import evenload.commands._shared.refitting as refitting
-import evenload.commands.train as train
+import evenload.commands.training.variant as variant
 from evenload.core.costs.refit import coefficients, rows_of
-take, with_values = train._take, refitting._with
+take, with_values = variant.take, refitting._with
 def planted(job, planned, step, record):
     truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
     return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
-train._take = planted
+variant.take = planted
 def own(chain, values):
     rank = int(os.environ["RANK"])
     return with_values(chain, values * [1, 1, 100**rank, 1, 1, 100**rank, 1])

@@ -24,10 +24,14 @@ plugins: {packing: {enabled: true, max_tokens: 256}}
 LAYOUTS = {
     "megatron dp 2": (("parallel.dp=2",), 1e-9),
     "megatron tp 2": (("parallel.tp=2",), 1e-9),
-    "megatron pp 2": (("parallel.pp=2",), 1e-9),
+    "megatron pp 2, prompts": (("parallel.pp=2", "data.source=python-docstrings"), 1e-9),
     "megatron bf16": (("parallel.dp=2", "train.dtype=bf16"), 2e-2),
     "deepspeed zero 0": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=0"), 2e-6),
-    "deepspeed zero 1": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=1"), 2e-6),
+    "deepspeed zero 1, prompts": (
+        ("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=1")
+        + ("data.source=python-docstrings",),
+        2e-6,
+    ),
     "deepspeed zero 2": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=2"), 2e-6),
     "deepspeed zero 3": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=3"), 2e-6),
 }
@@ -83,6 +87,25 @@ def test_every_layout_is_exact(name: str, verify: Verify) -> None:
     assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
     assert result["uncompared_parameters"] == []
     assert result["planner"] == "packing"
+
+
+ADAM = ("train.weight_decay=0.3", "train.betas=[0.8, 0.9]", "train.eps=1e-4", "train.lr=1e-2", "train.clip_grad=0.3")
+FROZEN = {
+    "megatron": ("parallel.dp=2", 'train.freeze=["embedding.*", "decoder.layers.0.*"]'),
+    "deepspeed": ("trainer=deepspeed", "train.dtype=fp32", "parallel.dp=2", 'train.freeze=["*embed*", "*layers.0.*"]'),
+}
+
+
+@pytest.mark.parametrize("trainer", FROZEN)
+def test_both_trainers_are_one_adam_that_decays_matrices_alone_and_leaves_frozen_weights(
+    trainer: str, verify: Verify
+) -> None:
+    code, result = verify(*FROZEN[trainer], *ADAM, "train.recompute=true", "plugins.packing.max_tokens=100")
+    assert code == 0, result["over"]
+    assert result["grad_rel_err"] <= {"megatron": 1e-9, "deepspeed": 2e-6}[trainer]
+    assert result["update_rel_err"] <= {"megatron": 1e-9, "deepspeed": 2e-5}[trainer]
+    assert result["resumed"]
+    assert result["branches"]["cut sequences"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

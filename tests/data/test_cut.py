@@ -3,7 +3,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.data.cut import LongSamples, cut
+from evenload.data.samples.cut import LongSamples, cut
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.data.order import SampleOrder, permute
+from evenload.data.samples.order import SampleOrder, permute
 from hypothesis import given
 from hypothesis import strategies as st
 

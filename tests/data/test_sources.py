@@ -37,6 +37,8 @@ def test_the_library_is_its_files_sorted_by_path(library):
         "documents": 5,
         "samples": 3,
         "tokens": 22,
+        "targets": 19,
+        "without_target": 0,
         "longest": 10,
         "empty": 1,
         "too_short": 1,
@@ -118,11 +120,13 @@ def test_a_wrong_request_is_told_in_three_parts(tmp_path, spec, settings, messag
     assert caught.value.do
 
 
-def test_the_library_has_no_tokenizer_but_bytes(tmp_path):
+def test_the_library_is_text_under_a_tokenizer(library, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(EvenloadError, match=r"set data\.tokenizer to bytes"):
-        open_source("python-stdlib", max_length=None, tokenizer=str(tmp_path))
+    source = open_source("python-stdlib", max_length=None, tokenizer=str(tmp_path), min_length=1)
+    assert source.report()["documents"] == 5
+    assert source.name == "python-stdlib"
+    assert source.vocab_size == 1
 
 
 def test_a_tokenizer_file_bounds_ids_that_are_stored_already(tmp_path):

@@ -292,6 +292,41 @@ def jsonl(draw: st.DrawFn) -> Case:
     return {"text": "\n".join([*rows, *[draw(st.sampled_from(ROWS[:4]))] * draw(st.sampled_from([0, 30]))])}
 
 
+FIELDS = (
+    {"prompt": '"a"', "completion": '"bc"'},
+    {"input_ids": "[1, 2, 3]", "labels": "[-100, 7, 3]"},
+    {"messages": ""},
+)
+CHAT = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+PARTS = [
+    "null",
+    "1",
+    '""',
+    '"\\ud800"',
+    "[]",
+    "[1, 2, 3]",
+    "[-100, -100, -100]",
+    "[-1, 2, 3]",
+    "[1e400]",
+    "[null]",
+    CHAT,
+]
+PARTS += ['[{"role": "usr", "content": 1}]', "[{}]", "[[]]", "1" + "0" * 5000, "[" * 40 + "]" * 40]
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> Case:
+    """JSON Lines of prompts, labels or chats: thirty good rows behind some with an odd part, or with one more."""
+    good = {name: part or CHAT for name, part in draw(st.sampled_from(FIELDS)).items()}
+    rows = []
+    for _ in range(draw(st.integers(0, 3))):
+        row = {**good, draw(st.sampled_from([*good, "text", "messages", "tools"])): draw(st.sampled_from(PARTS))}
+        dropped = draw(st.sampled_from([*good, None, None, None]))
+        rows.append({name: part for name, part in row.items() if name != dropped})
+    pairs = [", ".join(f'"{name}": {part}' for name, part in row.items()) for row in [*rows, *[good] * 30]]
+    return {"text": "\n".join(f"{{{row}}}" for row in pairs)}
+
+
 @st.composite
 def idx(draw: st.DrawFn) -> Case:
     """A Megatron index of eight sequences with some bytes changed."""
@@ -429,13 +464,20 @@ CONFIG += '"intermediate_size": 32}'
 @st.composite
 def data_files(draw: st.DrawFn) -> Case:
     """What training reads: samples, tokenizers, the config of a model."""
-    what = draw(st.sampled_from(["jsonl", "idx", "bin", "arrow", "parquet", "state", "tokenizer", "config", "name"]))
+    what = draw(
+        st.sampled_from(
+            ["jsonl", "targets", "targets", "idx", "bin", "arrow", "parquet", "state", "tokenizer", "config", "name"]
+        )
+    )
     files: Case = {"r.yaml": {"text": RECIPES["deepspeed" if what == "config" else "packing"]}}
     anything = st.one_of(raw, special)
     if what in ("jsonl", "idx"):
         files[f"d.{what}"] = draw(st.one_of(OF_SUFFIX[f".{what}"], OF_SUFFIX[f".{what}"], anything))
         files["d.bin"] = draw(st.one_of(st.just({"hex": "0500", "times": 80}), anything))
         setting = f"data.source=d.{what}"
+    elif what == "targets":
+        files["d.jsonl"] = draw(targets())
+        setting = "data.source=d.jsonl"
     elif what == "state":
         files["d"] = {"kind": "folder"}
         files["d/state.json"] = draw(st.one_of(st.sampled_from(STATES).map(lambda text: {"text": text}), anything))

@@ -50,29 +50,44 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def forged_run(forge: Callable[[str], Any], tmp_path: Path) -> Callable[..., Any]:
-    """``forged_run(script, words, recipe=None, variables={})``: `launching.launch` with the imports done already."""
-    numbers = itertools.count()
+@pytest.fixture(scope="session")
+def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
+    """`launching.launch` by torchrun with the imports done already."""
 
-    def run(
-        script: str, words: Sequence[object], recipe: Path | None = None, variables: dict[str, str] | None = None
+    def launch(
+        script: Path,
+        arguments: Sequence[object],
+        folder: Path,
+        recipe: Path | None = None,
+        variables: dict[str, str] | None = None,
+        limit_s: float = 120.0,
     ) -> Any:
-        folder = tmp_path / f"run{next(numbers)}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         shared = launching.environment(folder) | group | (variables or {})
-        start = forge("huggingface").start
-        rank_script, script_path = Path(__file__).with_name("forged_rank.py"), launching.SCRIPTS / script
+        start, rank_script = forge("huggingface").start, Path(__file__).with_name("forged_rank.py")
         ranks = [
-            start(rank_script, recipe or "", script_path, *words, environment={**shared, "RANK": k, "LOCAL_RANK": k})
+            start(rank_script, recipe or "", script, *arguments, environment={**shared, "RANK": k, "LOCAL_RANK": k})
             for k in ("0", "1")
         ]
-        codes = ends(ranks)
+        codes = ends(ranks, limit_s)
         (folder / "output.txt").write_text("".join(rank.output for rank in ranks))
         return launching.read_run(folder, max(codes, key=abs))
+
+    return launch
+
+
+@pytest.fixture
+def forged_run(forged_launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """``forged_run(script, words, recipe=None, variables={})``: a script of this folder, each time in a new folder."""
+    numbers = itertools.count()
+
+    def run(
+        script: str, words: Sequence[object], recipe: Path | None = None, variables: dict[str, str] | None = None
+    ) -> Any:
+        return forged_launch(launching.SCRIPTS / script, words, tmp_path / f"run{next(numbers)}", recipe, variables)
 
     return run

@@ -1,6 +1,6 @@
 """Runs a script as one rank that a forge has started: python forged_rank.py RECIPE-OR-NOTHING SCRIPT ARGUMENT...
 
-As ``evenload run RECIPE -- torchrun SCRIPT`` does, but for the launcher and the imports.
+As ``evenload run RECIPE -- torchrun SCRIPT`` does in the folder of HOSTS_OUT, but for the launcher and the imports.
 """
 
 import os
@@ -15,9 +15,14 @@ import torch
 torch.set_num_threads(1)
 # What is read from the environment at the import, which was the forge's.
 datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"
-runpy.run_path(str(Path(__file__).parent / "startup" / "sitecustomize.py"))
+startup = Path(__file__).parent / "startup"
+sys.path.insert(0, str(startup))
+runpy.run_path(str(startup / "sitecustomize.py"))
+os.chdir(Path(os.environ["HOSTS_OUT"]).parent)
 recipe, script = sys.argv[1:3]
 sys.argv = sys.argv[2:]
 if recipe:
     evenload.enable(recipe)
 runpy.run_path(script, run_name="__main__")
+if measured := sys.modules.get("measured"):
+    measured.leave()  # a fork ends without what it registered for its end

@@ -106,7 +106,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def launcher(name: str) -> list[str]:
-    """The words before a script by which torchrun or ``accelerate launch`` starts it on two ranks."""
+    """The words before a script by which torchrun or ``accelerate launch`` starts it on two ranks, or Python on one."""
+    if name == "python":
+        return [sys.executable]
     if name == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with socket.socket() as probe:

@@ -67,8 +67,12 @@ def test_every_rank_refuses_before_the_first_step(
 def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     words = arguments(case, assets, tmp_path)
-    ended = launching.launch(launching.SCRIPTS / case.script, words, tmp_path / "run", tmp_path / "recipe.yaml")
+    started_by = "python" if case is NO_STEP else "torchrun"
+    script = launching.SCRIPTS / case.script
+    ended = launching.launch(script, words, tmp_path / "run", tmp_path / "recipe.yaml", started_by)
     assert ended.code == case.code, ended.output[-3000:]
+    assert "EvenloadError" not in ended.output
+    assert ("exitcode  : 2" in ended.output) == (case.code == 1), "torchrun gives 1 for ranks that end with 2"
     *before, last = [line for line in ended.output.splitlines() if line.startswith("evenload: ")]
     assert ended.output.rstrip().endswith(last)
     assert last.startswith("evenload: warning: nothing was planned: ")

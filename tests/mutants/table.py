@@ -84,8 +84,10 @@ KILLERS: dict[str, Words] = {
     "quota laws": ("pytest", "tests/core/experts/test_quotas.py"),
     "token sources": ("pytest", "tests/core/experts/test_sources.py"),
     "planners of layers": ("pytest", "tests/plugins/moe/test_clone.py", "tests/plugins/moe/test_reroute.py"),
+    "labels": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "labels_of_a_batch"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
+    "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
@@ -103,6 +105,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
 _ROUTING = "runtime/experts/routing.py"
+_PACK = "runtime/attention/pack.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -270,21 +273,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "positions of late slices are one off",
-        "runtime/attention/pack.py",
+        _PACK,
         "positions_T[first:last] = np.arange(piece.start, piece.stop)",
         "positions_T[first:last] = np.arange(piece.start, piece.stop) + (piece.start > 0)",
         "slices",
     ),
     Mutant(
         "the label at the border of a slice is lost",
-        "runtime/attention/pack.py",
+        _PACK,
         "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
         "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + (len(slices) > 1)]",
         "slices",
     ),
     Mutant(
         "a dummy counts in the loss",
-        "runtime/attention/pack.py",
+        _PACK,
         "    labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)",
         "    labels_T = np.full(segments[-1], IGNORE if slices else 0, dtype=np.int64)",
         "zero 3",
@@ -367,9 +370,35 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the executor skips a forward whose keys a replay writes again",
         "runtime/stage/executor.py",
-        "        with torch.no_grad(), self._running(action):\n            self._result",
+        "        with torch.no_grad(), self._running(action):\n"
+        "            self._result = self._trainer.forward(loaded, received, action)",
         "        if self._stage and self._stage == self._plan.limits.num_stages - 1:\n            return\n"
-        "        with torch.no_grad(), self._running(action):\n            self._result",
+        "        with torch.no_grad(), self._running(action):\n"
+        "            self._result = self._trainer.forward(loaded, received, action)",
+        "executor",
+    ),
+    Mutant(
+        "keys of a sequence stay when its last slice has been scored",
+        "runtime/stage/executor.py",
+        "if self._prefix and stop == self._plan.lengths[sequence]:",
+        "if self._prefix and stop > self._plan.lengths[sequence]:",
+        "scores",
+    ),
+    Mutant(
+        "the loss of a later slice counts twice in a score",
+        "integrations/scoring.py",
+        "        sums, counts = slice_losses(values.double(), pack)\n",
+        "        sums, counts = slice_losses(values.double(), pack)\n"
+        "        sums = sums * torch.tensor([2.0 if s.start else 1.0 for s in pack.slices], dtype=sums.dtype)\n",
+        "scores",
+    ),
+    Mutant(
+        "the forward of a score keeps its graph",
+        "runtime/stage/executor.py",
+        "        with torch.no_grad(), self._running(action):\n"
+        "            self._result = self._trainer.forward(loaded, self._received, action)",
+        "        with self._running(action):\n"
+        "            self._result = self._trainer.forward(loaded, self._received, action)",
         "executor",
     ),
     Mutant(
@@ -397,8 +426,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "books=self._last and self.tp_rank == 0",
-        "books=self._last",
+        "Forward(reduction, books=self._last and self.tp_rank == 0)",
+        "Forward(reduction, books=self._last)",
         "quick tensor parallel",
     ),
     Mutant(
@@ -472,8 +501,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gradient is NaN under DeepSpeed",
         _ENGINE_HOST,
-        "        return dict(self._whole(full_gradients(self._own_parameters())))",
-        "        named = self._whole(full_gradients(self._own_parameters()))\n"
+        "        return dict(self._whole(full_gradients(self._trained_parameters())))",
+        "        named = self._whole(full_gradients(self._trained_parameters()))\n"
         '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
         "quick deepspeed",
     ),
@@ -487,9 +516,44 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the number of targets is that of the first step",
         _ENGINE_HOST,
-        "        num_targets = count_targets(plan.lengths)\n",
-        '        num_targets = self._first = getattr(self, "_first", 0) or count_targets(plan.lengths)\n',
+        "        num_targets = count_targets(plan.lengths, labels)\n",
+        '        num_targets = self._first = getattr(self, "_first", 0) or count_targets(plan.lengths, labels)\n',
         "quick deepspeed",
+    ),
+    Mutant(
+        "prompts count in the divisor",
+        "runtime/attention/labels.py",
+        " if labels is None else labels.targets.sum()",
+        "",
+        "labels",
+    ),
+    Mutant(
+        "a label is shifted by one behind the border of a slice",
+        _PACK,
+        "labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+        "labels_of(piece.sequence)[piece.start + (not piece.start) : piece.stop + (not piece.start)]",
+        "labels",
+    ),
+    Mutant(
+        "a sequence gets the mask of another one",
+        _PACK,
+        "labels_of(piece.sequence)[",
+        "labels_of(slices[0].sequence)[",
+        "labels",
+    ),
+    Mutant(
+        "prompts are learned where Megatron's own schedule runs",
+        "integrations/megatron/batch.py",
+        "            labels_of=self._labels_of,\n",
+        "",
+        "quick tensor parallel",
+    ),
+    Mutant(
+        "losses of routers count prompts among the targets",
+        _ROUTING,
+        "count_targets(lengths, labels)",
+        "count_targets(lengths)",
+        "experts",
     ),
     Mutant(
         "one group alone gets the learning rate",
@@ -620,8 +684,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replay's loss weighs half",
         _STAGE,
-        "        return self._weighed(summed(output[0], pack))",
-        '        return self._weighed(summed(output[0], pack)) * (1.0 if action.kind == "forward" else 0.5)',
+        "        return self._weighed(summed(output[0], pack), pack)",
+        '        return self._weighed(summed(output[0], pack), pack) * (1.0 if action.kind == "forward" else 0.5)',
         "quick deepspeed stages",
     ),
     Mutant(

@@ -22,13 +22,16 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def sample(index):
-    """A sample of its own length, padded to SEQ_LENGTH; the first quarter is a prompt without loss."""
+    """A sample of its own length, padded to SEQ_LENGTH; its first quarter is a prompt without loss.
+
+    Of five samples one carries loss at every second token only, and one nowhere.
+    """
     generator = torch.Generator().manual_seed(index)
     length = int(4 + (SEQ_LENGTH - 4) * torch.rand((), generator=generator) ** 3)
     text = torch.zeros(SEQ_LENGTH + 1, dtype=torch.int64)
     text[: length + 1] = torch.randint(1, VOCABULARY, (length + 1,), generator=generator)
     loss_mask = torch.zeros(SEQ_LENGTH)
-    loss_mask[length // 4 : length] = 1.0
+    loss_mask[length // 4 : length : 2 if index % 5 == 4 else 1] = float(index % 5 != 3)
     return {
         "tokens": text[:-1],
         "labels": text[1:],

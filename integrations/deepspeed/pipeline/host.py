@@ -12,6 +12,7 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,18 +21,22 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from ....core.plan.branches import SUM_AFTER_PASSES
+from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
 from ....core.plan.step_plan import Slice, StepPlan
 from ....core.recipe.recipe import Recipe
+from ....runtime.attention.labels import Labels, labels_of
 from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock, counts_waiting
 from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks
-from ....runtime.world.agreement import rows_of_all
+from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...foreign_plans import refuse_foreign
+from ...freezing import freeze
 from ...host import Mark
+from ...scoring import Book, evaluating
 from ..engine import make_engine
 from ..engine_host import EngineHost
 from .model import StageModule, build_stage
@@ -44,6 +49,8 @@ class PipelineHost(EngineHost):
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
         module = build_stage(recipe, self.layout, world.rank, world.device)
+        own = module.global_parameters()
+        self.frozen = freeze(recipe.train.freeze, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
         self._grid_before = groups.mpu
         self.engine = make_engine(module, recipe, self.layout.dp)
         self.module: StageModule = self.engine.module
@@ -68,17 +75,48 @@ class PipelineHost(EngineHost):
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return self.module.global_parameters()
 
+    def _gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own, tensors = self._own_parameters(), {}
+        for name, like in wanted.items():
+            source = self._stage_of[name] * self.layout.dp
+            if source == self.world.rank:
+                tensors[name] = own[name].detach()
+            if source and self.world.rank == source:
+                dist.send(tensors[name].contiguous(), 0)
+            elif source and self.world.rank == 0:
+                dtype = next(iter(own.values())).dtype
+                tensors[name] = torch.empty(like.shape, dtype=dtype, device=self.world.device)
+                dist.recv(tensors[name], source)
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+    @cached_property
+    def _stage_of(self) -> Mapping[str, int]:
+        """Of each parameter of the model. Collective where it is first asked for."""
+        parts = everyone(list(self._own_parameters()), self._stages)
+        return {name: stage for stage, names in enumerate(parts) for name in names}
+
     def _step(self) -> None:
         self.engine._exec_optimizer_step()
 
     def _passes(
-        self, plan: StepPlan, tokens_of: TokensOf, num_targets: int, mark: Mark, clock: BusyClock
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        labels: Labels | None,
+        num_targets: int,
+        mark: Mark,
+        clock: BusyClock,
     ) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
         place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
         recomputes = self.recipe.train.recompute
         trainer = PipelineStage(
-            self.engine, plane=plane, tokens_of=tokens_of, weight=1 / num_targets, recomputes=recomputes
+            self.engine,
+            plane=plane,
+            tokens_of=tokens_of,
+            labels_of=labels_of(labels),
+            weight=1 / num_targets,
+            recomputes=recomputes,
         )
         program = lower(*place)
         executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
@@ -86,7 +124,16 @@ class PipelineHost(EngineHost):
         mark("gradient reduction")
         with clock.noting("G"):
             trainer.reduce()
-        return trainer.loss_sum, tuple(executor.executed), (SUM_AFTER_PASSES,)
+        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES,)
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        refuse_foreign(plan, self.layout.dp, self.layout.pp)
+        place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
+        trainer = PipelineStage(self.engine, plane=plane, tokens_of=tokens_of, labels_of=labels_of(labels), book=book)
+        program, clock = lower_forwards(*place), BusyClock(self.device)
+        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
+        with evaluating(self.module):
+            executor.run()
 
     def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)

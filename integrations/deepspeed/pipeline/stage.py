@@ -48,7 +48,9 @@ class PipelineStage(PackStage):
         output = DeepSpeedEngine.forward(self._engine, received, pack, recomputed=layers)
         if not self._engine.is_last_stage():
             return output
-        return self._weighed(summed(output[0], pack))
+        if action.kind == "score":
+            return self._scored(output[0], pack)
+        return self._weighed(summed(output[0], pack), pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         engine = self._engine
@@ -73,6 +75,6 @@ class PipelineStage(PackStage):
         """One sum over the ranks of the stage; one that had no work takes part with zeros."""
         self._engine._exec_reduce_tied_grads()
         for parameter in self._engine.module.parameters():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         self._engine._exec_reduce_grads()

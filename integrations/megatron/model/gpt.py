@@ -21,6 +21,7 @@ from ..setup import check_recipe
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
+from .vocabulary import hide_padding, padded_vocabulary
 
 log = logging.getLogger("evenload")
 
@@ -35,6 +36,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_size,
         "ffn_hidden_size": model.ffn_size,
         "normalization": "RMSNorm" if model.gated else "LayerNorm",
         "gated_linear_unit": model.gated,
@@ -61,6 +63,8 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
     if layout.pp > 1:
         # Packs differ in length from one to the next. megatron-core 0.16 wants the dispatcher even without experts.
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if model.norm_epsilon is not None:
+        fields["layernorm_epsilon"] = model.norm_epsilon
     fields |= fields_of_experts(model, layout.ep, dtype)
     if recipe.train.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -90,17 +94,21 @@ def build_model(
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=recipe.model.vocab_size,
+        vocab_size=padded_vocabulary(recipe),
         max_sequence_length=recipe.data.max_length,
         pre_process=first,
         post_process=last,
         position_embedding_type="rope",
         rotary_base=recipe.model.rotary_base,
-        share_embeddings_and_output_weights=False,
+        rope_scaling=recipe.model.rope_scaling_factor is not None,
+        rope_scaling_factor=recipe.model.rope_scaling_factor or 1.0,
+        share_embeddings_and_output_weights=recipe.model.tied_embeddings,
         pg_collection=pg_collection,
     )
     if config.params_dtype == torch.float64:
         model.double()  # torch's norms do not ask for params_dtype
+    if last:
+        hide_padding(model.output_layer, recipe)
     if not packed:
         return model
     tell_routers(model)
@@ -133,6 +141,9 @@ def build_optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
         optimizer="adam",
         lr=train.lr,
         weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_eps=train.eps,
         clip_grad=0.0 if exact else train.clip_grad,
         bf16=train.dtype == "bf16",
         params_dtype=DTYPES[train.dtype],

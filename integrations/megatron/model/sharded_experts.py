@@ -11,7 +11,7 @@ Shape legend: R = ranks of a group, E = experts, S = weights of a piece, N = wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,11 +82,6 @@ class ShardedExperts(nn.Module):
         pieces = torch.empty_like(leaving)
         dist.all_to_all_single(pieces, leaving, group=self.group)
         return pieces.flatten(0, 1)
-
-    def named_at_home(self, pieces_ES: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same as `at_home`, by the names that the tensors have in Megatron's experts."""
-        names = [name for name, _ in self.home.named_parameters()]
-        return zip(names, self.at_home(pieces_ES), strict=True)
 
     @torch.no_grad()
     def fill_home(self) -> Any:

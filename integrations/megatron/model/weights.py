@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from .sharded_experts import ShardedExperts
+from .sharded_experts import SHARDS, ShardedExperts
 
+EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..*)$")
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
@@ -27,9 +28,11 @@ _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 
 def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of this rank's part of a bare GPTModel; layers and experts are numbered over the whole model
-    from 0."""
+    from 0. The last stage's own copy of a tied embedding has the embedding's name."""
     gpt: Any = model
     for name, parameter in model.named_parameters():
+        if getattr(parameter, "shared", False):
+            name = EMBEDDING
         if match := _LAYER.match(name):
             head, index, tail = match.groups()
             layer = gpt.decoder.layers[int(index)]
@@ -39,23 +42,37 @@ def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, parameter
 
 
-def global_tensors(model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def global_tensors(
+    model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor], *, trained: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """(name, what ``tensor_of`` gives for the parameter) of this pipeline stage, named as `global_parameters`: of
-    experts that are cut over their group, too, each whole at its home. Collective over such groups."""
-    modules: dict[nn.Parameter, Any] = {m.shards: m for m in model.modules() if isinstance(m, ShardedExperts)}
+    experts that are cut over their group, too, each whole at its home. Collective over such groups. ``trained``: frozen
+    parameters are left out."""
+    modules = sharded_experts(model)
     for name, parameter in global_parameters(model):
-        if parameter not in modules:
-            yield name, tensor_of(parameter)
+        if trained and not parameter.requires_grad:
             continue
-        experts, head = modules[parameter], name.removesuffix("shards")
-        first = dist.get_rank(experts.group) * len(experts.local_experts)
-        for of_expert, tensor in experts.named_at_home(tensor_of(parameter)):
-            yield _renumbered(f"{head}{of_expert}", first), tensor
+        if parameter in modules:
+            experts = modules[parameter]
+            yield from zip(names_at_home(experts, name), experts.at_home(tensor_of(parameter)), strict=True)
+        else:
+            yield name, tensor_of(parameter)
+
+
+def sharded_experts(model: nn.Module) -> dict[nn.Parameter, ShardedExperts]:
+    """Experts that are cut over their group, by the parameter of their pieces."""
+    return {module.shards: module for module in model.modules() if isinstance(module, ShardedExperts)}
+
+
+def names_at_home(experts: ShardedExperts, name: str) -> list[str]:
+    """Global names of what `ShardedExperts.at_home` gives; ``name``: that of the pieces."""
+    head, first = name.removesuffix(SHARDS), dist.get_rank(experts.group) * len(experts.local_experts)
+    return [_renumbered(f"{head}.{of_expert}", first) for of_expert, _ in experts.home.named_parameters()]
 
 
 def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, gradient in DDP's buffer) of this pipeline stage, as `global_tensors`."""
-    return global_tensors(model, lambda parameter: cast(Any, parameter).main_grad.detach())
+    """(name, gradient in DDP's buffer) of what this pipeline stage trains, as `global_tensors`."""
+    return global_tensors(model, lambda parameter: cast(Any, parameter).main_grad.detach(), trained=True)
 
 
 def _renumbered(name: str, first: int) -> str:

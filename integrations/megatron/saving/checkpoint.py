@@ -28,9 +28,11 @@ from numpy._core.multiarray import _reconstruct
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import EvenloadError
+from ....core.recipe.sections import Model
 from ....runtime.unpickling import refuse_code, tensors_only
-from ....runtime.world.agreement import everyone
+from ....runtime.world.agreement import Group, everyone
 from ..model.gpt import torch_optimizers
+from .buckets import states_in_their_places
 from .parts import states_of_parts
 from .sharded_experts import experts_at_home
 from .storage import InProcessWriter
@@ -65,12 +67,31 @@ _INDEX_NAMES = {
 def save(host: Any, directory: Path) -> None:
     """Write model, optimizer and random states into an existing directory. Collective. Raises EvenloadError: the
     directory is missing or holds something, or the disk refused; the same on every rank."""
+    snapshot(host, directory, None)()
+
+
+def snapshot(host: Any, directory: Path, group: Group) -> Callable[[], None]:
+    """Copy all that `save` writes, and write what is no tensor; the call that writes the copy, collective over
+    ``group``. Collective. Both raise as `save`."""
     agreed(lambda: _expect_empty(directory))
+    failures = f"the checkpoint in {directory} could not be written"
+    writer = InProcessWriter(group)
     with experts_at_home(host, loading=False):
         state = _sharded_state(host, loading=False)
         state[ABOUT] = _about(host)
-        with _naming_failures(f"the checkpoint in {directory} could not be written"):
-            dist_checkpointing.save(state, str(directory), InProcessWriter())
+        with _naming_failures(failures):
+            request = dist_checkpointing.save(state, str(directory), writer, async_sharded_save=True)
+
+    def written() -> bool:
+        # torch tells all ranks where one of them fails; the index behind it is rank 0's alone.
+        with _naming_failures(failures):
+            request.async_fn(*request.async_fn_args)
+        return True
+
+    def write() -> None:
+        agreed(written, group)
+
+    return write
 
 
 def load(host: Any, directory: Path) -> None:
@@ -113,8 +134,9 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
             states["step"] = step.clone()
 
 
-def agreed(check: Callable[[], Result]) -> Result:
-    """The result of ``check``, which must not communicate; EvenloadError on all ranks if it failed on any."""
+def agreed(check: Callable[[], Result], group: Group = None) -> Result:
+    """The result of ``check``, in which no rank waits for one that failed; EvenloadError on all ranks if it failed on
+    any. ``group``: the ranks that call; None: all."""
     result, fault = None, None
     try:
         result = check()
@@ -123,7 +145,7 @@ def agreed(check: Callable[[], Result]) -> Result:
     except OSError as error:
         fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
     parts = None if fault is None else (fault.what, fault.found, fault.do)
-    for first in filter(None, everyone(parts)):
+    for first in filter(None, everyone(parts, group)):
         raise EvenloadError(*first) from fault
     assert result is not None
     return result
@@ -156,8 +178,12 @@ def _expect_empty(directory: Path) -> bool:
 
 def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    if host.frozen:
+        # Megatron saves all layers as one tensor, of which states of the optimizer would have a part alone.
+        metadata["non_homogeneous_layers"] = True
     model = host.model.sharded_state_dict(metadata=metadata)
-    optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    with states_in_their_places(host.optimizer):
+        optimizer = host.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     state = {"model": model, "optimizer": optimizer}
     if with_random:
         states = None if loading else {name: get() for name, (get, _) in _generators().items()}
@@ -172,7 +198,8 @@ def _about(host: Any) -> dict[str, Any]:
         "layout": [layout.tp, layout.pp, layout.dp, *([layout.ep] if layout.ep > 1 else [])],
         "dtype": host.recipe.train.dtype,
         "distributed_optimizer": bool(host.ddp.ddp_config.use_distributed_optimizer),
-        "model": host.recipe.model.model_dump(mode="json"),
+        "model": host.recipe.model.model_dump(mode="json", exclude={"weights"}),
+        "freeze": list(host.recipe.train.freeze),
     }
 
 
@@ -189,8 +216,10 @@ def _read_about(host: Any, directory: Path, what: str) -> dict[str, Any]:
         about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
     if about is None:
         raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")
-    here = _about(host)
-    for name in ("model", "dtype", "distributed_optimizer"):
+    about, here = {"freeze": [], **about}, _about(host)
+    # What an earlier version did not know was as a recipe that leaves it out has it.
+    about["model"] = {**Model().model_dump(mode="json", exclude={"weights"}), **about["model"]}
+    for name in ("model", "dtype", "distributed_optimizer", "freeze"):
         if about[name] != here[name]:
             raise EvenloadError(
                 f"the checkpoint in {directory} was written with another {name.replace('_', ' ')}",

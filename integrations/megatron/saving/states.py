@@ -17,14 +17,14 @@ ROWS = "param", "exp_avg", "exp_avg_sq"
 
 
 def optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, AdamState]:
-    """Weights in the optimizer's precision and Adam's moments of this stage's parameters, by global name, on the CPU.
+    """Weights in the optimizer's precision and Adam's moments of what this stage trains, by global name, on the CPU.
 
     Tensor-parallel shards are those of this rank. Collective over the data-parallel ranks.
     """
-    rows = {parameter: rows_of(optimizer, parameter).cpu() for parameter in model.parameters()}
+    rows = {p: rows_of(optimizer, p).cpu() for p in model.parameters() if p.requires_grad}
 
     def part(number: int) -> dict[str, Tensor]:
-        return dict(global_tensors(model, lambda parameter: rows[parameter][number].view(parameter.shape)))
+        return dict(global_tensors(model, lambda p: rows[p][number].view(p.shape), trained=True))
 
     parts = [part(number) for number in range(3)]
     return {name: AdamState(*(values[name].cpu() for values in parts)) for name in parts[0]}

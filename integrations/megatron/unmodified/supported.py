@@ -205,6 +205,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
             "trainer": "megatron",
             "parallel": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp},
             "train.dtype": dtypes.get(config.params_dtype, "bf16"),
+            "train.global_batch_tokens": None,
             "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
             "model": {
                 "family": "llama" if config.gated_linear_unit else "gpt",

@@ -15,12 +15,14 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
-from evenload.data.order import SampleOrder
+from evenload.data.samples.batches import BatchSize
+from evenload.data.samples.order import SampleOrder
 from hypothesis import given
 from hypothesis import strategies as st
 
 load_plugins()
 SIZE, CAP = 8, 2048
+EIGHT = BatchSize(SIZE)
 
 
 def chain(delay: int, ranks: int = 4, enabled: bool = True) -> PlanChain:
@@ -35,7 +37,7 @@ def heavy_tail(count: int, seed: int = 0) -> Any:
 
 
 def drawing(lengths: Any, made: PlanChain, seed: int = 5) -> Drawing:
-    return Drawing(SampleOrder(len(lengths), seed), lengths, SIZE, made)
+    return Drawing(SampleOrder(len(lengths), seed), lengths, EIGHT, made)
 
 
 def same(one: Draw, other: Draw) -> bool:
@@ -102,7 +104,7 @@ def test_a_resumed_run_draws_the_same_batches_on_any_number_of_ranks(ranks: int)
     assert len(waiting) > 5
     for k in [*waiting[:4], 0, 30]:
         state = json.loads(json.dumps(rows[k].state))
-        again = Drawing.resume(state, lengths, SIZE, chain(3, ranks))
+        again = Drawing.resume(state, lengths, EIGHT, chain(3, ranks))
         assert again.num_ranks == 4
         for row in rows[k + 1 :]:
             got = again()
@@ -115,7 +117,7 @@ def test_waiting_samples_run_first_when_the_delay_is_switched_off(made: PlanChai
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(3))
     state = next(row.state for row in iter(draw, None) if num_waiting(row.state) > 1)
-    again = Drawing.resume(state, lengths, SIZE, made)
+    again = Drawing.resume(state, lengths, EIGHT, made)
     got = again()
     assert got.samples.tolist()[: -SIZE or None] == state["waiting"]["samples"]
     assert num_waiting(got.state) == 0
@@ -126,7 +128,7 @@ def test_a_shorter_delay_makes_the_old_ones_due() -> None:
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(6))
     state = next(row.state for row in iter(draw, None) if max(row.state["waiting"]["steps"], default=0) > 3)
-    got = Drawing.resume(state, lengths, SIZE, chain(2))()
+    got = Drawing.resume(state, lengths, EIGHT, chain(2))()
     assert set(state["waiting"]["samples"]) <= set(got.samples.tolist())
 
 
@@ -144,7 +146,7 @@ def test_a_shorter_delay_makes_the_old_ones_due() -> None:
 def test_a_damaged_queue_is_refused(queue: Any) -> None:
     state = {**SampleOrder(300, 5).state(), "waiting": queue}
     with pytest.raises(EvenloadError, match="queue of waiting samples is damaged"):
-        Drawing.resume(state, heavy_tail(300), SIZE, chain(3))
+        Drawing.resume(state, heavy_tail(300), EIGHT, chain(3))
 
 
 def test_the_simpler_plan_takes_the_same_batches(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,3 +189,47 @@ def test_a_rule_that_holds_back_everything_is_our_mistake() -> None:
     greedy = replace(made, links=((replace(plugin, hold_back=everything), config),))
     with pytest.raises(AssertionError, match="whole batch"):
         drawing(heavy_tail(50), greedy)()
+
+
+@pytest.mark.parametrize("made", [chain(0), chain(3)], ids=["no delay", "delay"])
+def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(made: PlanChain) -> None:
+    """The batches are those of data in which every sample has one, less what has none; a resumed run agrees."""
+    lengths = heavy_tail(90)
+    targets = lengths - 1
+    targets[::3] = 0
+    draw = Drawing(SampleOrder(90, 5), lengths, EIGHT, made, targets=targets)
+    rows = [draw() for _ in range(24)]
+    runs: Counter[int] = Counter()
+    for row, drawn in zip(rows, taken(24), strict=True):
+        assert row.without_target == (targets[drawn] == 0).sum()
+        assert row.targets is not None
+        assert row.targets.all()
+        assert row.targets.tolist() == targets[row.samples].tolist()
+        runs.update(row.samples.tolist())
+    drawn_often = Counter(sample for drawn in taken(24) for sample in drawn.tolist() if targets[sample])
+    assert runs + Counter(waiting_of(rows[-1])) == drawn_often
+    again = Drawing.resume(json.loads(json.dumps(rows[9].state)), lengths, EIGHT, made, targets=targets)
+    assert all(same(again(), row) for row in rows[10:])
+
+
+def taken(steps: int) -> list[Any]:
+    order, batches = SampleOrder(90, 5), []
+    for _ in range(steps):
+        batch, order = order.take(SIZE)
+        batches.append(batch)
+    return batches
+
+
+def waiting_of(row: Draw) -> list[int]:
+    return row.state.get("waiting", {"samples": []})["samples"]  # type: ignore[no-any-return]
+
+
+def test_a_batch_without_any_target_ends_the_job_when_its_turn_comes() -> None:
+    """Planned ahead, it does not end the step before it."""
+    lengths, made = heavy_tail(90), chain(0)
+    targets = lengths - 1
+    targets[taken(3)[2]] = 0
+    planner = Planner(made, Drawing(SampleOrder(90, 5), lengths, EIGHT, made, targets=targets), background=True)
+    assert [len(planner.next().draw.samples) for _ in range(2)] == [SIZE, SIZE]
+    with pytest.raises(EvenloadError, match=f"has a target\n.*step 2: {SIZE} samples"):
+        planner.next()

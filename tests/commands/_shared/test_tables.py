@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from evenload.commands._shared import show, tables
+from evenload.commands._shared.metrics import totals
 from evenload.commands._shared.show import grid, seconds
 from rich.console import Console, RenderableType
 
@@ -22,7 +23,7 @@ def shown(table: RenderableType) -> str:
 def trained(**ratio: float) -> dict[str, Any]:
     one = dict.fromkeys(NUMBERS, 0.5)
     own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
-    own |= {"pictures": {}, "comparison": {}}
+    own |= {"pictures": {}, "comparison": {}, "summary": totals([], None), "validation": []}
     return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
 
 
@@ -31,6 +32,17 @@ def test_what_training_gains_is_shown_beside_baselines_only() -> None:
     text = shown(tables.train(trained(stock=1.5)))
     assert "is faster by" in text
     assert "1.50x" in text
+
+
+def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:
+    size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
+    losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
+    rows = [{**size, "step": i, "loss": loss, "perplexity": 2.0**loss, "best": i == 7} for i, loss in enumerate(losses)]
+    text = " ".join(shown(tables.train({**trained(), "validation": rows})).split())
+    assert "12 of 40 validations" in text
+    assert "1 samples without a target are left out" in text
+    assert all(f"{losses[i]:.4f}" in text for i in (0, 7, 39))
+    assert f"{losses[20]:.4f}" not in text
 
 
 def test_long_keys_are_shown_to_their_ends() -> None:

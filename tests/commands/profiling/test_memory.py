@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,14 +89,12 @@ def test_a_line_goes_through_its_points() -> None:
     assert line([1, 2, 4], [5.0, 8.0, 14.0]) == pytest.approx((3.0, 2.0))
 
 
-def by_script(case: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a case and of what it needs before, as one runs the benchmark."""
+def by_script(case: str, folder: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]) -> list[Any]:
+    """The rows of a case and of what it needs before, as the benchmark makes them, which starts its ranks itself."""
     out = folder / "rows.json"
-    command = [sys.executable, "-P", str(SCRIPT), "--plans", "--only", case, "--out", str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    done = scripted("megatron", folder, SCRIPT, "--plans", "--only", case, "--out", out)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    rows: list[Any] = json.loads(out.read_text())["rows"]
     return rows
 
 
@@ -121,7 +117,7 @@ def test_real_trainers_hold_what_is_predicted(
     case: str, tmp_path: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """Profile, then plans that were not measured: uneven packs, slices, replays; kept activations and recomputed."""
-    rows = by_script(case, tmp_path) if case.startswith("megatron") else by_forks(case, tmp_path, scripted)
+    rows = (by_script if case.startswith("megatron") else by_forks)(case, tmp_path, scripted)
     assert len(rows) == 6
     for row in rows:
         for name in ("activations", "total"):

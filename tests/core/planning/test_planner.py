@@ -189,6 +189,22 @@ def test_a_fallback_uses_what_its_plan_was_begun_with() -> None:
     assert planner.next().plan.made_by == "packing"
 
 
+def test_a_fallback_goes_on_with_the_policy_of_experts_of_the_step_before() -> None:
+    packs = {"enabled": True, "max_tokens": 64, "slices": "off"}
+    experts = {"family": "mixtral", "moe": {"num_experts": 4}}
+    plugins = {"packing": packs, "moe": {"enabled": True, "mode": "clone", "slots": 1}}
+    recipe = parse({"model": experts, "parallel": {"dp": 2, "ep": 2}, "plugins": plugins})
+    whole = PlanChain.of_recipe(recipe, recipe.layout())
+    ((packing, config), *others) = whole.links
+    turns = iter((packing.plan, fails))
+    link = replace(packing, plan=lambda *step: next(turns)(*step)), config
+    planner = Planner(replace(whole, links=(link, *others)), Draws(), background=False)
+    first, second = planner.next().plan, planner.next().plan
+    assert (first.made_by, second.made_by) == ("packing", "chunks")
+    assert first.experts.planner == "clone"
+    assert second.experts == first.experts
+
+
 class Ranks:
     """Two ranks in two threads, whose exchange is a pair of barriers."""
 

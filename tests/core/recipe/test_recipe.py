@@ -164,3 +164,34 @@ def test_an_override_changes_one_of_two_sections_that_share_an_anchor(tmp_path: 
     path.write_text("plugins: {packing: &caps {enabled: true, max_tokens: 100}, pipeline: *caps}\n")
     recipe = evenload.load_recipe(path, ["plugins.packing.max_tokens=50"])
     assert [recipe.config_of(name).max_tokens for name in ("packing", "pipeline")] == [50, 100]  # type: ignore[attr-defined]
+
+
+def test_how_long_a_run_is_and_how_large_its_batches_are_is_said_once() -> None:
+    for both in (
+        {"steps": 20, "epochs": 2},
+        {"epochs": 2, "max_tokens": 9},
+        {"global_batch_size": 64, "global_batch_tokens": 9},
+    ):
+        with pytest.raises(EvenloadError, match="say the same thing twice"):
+            recipes.parse({"train": both})
+    recipe = recipes.parse({"train": {"steps": 50, "global_batch_size": 8}}).changed({"train.lr": 0.5})
+    with pytest.raises(EvenloadError, match=r"train.steps and train.epochs say"):
+        recipe.changed({"train.epochs": 2})
+    instead = recipe.changed({"train.steps": None, "train.epochs": 2, "train.global_batch_size": None})
+    assert (instead.train.epochs, instead.train.lr) == (2, 0.5)
+    assert instead.changed({"train.global_batch_tokens": 99}).train.global_batch_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("recipe", "what"),
+    [
+        ({"train": {"freeze": ["*"]}, "parallel": {"ep": 2}}, "train.freeze does not go with experts"),
+        ({"checkpoint": {"background": True}}, "are written in the foreground"),
+    ],
+)
+def test_what_deepspeed_cannot_do_with_frozen_weights_and_checkpoints_is_refused(
+    recipe: dict[str, object], what: str
+) -> None:
+    model = {"family": "mixtral", "moe": {"num_experts": 4}}
+    with pytest.raises(EvenloadError, match=what):
+        recipes.parse({"trainer": "deepspeed", "model": model, **recipe})

@@ -20,7 +20,7 @@ def _load(file: str) -> ModuleType:
 
 
 slices, shared = _load("slice_plans"), _load("shared_plans")
-tokens_of = slices.tokens_of
+tokens_of, labels_of = slices.tokens_of, slices.labels_of
 
 
 def named(name: str, ranks: int, in_step: int) -> StepPlan:

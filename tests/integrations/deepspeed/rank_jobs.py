@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import engine as engine_module
-from evenload.integrations.deepspeed import engine_host, open_host
+from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
+from evenload.runtime.attention.labels import count_targets
 from evenload.runtime.world.world import init_world
 
 LENGTHS = (40, 9, 13, 22, 5, 17)
@@ -60,16 +64,18 @@ def exactness(stage: int, dtype: str = "fp32", family: str = "llama") -> dict[st
     made = recipe(stage, dtype=dtype, model={"family": family, **groups})
     host = open_host(made, init_world())
     before = host.weights()
-    loss, wanted = reference(made, host, tokens_of, as_lengths(LENGTHS))
+    batch = as_lengths(LENGTHS)
+    masked = half_masked(None, tokens_of, np.arange(len(LENGTHS)), batch, 0)
+    references = [(labels, *reference(made, host, tokens_of, batch, labels)) for labels in (None, masked)]
     results = {}
-    for name, make in PLANS.items():
-        result, found = host.gradients(make(), tokens_of)
+    for (name, make), (labels, loss, wanted) in zip(PLANS.items(), cycle(references), strict=False):
+        result, found = host.gradients(make(), tokens_of, labels)
         norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
         results[name] = {
             "loss": abs(result.loss - loss) / loss,
             "grad": relative_error(found, wanted),
             "norm": abs(result.grad_norm - norm) / norm,
-            "targets": result.num_targets,
+            "miscounted": result.num_targets - count_targets(batch, labels),
             "executed": result.executed,
             "busy": result.busy_s,
         }
@@ -115,10 +121,10 @@ def mutants(stage: int) -> dict[str, float]:
         errors[name] = error()
     stage_module.build_pack = build
 
-    count = engine_host.count_targets
-    engine_host.count_targets = lambda batch: count(batch) + 6
+    weighed = stage_module.PackStage._weighed
+    stage_module.PackStage._weighed = lambda stage, *of_pack: weighed(stage, *of_pack) * 1.01  # type: ignore[method-assign]
     errors["wrong scale"] = error()
-    engine_host.count_targets = count
+    stage_module.PackStage._weighed = weighed  # type: ignore[method-assign]
 
     if stage == 3:
         forwards_first = PLANS["forwards first"]()
@@ -133,6 +139,9 @@ def mutants(stage: int) -> dict[str, float]:
         engine_module.Reduction.before_backward = without_clear  # type: ignore[method-assign]
         errors["flag not cleared"] = error(forwards_first)
         engine_module.Reduction.before_backward = before_backward  # type: ignore[method-assign]
+    labels = half_masked(None, tokens_of, np.arange(len(LENGTHS)), good.lengths, 0)
+    with pytest.raises(EvenloadError, match="another number of targets"):
+        host.train_step(good, tokens_of, lr=1e-2, labels=labels._replace(targets=labels.targets + 1))
     host.close()
     return errors
 
@@ -151,9 +160,9 @@ def training(stage: int, dtype: str, clip_grad: float, plan: str) -> list[tuple[
 def save_and_go_on(stage: int, dtype: str, folder: str) -> list[str]:
     world = init_world()
     host = open_host(recipe(stage, dtype=dtype, clip_grad=1.0), world)
-    _steps(host, world.size, 2)
+    _steps(host, world.size, 1)
     host.save(Path(folder))
-    losses = _steps(host, world.size, 3)
+    losses = _steps(host, world.size, 2)
     host.close()
     return losses
 
@@ -162,7 +171,7 @@ def resume(stage: int, dtype: str, folder: str) -> list[str]:
     world = init_world()
     host = open_host(recipe(stage, dtype=dtype, clip_grad=1.0), world)
     host.load(Path(folder))
-    losses = _steps(host, world.size, 3)
+    losses = _steps(host, world.size, 2)
     host.close()
     return losses
 

@@ -32,12 +32,14 @@ def exactness(stage: int, names: list[str], recompute: bool = False, dtype: str 
     host = open_host(made, init_world())
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
-    for name in names:
+    for number, name in enumerate(names):
         plan = plans.named(name)
-        if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
-        loss, wanted = references[plan.sequences]
-        result, gradients = host.gradients(plan, plans.tokens_of(plan))
+        labels = plans.labels_of(plan, number)
+        key = plan.sequences, labels is None
+        if key not in references:
+            references[key] = reference(made, host, plans.tokens_of(plan), plan.lengths, labels)
+        loss, wanted = references[key]
+        result, gradients = host.gradients(plan, plans.tokens_of(plan), labels)
         found[name] = {
             "loss": abs(result.loss - loss) / loss,
             "grad": relative_error(gradients, wanted),

@@ -61,16 +61,18 @@ def exactness(stage: int, names: list[str], recompute: bool = False, dtype: str 
     host = open_host(made, init_world())
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
-    for name in names:
+    for number, name in enumerate(names):
         plan = plan_named(name)
-        if plan.sequences not in references:
-            references[plan.sequences] = reference(made, host, plans.tokens_of(plan), plan.lengths)
-        loss, wanted = references[plan.sequences]
+        labels = plans.labels_of(plan, number)
+        key = plan.sequences, labels is None
+        if key not in references:
+            references[key] = reference(made, host, plans.tokens_of(plan), plan.lengths, labels)
+        loss, wanted = references[key]
         calls: list[int] = []
         # Not the MLP: a recomputed layer stops where it has all that it needs, inside it.
         layer = host.engine.module.model.layers[0].self_attn
         counter = layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        result, gradients = host.gradients(plan, plans.tokens_of(plan))
+        result, gradients = host.gradients(plan, plans.tokens_of(plan), labels)
         counter.remove()
         found[name] = {
             "forwards": len(calls),

@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.runtime.attention.labels import Labels
 
 LENGTHS = (150, 83, 9, 13, 22, 5, 61, 1)
 HEADS = 4
@@ -21,6 +23,11 @@ HEADS = 4
 def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
     """Token ids of each sequence of a plan, by its index."""
     return lambda i: np.random.default_rng(i).integers(0, 97, int(plan.lengths[i]))
+
+
+def labels_of(plan: StepPlan, number: int) -> Labels | None:
+    """Labels of the plan with such a number among others: in every second one half of the tokens carry no loss."""
+    return half_masked(None, tokens_of(plan), np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
 
 
 def piece(sequence: int, part: int = 0, parts: int = 1) -> Slice:

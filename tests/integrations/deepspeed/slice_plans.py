@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from evenload.commands.proof.masking import half_masked
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.runtime.attention.labels import Labels
 
 LENGTHS = (160, 75, 9, 13, 22, 5, 17, 1)
 """Sequence 0 becomes 16 slices on rank 0, sequence 1 five on rank 1; the others go with them."""
@@ -22,6 +24,11 @@ Row = list[list[Slice]]
 def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
     """Token ids of each sequence of a plan, by its index."""
     return lambda i: np.random.default_rng(i).integers(0, 97, int(plan.lengths[i]))
+
+
+def labels_of(plan: StepPlan, number: int) -> Labels | None:
+    """Labels of the plan with such a number among others: in every second one half of the tokens carry no loss."""
+    return half_masked(None, tokens_of(plan), np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
 
 
 def whole(sequence: int) -> Slice:

@@ -30,13 +30,15 @@ def test_blocks_of_transformers_are_exact(on_ranks, stage, more):
     ("stage", "more"), [(0, {"recompute": True}), (1, {}), (2, {"family": "qwen3_moe"}), (3, {"recompute": True})]
 )
 def test_divided_experts_are_exact(on_ranks, stage, more):
-    names = ["whole_sequences", "chains none", "chains some", "regrouped", "random 3"]
+    # Under ZeRO 3 a pass takes several times as long.
+    others = ["chains some", "regrouped"] if stage == 3 else ["chains none", "chains some", "regrouped", "random 3"]
+    names = ["whole_sequences", *others]
     _check(on_ranks(2, "rank_experts.exactness", stage=stage, names=names, ep=2, **more), names)
 
 
 @pytest.mark.parametrize(("stage", "ep"), [(0, 2), (2, 2), (3, 2), (1, 4), (3, 4)])
 def test_groups_of_four_ranks_are_exact(on_ranks, stage, ep):
-    names = ["whole_sequences", "random 3", "shared even", *(["random 5", "random 8"] if stage < 3 or ep < 4 else [])]
+    names = ["whole_sequences", "random 8", "shared even", *(["random 5"] if stage < 3 or ep < 4 else [])]
     _check(on_ranks(4, "rank_experts.exactness", stage=stage, names=names, ep=ep), names)
 
 
@@ -99,7 +101,8 @@ def test_a_plan_out_of_step_is_refused(on_ranks):
 def test_resume_is_bit_equal_and_goes_on_on_other_ranks(on_ranks, tmp_path, stage):
     went_on = on_ranks(2, "rank_experts.save_and_go_on", stage=stage, ep=2, folder=str(tmp_path))
     assert on_ranks(2, "rank_experts.resume", stage=stage, ep=2, folder=str(tmp_path)) == went_on
-    for ep in (2, 4):
+    # From ZeRO 1 on a process of its own converts the checkpoint, which takes seconds.
+    for ep in {0: (2, 4), 2: (2,)}.get(stage, (4,)):
         more = on_ranks(4, "rank_experts.resume", stage=stage, ep=ep, folder=str(tmp_path))
         if stage == 0 and ep == 4:
             assert all("another ep\n  found: 2 there, 4 in this recipe" in told for (told,) in more)

@@ -92,8 +92,8 @@ def test_random_plans_are_of_every_kind(shared_plans):
         (0, False, (*MIXED[:2], *HOMES[:1], CHAINS[1], "random 0", "random 1")),
         (1, True, (*MIXED[1:3], *HOMES[1:2], CHAINS[2], "random 2", "random 3")),
         (2, False, (*MIXED[2:], *HOMES[2:], CHAINS[3], "offloaded", "random 4", "random 5")),
-        (3, False, (MIXED[0], MIXED[3], "mixed ring equal", HOMES[0], CHAINS[0], "crossed", "random 6")),
-        (3, True, (MIXED[1], MIXED[2], HOMES[1], *CHAINS[1:3], "random 8")),
+        (3, False, (MIXED[3], "mixed ring equal", HOMES[0], "crossed", "random 6")),
+        (3, True, (*MIXED[:3], HOMES[1], CHAINS[1], "random 8")),
     ],
 )
 def test_gradients_are_those_of_plain_training(on_ranks, shared_plans, stage, recompute, names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
@@ -10,7 +11,8 @@ from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.model import build_model, recompute_layers
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.deepspeed.stage import call_of, loss_sum
-from evenload.runtime.attention.pack import build_pack, count_targets
+from evenload.runtime.attention.labels import count_targets, labels_of
+from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 
 ROUNDING = 2e-6
@@ -26,17 +28,17 @@ def _model(family, plain=False):
     return build_model(recipe, **({"attn_implementation": "sdpa"} if plain else {})).double()
 
 
-def _run(model, plan, tokens_of, *, equal=False):
+def _run(model, plan, tokens_of, *, labels=None, equal=False):
     """Loss and gradients of a plan on a bare model: the passes of one rank after those of the other."""
     model.zero_grad(set_to_none=True)
-    total, num_targets = 0.0, count_targets(plan.lengths)
+    total, num_targets = 0.0, count_targets(plan.lengths, labels)
     for rank in range(plan.limits.num_ranks):
         store, losses = PrefixStore.of_plan(plan), {}
         for one in lower(plan, 0, rank, "in step" if equal else "idle"):
             if one.kind == "backward":
                 losses.pop(one.graph).backward()
                 continue
-            pack = build_pack(one.micro_batch, tokens_of, "cpu", store)
+            pack = build_pack(one.micro_batch, tokens_of, "cpu", store, labels_of=labels_of(labels))
             if one.kind == "forward_kv":
                 with torch.no_grad():
                     logits = model(**call_of(pack), logits_to_keep=1).logits
@@ -75,12 +77,30 @@ def test_every_plan_is_exact_in_float64(slice_plans, family, recompute):
     model, plain = _model(family), _model(family, plain=True)
     if recompute:
         recompute_layers(model)
-    for name in (*HAND, *RANDOM[:6]):
+    names = (*HAND, *RANDOM[:6]) if family == "llama" else ("chains some", "regrouped", *RANDOM[3:5])
+    for number, name in enumerate(names):
         plan = _by_name(slice_plans, name)
-        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.lengths)
-        found_loss, found = _run(model, plan, slice_plans.tokens_of(plan), equal=recompute)
+        labels = slice_plans.labels_of(plan, number)
+        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.lengths, labels)
+        found_loss, found = _run(model, plan, slice_plans.tokens_of(plan), labels=labels, equal=recompute)
         assert found_loss == pytest.approx(loss, rel=1e-12), name
         assert relative_error(found, wanted) < 1e-9, name
+
+
+def test_plain_training_takes_labels_as_transformers_does(slice_plans):
+    plan = slice_plans.whole_sequences()
+    model, tokens_of, labels = _model("llama", plain=True), slice_plans.tokens_of(plan), slice_plans.labels_of(plan, 1)
+    loss, gradients = plain_gradients(model, tokens_of, plan.lengths, labels)
+    model.zero_grad()
+    total = 0.0
+    for i in np.flatnonzero(labels.targets):
+        batch = {"input_ids": torch.tensor(tokens_of(i))[None], "labels": torch.tensor(labels.of(i))[None]}
+        own = model(**batch, num_items_in_batch=labels.targets.sum()).loss
+        own.backward()
+        total += float(own.detach())
+    # Transformers takes logits to float32 for a loss.
+    assert loss == pytest.approx(total, rel=1e-6)
+    assert relative_error(gradients, {name: p.grad for name, p in model.named_parameters()}) < 1e-6
 
 
 def test_random_plans_are_of_every_kind(slice_plans):

@@ -115,12 +115,17 @@ def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]:
-    """A sample of each length; ``masked``: the first half of it is a prompt without loss."""
+    """A sample of each length; ``masked``: the first half of it is a prompt without loss, and of five samples one
+    carries loss at every second token only, and one nowhere."""
     rows = []
     for number, length in enumerate(lengths):
         tokens = np.random.default_rng(number).integers(1, VOCAB, int(length)).tolist()
-        prompt = len(tokens) // 2 if masked else 0
-        rows.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+        labels = np.array(tokens)
+        if masked:
+            labels[: len(tokens) // 2] = -100
+            if number % 5 >= 3:
+                labels[:: 2 if number % 5 == 4 else 1] = -100
+        rows.append({"input_ids": tokens, "labels": labels.tolist()})
     return rows
 
 

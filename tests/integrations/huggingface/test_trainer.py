@@ -41,7 +41,7 @@ def test_plans_of_the_mesh_plugin_are_exact(on_ranks):
 
 @pytest.mark.slow
 def test_shared_micro_batches_and_slices_are_exact_under_ddp(on_ranks):
-    names = [*SHARED, *(f"random {seed}" for seed in range(8))]
+    names = [*SHARED, *(f"random {seed}" for seed in range(4))]
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", masked=True):
         assert max(one["grad"] for one in found.values()) < ROUNDING, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found
@@ -51,7 +51,7 @@ def test_shared_micro_batches_and_slices_are_exact_under_ddp(on_ranks):
 def test_the_same_under_fsdp_2(on_ranks):
     """Ranks gather parameters in every pass; what they share and cut keeps them in step."""
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-    names = [*SHARED[:1], *SHARED[3:], *(f"random {seed}" for seed in range(4))]
+    names = [*SHARED[:1], *SHARED[3:], "random 4", "random 5"]
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", **fsdp):
         assert max(one["grad"] for one in found.values()) < ROUNDING, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found
@@ -59,7 +59,7 @@ def test_the_same_under_fsdp_2(on_ranks):
 
 @pytest.mark.slow
 def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks):
-    names = ["chains none", "chains some", "regrouped", *(f"random {seed}" for seed in range(6))]
+    names = ["chains none", "chains some", "regrouped", *(f"random {seed}" for seed in range(3, 6))]
     more = {"gradient_checkpointing": True}
     for found in on_ranks(2, "rank_trainer.exactness", names=names, file="slice_plans", masked=True, **more):
         assert max(one["grad"] for one in found.values()) < ROUNDING, found
@@ -69,7 +69,7 @@ def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_slices_and_shared_micro_batches_are_exact_under_zero(on_ranks, zero):
-    names = ["even", "mixed ring", "chains some", *(f"random {seed}" for seed in range(3))]
+    names = ["even", "mixed ring", "chains some", f"random {zero}"]
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", zero=zero):
         assert max(one["grad"] for one in found.values()) < 5e-6, found
         assert max(one["loss"] for one in found.values()) < 1e-6, found

@@ -18,6 +18,8 @@ JOBS = (
     "shared_jobs",
     "pipeline_jobs",
     "expert_jobs",
+    "score_jobs",
+    "pretrained_jobs",
     "user_jobs",
 )
 
@@ -43,7 +45,7 @@ def trainer() -> str:
     return "megatron"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def on_ranks(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """``on_ranks(4, "job", ...)``: the results of jobs.job by rank."""
 

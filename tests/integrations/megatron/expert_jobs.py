@@ -23,7 +23,7 @@ from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.model.experts import routers
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron_jobs import LENGTHS, VOCABULARY, hosted, recipe, tokens
+from megatron_jobs import LENGTHS, VOCABULARY, hosted, masked, recipe, tokens
 from megatron_random_plans import random_plan
 
 drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
@@ -73,10 +73,11 @@ def routed(world: Any, *, seeds: Any = (None, None), lengths: Any = LENGTHS, **c
         plain = PlainModel(host.recipe, host)
         for number, seed in enumerate(seeds):
             data, plan = tokens(lengths, number), with_drawn_copies(planned(host, lengths, seed), number)
+            labels = masked(lengths, number) if number % 3 == 1 else None
             gradients: dict[str, Any] = {}
             plain.load(host.weights())
-            result = host.train_step(plan, data, lr=1e-2, inspect=gradients.update)
-            loss, expected = plain.gradients(data, plan.lengths)
+            result = host.train_step(plan, data, lr=1e-2, labels=labels, inspect=gradients.update)
+            loss, expected = plain.gradients(data, plan.lengths, labels)
             rows.append(
                 {
                     "loss": abs(result.loss - loss) / loss,

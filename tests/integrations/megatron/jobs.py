@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -24,6 +25,7 @@ from evenload.integrations.megatron.model.gpt import torch_optimizers
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
+from evenload.runtime.attention.labels import Labels
 from evenload.runtime.measure.busy import BusyClock
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -60,6 +62,11 @@ def tokens(lengths: Any = LENGTHS, seed: int = 3) -> Callable[[int], np.ndarray]
     generator = np.random.default_rng(seed)
     samples = [generator.integers(0, VOCABULARY, n) for n in lengths]
     return lambda index: samples[index]
+
+
+def masked(lengths: Any = LENGTHS, seed: int = 0) -> Labels:
+    """Labels in which half of the tokens carry no loss, and the others count as tokens of another seed."""
+    return half_masked(None, tokens(lengths, seed + 100), np.arange(len(lengths)), as_lengths(lengths), seed)
 
 
 def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:

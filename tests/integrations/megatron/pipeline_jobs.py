@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -26,12 +27,13 @@ from evenload.integrations.megatron.model import linears
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients
 from evenload.integrations.megatron.plain import grad_rel_err, reference
+from evenload.runtime.attention.labels import Labels
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage import deferred
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
-from megatron_jobs import CPU, hosted, recipe, tokens
+from megatron_jobs import CPU, hosted, masked, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
 
 _kept: dict[str, Any] = {}
@@ -51,10 +53,11 @@ def close_host() -> None:
     _kept.clear()
 
 
-def _reference(host: Any, lengths: list[int]) -> Any:
-    if str(lengths) not in _kept["references"]:
-        _kept["references"][str(lengths)] = reference(host.recipe, host, tokens(lengths), as_lengths(lengths))
-    return _kept["references"][str(lengths)]
+def _reference(host: Any, lengths: list[int], labels: Labels | None) -> Any:
+    key = str(lengths), labels is None
+    if key not in _kept["references"]:
+        _kept["references"][key] = reference(host.recipe, host, tokens(lengths), as_lengths(lengths), labels)
+    return _kept["references"][key]
 
 
 def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
@@ -67,14 +70,14 @@ def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
 def piped(
     world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
 ) -> list[dict[str, Any]]:
-    """Errors of plans (as JSON) against plain training."""
+    """Errors of plans (as JSON) against plain training; in every second one half of the tokens carry no loss."""
     host, found = _host(world, changes), []
-    expected_loss, expected = _reference(host, lengths)
-    for written in plans:
+    for written, labels in zip(plans, cycle((None, masked(lengths))), strict=False):
         the_plan = _plan(host, written)
+        expected_loss, expected = _reference(host, lengths, labels)
         with fault(mutant):
             try:
-                result, gradients = host.gradients(the_plan, tokens(lengths))
+                result, gradients = host.gradients(the_plan, tokens(lengths), labels)
             except (EvenloadError, RuntimeError) as error:
                 if not mutant:
                     raise

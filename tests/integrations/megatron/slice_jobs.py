@@ -20,12 +20,15 @@ from evenload.integrations.megatron.model.weights import global_gradients, globa
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.stage import MegatronStage
 from evenload.runtime.attention import prefix
+from evenload.runtime.attention.labels import count_targets
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.executor import SPAN_KINDS, Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from evenload.runtime.stage.tape import Tape
-from megatron_jobs import LENGTHS, hosted, plan, tokens
+from megatron_jobs import LENGTHS, hosted, masked, plan, tokens
 from megatron_random_plans import random_plan
+
+FEW_LENGTHS = (37, 5, 64, 2)
 
 
 def planned(host: Any, seed: int, lengths: Any = LENGTHS, **drawn: Any) -> StepPlan:
@@ -40,7 +43,7 @@ def sliced(
     world: Any,
     *,
     seeds: list[int],
-    lengths: Any = LENGTHS,
+    lengths: Any = FEW_LENGTHS,
     drawn: dict[str, Any] | None = None,
     mutant: str = "",
     **changes: Any,
@@ -54,13 +57,18 @@ def sliced(
 def errors_of_plans(
     host: Any, plans: Iterable[tuple[Any, StepPlan]], lengths: Any, planted: Callable[[], AbstractContextManager[None]]
 ) -> list[dict[str, Any]]:
-    """Loss and gradients of named plans against plain training, or what the host said of a planted fault."""
-    data, found = tokens(lengths), []
-    expected_loss, expected = reference(host.recipe, host, data, as_lengths(lengths))
-    for name, the_plan in plans:
+    """Loss and gradients of named plans against plain training, or what the host said of a planted fault. In every
+    second plan half of the tokens carry no loss."""
+    data, batch, found = tokens(lengths), as_lengths(lengths), []
+    references: dict[bool, Any] = {}
+    for number, (name, the_plan) in enumerate(plans):
+        labels = masked(lengths) if number % 2 else None
+        if (labels is None) not in references:
+            references[labels is None] = reference(host.recipe, host, data, batch, labels)
+        expected_loss, expected = references[labels is None]
         with planted():
             try:
-                result, gradients = host.gradients(the_plan, data)
+                result, gradients = host.gradients(the_plan, data, labels)
             except EvenloadError as error:
                 found.append({"plan": name, "error": error.what})
                 continue
@@ -69,7 +77,7 @@ def errors_of_plans(
                 "plan": name,
                 "loss": abs(result.loss - expected_loss) / expected_loss,
                 "grad": grad_rel_err(gradients, expected),
-                "targets": result.num_targets,
+                "miscounted": result.num_targets - count_targets(batch, labels),
                 "executed": result.executed,
             }
         )

@@ -42,6 +42,17 @@ def test_every_family(on_ranks, family, layout):
         assert result["grad"] < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, {"parallel__pp": 2}), (4, {"parallel__tp": 2, "parallel__pp": 2}), (2, {})]
+)
+def test_a_tied_embedding_gets_the_gradients_of_both_ends(on_ranks, size, layout):
+    results = on_ranks(size, "exactness", model__tied_embeddings=True, model__head_dim=12, **layout)
+    for result in results:
+        assert result["grad"] < 1e-9
+        assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-12)
+        assert "output_layer.weight" not in result["names"]
+
+
 @pytest.mark.parametrize("packs", [IDLE, DUMMY], ids=["idle rank", "rank of dummies"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_a_rank_without_data(on_ranks, packs, overlap):

@@ -90,7 +90,10 @@ def test_orders_of_the_pipeline_plugin(on_ranks):
     ids=["ranks2", "ranks4"],
 )
 def test_random_plans(on_ranks, size, layout):
-    exact(on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), **layout))
+    """Of four sequences: few enough that in some of the plans a rank is idle."""
+    rows = on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), lengths=[37, 5, 64, 2], **layout)
+    exact(rows)
+    assert any("idle ranks" in one["branches"] for one in rows[0])
 
 
 @pytest.mark.parametrize("plugins", [{}, PACKS], ids=["stock", "packs"])
@@ -161,6 +164,9 @@ def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_pat
 
 
 KINDS = [{"train__dtype": "fp64"}, {"train__dtype": "fp32"}]
+ELSEWHERE = ((1, 2), (2, 4), (4, 4))
+NEXT = {1: ELSEWHERE[1:2], 2: ELSEWHERE[2:], 4: ELSEWHERE[:1]}
+"""In float64 every layout reads of every other; in float32 each reads of one."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["fp64", "fp32 sharded"])
@@ -173,7 +179,7 @@ def test_start_losses_and_resume_are_equal_on_other_numbers_of_expert_ranks(on_r
         first = on_ranks(size, "expert_steps", steps=2, write=there, parallel__ep=ep, **common)[0]
         assert first["start"] == whole["start"]
         assert first["losses"] == pytest.approx(whole["losses"][:2], rel=near)
-        for to, ranks in ((1, 2), (2, 4), (4, 4)):
+        for to, ranks in ELSEWHERE if kind["train__dtype"] == "fp64" else NEXT[ep]:
             then = on_ranks(ranks, "expert_steps", first=2, steps=2, read=there, parallel__ep=to, **common)[0]
             assert then["losses"] == pytest.approx(whole["losses"][2:], rel=near)
             assert then["norms"] == pytest.approx(whole["norms"][2:], rel=near)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
-from evenload.runtime.attention.pack import IGNORE, PADDING, build_pack, count_targets, padded_borders, slice_losses
+from evenload.runtime.attention.labels import Labels, count_targets, labels_of
+from evenload.runtime.attention.pack import IGNORE, PADDING, build_pack, padded_borders, slice_losses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,22 @@ def test_every_token_and_every_target_once(batch):
     assert torch.equal(labels[trained], tokens[trained] + 1)
     assert len(set(labels[trained].tolist())) == int(trained.sum())
     assert sum(p.num_targets for p in packs) == int(trained.sum()) == count_targets(as_lengths(lengths))
+
+
+@given(cut_batches(), st.randoms(use_true_random=False))
+def test_the_labels_of_a_batch_are_there_once_wherever_it_is_cut(batch, draw):
+    lengths, micro_batches = batch
+    kept = [np.array([draw.random() < 0.5 for _ in range(n)]) for n in lengths]
+    rows = [np.where(mask, tokens_of(lengths)(i).astype(np.int64) + 50_000, IGNORE) for i, mask in enumerate(kept)]
+    labels = Labels(rows.__getitem__, np.array([int(mask[1:].sum()) for mask in kept]))
+    packs = [build_pack(m, tokens_of(lengths), labels_of=labels_of(labels)) for m in micro_batches]
+    tokens, found = (torch.cat([getattr(p, name) for p in packs]) for name in ("tokens_T", "labels_T"))
+    carries = found != IGNORE
+    # What a token predicts is the label at the place of the next one.
+    assert torch.equal(found[carries], tokens[carries] + 1 + 50_000)
+    wanted = [label for row in rows for label in row[1:].tolist() if label != IGNORE]
+    assert sorted(found[carries].tolist()) == sorted(wanted)
+    assert sum(p.num_targets for p in packs) == count_targets(as_lengths(lengths), labels) == len(wanted)
 
 
 @given(cut_batches())

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.forwards import lower_forwards
+from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, StepPlan
 from evenload.runtime.measure.busy import BusyClock
@@ -51,7 +53,7 @@ class Trainer(StageTrainer):
         return SimpleNamespace(pack=pack, micro_batch=micro_batch)
 
     def forward(self, loaded: Any, received: Tensor | None, action: Any) -> Tensor:
-        assert torch.is_grad_enabled() == (action.kind != "forward_kv")
+        assert torch.is_grad_enabled() == (action.kind not in ("forward_kv", "score"))
         assert (received is None) == self._first
         if received is not None:
             assert torch.equal(received.detach(), inputs(loaded.micro_batch))
@@ -74,6 +76,10 @@ class Links:
 
     def begin(self) -> None:
         self.done.clear()
+        self.waited: list[int] = []
+
+    def wait_for_sends(self, most: int) -> None:
+        self.waited.append(most)
 
     def finish(self) -> None:
         pass
@@ -107,7 +113,7 @@ def carried_out(plan: StepPlan, stage: int, rank: int, program: Any = None) -> l
 
     trainer.tape.write, executor.wgrads.run = writing, running  # type: ignore[method-assign]
     executor.run()
-    assert executor.executed == [s for kind, _, m in done if kind == "backward" for s in m.slices]
+    assert executor.executed == [s for kind, _, m in done if kind in ("backward", "score") for s in m.slices]
     return done
 
 
@@ -144,3 +150,25 @@ def test_an_input_that_nobody_takes_is_an_error() -> None:
     cut_short = tuple(a for a in lower(plan, 1, 0) if a.op.kind == "F")
     with pytest.raises(EvenloadError, match="stage inputs are left over"):
         carried_out(plan, 1, 0, cut_short)
+
+
+def test_scores_run_without_gradients_and_hand_on() -> None:
+    for stages in (1, 3):
+        plan = _plans.random_plan(5, [30, 4, 17, 9], num_ranks=2, num_stages=stages, layers_per_stage=2)
+        for stage in range(stages):
+            for rank in range(2):
+                program = lower_forwards(plan, stage, rank)
+                assert carried_out(plan, stage, rank, program) == wanted(program)
+                assert [a.op for a in program if a.kind == "score"] == [
+                    op for op in orders_of_stage(plan, stage)[rank] if op.kind == "F"
+                ]
+
+
+def test_what_was_sent_forward_is_waited_for_where_no_backward_follows() -> None:
+    plan = _plans.random_plan(5, [30, 4, 17, 9], num_ranks=1, num_stages=2, layers_per_stage=2)
+    program = lower_forwards(plan, 0, 0)
+    done: list[tuple[str, Op, Any]] = []
+    links = Links(plan, done)
+    rest = {"links": links, "plane": None, "clock": BusyClock(CPU), "mark": lambda _: None}
+    Executor(plan, 0, 0, program, Trainer(done, True), **rest).run()  # type: ignore[arg-type]
+    assert links.waited == [1] * len(plan.micro_batches)

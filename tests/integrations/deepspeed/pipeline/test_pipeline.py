@@ -124,7 +124,7 @@ def test_two_stages_give_the_gradients_of_plain_training(on_ranks, stage, names,
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_stage_recomputes_by_the_plan(on_ranks, stage):
-    names = ["3 recompute", "4 recompute"]
+    names = ["7 recompute", "14 recompute"]
     _assert_exact(on_ranks(2, "rank_pipeline.exactness", pp=1, stage=stage, names=names), names)
 
 
@@ -190,7 +190,7 @@ def test_resume_is_bit_equal(on_ranks, tmp_path, stage, dtype):
     arguments = {"pp": 2, "stage": stage, "dtype": dtype, "folder": str(tmp_path)}
     went_on = on_ranks(2, "rank_pipeline.save_and_go_on", **arguments)
     assert went_on == on_ranks(2, "rank_pipeline.resume", **arguments)
-    assert len(set(went_on[0])) == 3
+    assert len(set(went_on[0])) == 2
     assert len(set(map(tuple, went_on))) == 1
 
 

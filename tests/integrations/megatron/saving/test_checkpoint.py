@@ -18,23 +18,37 @@ KINDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def begun(on_ranks, tmp_path_factory):
+    """``begun(kind)``: six steps on two ranks, and a checkpoint of the first three, made once for each kind."""
+    runs = {}
+
+    def run(kind):
+        key = str(sorted(kind.items()))
+        if key not in runs:
+            there = tmp_path_factory.mktemp("begun") / "c"
+            whole = on_ranks(2, "train", steps=6, **kind)[0]
+            on_ranks(2, "train", steps=3, write=str(there), **kind)
+            runs[key] = whole, there
+        return runs[key]
+
+    return run
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_bit_equal_on_the_same_layout(on_ranks, tmp_path, kind):
-    whole = on_ranks(2, "train", steps=6, **kind)[0]
-    on_ranks(2, "train", steps=3, write=str(tmp_path / "c"), **kind)
-    resumed = on_ranks(2, "train", first=3, steps=3, read=str(tmp_path / "c"), **kind)[0]
+def test_resume_is_bit_equal_on_the_same_layout(on_ranks, begun, kind):
+    whole, there = begun(kind)
+    resumed = on_ranks(2, "train", first=3, steps=3, read=str(there), **kind)[0]
     assert resumed["losses"] == whole["losses"][3:]
     assert resumed["norms"] == whole["norms"][3:]
     assert resumed["weights"] == whole["weights"]
 
 
-def test_resume_with_upstreams_shared_step_is_wrong(on_ranks, tmp_path):
+def test_resume_with_upstreams_shared_step_is_wrong(on_ranks, begun):
     """Why `load_optimizer` exists: the first resumed loss would be right, later ones not."""
-    whole = on_ranks(2, "train", steps=6, train__dtype="fp32")[0]
-    on_ranks(2, "train", steps=3, write=str(tmp_path / "c"), train__dtype="fp32")
-    resumed = on_ranks(
-        2, "train", first=3, steps=3, read=str(tmp_path / "c"), train__dtype="fp32", mutant="shared step"
-    )[0]
+    kind = {"train__dtype": "fp32"}
+    whole, there = begun(kind)
+    resumed = on_ranks(2, "train", first=3, steps=3, read=str(there), mutant="shared step", **kind)[0]
     assert resumed["losses"][0] == whole["losses"][3]
     assert resumed["losses"][1:] != whole["losses"][4:]
 
@@ -55,12 +69,10 @@ ELSEWHERE = {
         for name in names
     ],
 )
-def test_resume_on_another_layout_goes_on_to_rounding(on_ranks, tmp_path, size, layout, kind):
+def test_resume_on_another_layout_goes_on_to_rounding(on_ranks, begun, tmp_path, size, layout, kind):
     near = 5e-3 if kind["train__dtype"] == "bf16" else 1e-5
-    whole = on_ranks(2, "train", steps=6, **kind)[0]
-    on_ranks(2, "train", steps=3, write=str(tmp_path / "c"), **kind)
-    there = str(tmp_path / "c")
-    for resumed in on_ranks(size, "train", first=3, steps=3, read=there, **kind, **layout):
+    whole, there = begun(kind)
+    for resumed in on_ranks(size, "train", first=3, steps=3, read=str(there), **kind, **layout):
         assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=near)
     other = str(tmp_path / "other")
     on_ranks(size, "train", steps=3, write=other, **kind, **layout)
@@ -75,9 +87,8 @@ def test_a_fresh_host_can_be_saved_and_read(on_ranks, tmp_path):
     assert resumed["losses"] == whole["losses"]
 
 
-def test_what_is_no_checkpoint_of_this_model_is_refused_on_every_rank(on_ranks, tmp_path):
-    there, torn = tmp_path / "c", tmp_path / "torn"
-    on_ranks(2, "train", steps=1, write=str(there), train__dtype="fp32")
+def test_what_is_no_checkpoint_of_this_model_is_refused_on_every_rank(on_ranks, begun, tmp_path):
+    (_, there), torn = begun({"train__dtype": "fp32"}), tmp_path / "torn"
     shutil.copytree(there, torn)
     (torn / "metadata.json").unlink()
     cases = [
@@ -103,11 +114,11 @@ def test_a_checkpoint_is_never_written_over_something(on_ranks, tmp_path):
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["precious"]
 
 
-def test_files_are_in_megatrons_own_format(on_ranks, tmp_path):
+def test_files_are_in_megatrons_own_format(begun):
     """Every load in this module goes through stock ``dist_checkpointing.load``, with no strategy of ours."""
-    on_ranks(2, "train", steps=1, write=str(tmp_path / "c"), train__dtype="fp32")
-    assert {"metadata.json", ".metadata", "common.pt"} <= {p.name for p in (tmp_path / "c").iterdir()}
-    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    _, there = begun({"train__dtype": "fp32"})
+    assert {"metadata.json", ".metadata", "common.pt"} <= {p.name for p in there.iterdir()}
+    assert json.loads((there / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
 def test_a_disk_that_refuses_is_told_on_every_rank(on_ranks, tmp_path):

@@ -42,6 +42,7 @@ LOSSES = {
     "moe_router_dtype": "fp64",
 }
 PADDED = {"moe_router_load_balancing_type": "none"}
+FEW_SLICES = {"pieces": (1, 1, 2, 5)}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ PADDED = {"moe_router_load_balancing_type": "none"}
     ],
 )
 def test_random_plans_give_the_gradients_of_a_stock_loop_with_experts(on_ranks, size, layout):
-    for rank in on_ranks(size, "user_plans", seeds=SEEDS, **EXPERTS, **layout):
+    for rank in on_ranks(size, "user_plans", seeds=SEEDS, how=FEW_SLICES, **EXPERTS, **layout):
         for found in rank:
             assert "error" not in found, found
             # Megatron's scores for losses are float32.

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError, nearest
-from ..core.input.bounds import SAMPLES
+from ...core.errors import EvenloadError, nearest
+from ...core.input.bounds import SAMPLES
 
 LongSamples = Literal["truncate", "split", "drop"]
 
@@ -28,6 +28,8 @@ class Cut:
     """Documents that are ``empty``, ``truncated``, ``split``, or ``dropped`` because they are longer than
     ``max_length``, and those ``too_short``: skipped like remainders of split ones below ``min_length``."""
     tokens_left_out: int
+    targets: NDArray[np.int64] | None = None
+    """[num_samples] targets of each; None: every token but the first is one."""
 
 
 def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSamples, min_length: int) -> Cut:

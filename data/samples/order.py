@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import EvenloadError
+from ...core.errors import EvenloadError
 
 ALGORITHM = "feistel-1"
 """Named in every saved state: a state is refused, not reinterpreted, if the permutation ever changes."""

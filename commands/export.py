@@ -1,0 +1,57 @@
+"""Write the model of a checkpoint as a Hugging Face folder, with the recipe that the checkpoint itself keeps.
+
+The trainer is opened on any layout that it can reshard the checkpoint to, without data; what is written does not depend
+on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..api import load_plugins
+from ..core.errors import EvenloadError, refuse_first, shorten
+from ..core.input import reading
+from ..core.recipe.recipe import Recipe, parse_with
+from ..core.recipe.traits import trainer_called
+from ..runtime.files import refuse_taken
+from ._shared.hosts import require_own_loop
+from ._shared.job import hand_over, open_host, open_world
+from .saving import manifest
+from .saving.checkpoints import last_good, require_whole
+
+
+def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Recipe, Path]:
+    """The recipe of a checkpoint, or of the last good one in a folder of some, and the checkpoint itself.
+
+    Raises EvenloadError: there is none, it does not say its recipe, the recipe cannot run here, or ``out`` is taken.
+    """
+    refuse_taken(out)
+    folder = checkpoint if reading.is_file(checkpoint / manifest.NAME) else last_good(checkpoint)
+    name, do = shorten(str(checkpoint)), "name a folder that checkpoint.dir has named, or a checkpoint in it"
+    if folder is None:
+        raise EvenloadError(f"there is no checkpoint in {name}", "no complete one", do)
+    kept = manifest.read(folder).state.get("recipe")
+    load_plugins()
+    recipe = parse_with(reading.mapping(kept, f"the recipe in {manifest.NAME} of {name}", do), overrides)
+    require_own_loop(recipe.trainer)
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe))
+    return recipe, folder
+
+
+def export(recipe: Recipe, checkpoint: Path, out: Path) -> dict[str, Any] | None:
+    """Write the model on this rank; the result is that of `write_folder` with the step."""
+    from .saving.exporting import write_folder  # and Transformers, which the launcher needs not
+
+    with open_world(recipe) as (world, watchdog):
+        with watchdog.working("verifying the checkpoint"):
+            step = require_whole(checkpoint).state["step"]
+        host = open_host(recipe, world)
+        with watchdog.working("loading the checkpoint"):
+            host.load(checkpoint / "trainer")
+        with watchdog.working("exporting the model"):
+            written = write_folder(host, recipe, out)
+        watchdog.at("end", waits=True)
+        host.close()
+    return hand_over({"checkpoint": str(checkpoint), "step": step, **written}, world.rank == 0)

@@ -1,0 +1,25 @@
+"""What a run of `train` came to, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from .._shared.show import clock, grid, percent
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Of `metrics.totals`."""
+    rows: list[tuple[str, Any]] = [
+        ("steps", f"{result['steps']:,}"),
+        ("tokens, of them targets", f"{result['tokens']:,}, {result['targets']:,}"),
+        ("time in steps", clock(result["train_s"])),
+        ("tokens/s", result["tokens_per_s"]),
+        ("MFU at the cluster's rate", percent(result["mfu"])),
+        ("last checkpoint", result["checkpoint"] or "none: checkpoint.dir is null"),
+    ]
+    if result["steps"]:
+        losses = f"{result['loss']:.4f}, {result['best_loss']:.4f} in step {result['best_step']}"
+        rows.insert(5, ("loss of the last step, and lowest", losses))
+    return grid("summary", ("", ""), rows)

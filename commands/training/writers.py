@@ -1,0 +1,135 @@
+"""Where the rows of a run go: TensorBoard, Weights & Biases and a JSON Lines log, as the recipe names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...core.errors import EvenloadError, shorten
+from ...core.input.json_text import to_json
+from ...core.planning.planner import Planned
+from ...core.recipe.recipe import Recipe
+from .._shared.job import logger
+from .._shared.metrics import Row
+from ..validation.validation import Validated
+
+
+class Entry(NamedTuple):
+    """What logs get at once."""
+
+    step: int
+    scalars: Mapping[str, float]
+    """What boards show, by name."""
+    line: Mapping[str, Any]
+    """The object of the JSON Lines log."""
+    always: bool = False
+    """Boards get it, whatever ``log.every`` is."""
+
+
+Write = Callable[[Entry], None]
+
+
+@contextmanager
+def writer(recipe: Recipe, *, leads: bool) -> Iterator[Write]:
+    """Writes entries to every log that the recipe names; on a rank that does not lead to none.
+
+    A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
+    is worth a training run.
+    """
+    log = recipe.log
+    with ExitStack() as open_logs:
+        writers: dict[str, Write] = {}
+        if leads and log.tensorboard:
+            writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
+        if leads and log.wandb:
+            writers["log.wandb"] = open_logs.enter_context(_project(log.wandb, recipe))
+        if leads and log.jsonl:
+            writers["log.jsonl"] = open_logs.enter_context(_lines(log.jsonl))
+
+        def write(entry: Entry) -> None:
+            for name, one in list(writers.items()):
+                try:
+                    one(entry)
+                except Exception as error:  # these writers raise whatever their threads met
+                    del writers[name]
+                    logger.warning("%s is given up after step %d, training goes on: %s", name, entry.step, error)
+
+        yield write
+
+
+def entry_of_step(row: Row, planned: Planned) -> Entry:
+    """What logs get of a step."""
+    values = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "targets", "moe")}
+    scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
+    scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
+    line = {**asdict(row), "planner": planned.plan.made_by, "samples": planned.draw.samples.tolist()}
+    return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
+
+
+def entry_of_validation(row: Validated) -> Entry:
+    """What logs get of a validation, at the number of the step that comes next."""
+    scalars = {"loss": row.loss, "perplexity": row.perplexity, "tokens_per_s": row.tokens_per_s}
+    named = {f"evenload/validation/{name}": value for name, value in scalars.items()}
+    return Entry(row.step, named, {"validation": asdict(row)}, always=True)
+
+
+@contextmanager
+def _board(folder: Path, every: int) -> Iterator[Write]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with _refusing("log.tensorboard", folder):
+        board = SummaryWriter(str(folder))
+
+    def write(entry: Entry) -> None:
+        for name, value in entry.scalars.items() if entry.always or entry.step % every == 0 else ():
+            board.add_scalar(name, value, entry.step)
+
+    yield write
+    with suppress(OSError):
+        board.close()
+
+
+@contextmanager
+def _project(project: str, recipe: Recipe) -> Iterator[Write]:
+    """A run of Weights & Biases, whose own variables (WANDB_MODE=offline, WANDB_DIR, ...) hold."""
+    import wandb
+
+    try:
+        run = wandb.init(project=project, config=recipe.model_dump(mode="json", exclude_defaults=True))
+    except Exception as error:  # of wandb's own kinds
+        do = "log in with `wandb login`, set WANDB_MODE=offline, or leave log.wandb out"
+        raise EvenloadError("log.wandb cannot be opened", shorten(f"{type(error).__name__}: {error}"), do) from error
+
+    def write(entry: Entry) -> None:
+        if entry.always or entry.step % recipe.log.every == 0:
+            run.log(dict(entry.scalars), step=entry.step)
+
+    with run:
+        yield write
+
+
+@contextmanager
+def _lines(path: Path) -> Iterator[Write]:
+    with _refusing("log.jsonl", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+
+    def write(entry: Entry) -> None:
+        file.write(to_json(entry.line) + "\n")
+        file.flush()
+
+    yield write
+    with suppress(OSError):
+        file.close()
+
+
+@contextmanager
+def _refusing(name: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        do = "give a path that can be written"
+        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror}", do) from error

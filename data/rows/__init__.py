@@ -1,0 +1,1 @@
+"""Rows that say which of their tokens carry loss: prompts, chats, labels."""

@@ -1,0 +1,153 @@
+"""``{"messages": [{"role", "content"}, ...]}``: what the assistant says carries loss.
+
+The tokenizer's own template renders a chat. Where it marks the assistant's part with ``{% generation %}``, that is what
+counts. Elsewhere a chat is rendered as far as each answer begins, and as far as it ends: what lies between are targets,
+and a template that renders these beginnings otherwise than the whole chat is refused.
+
+A row may hold several chats, each of which begins with a system message: Megatron's SFT form. Each is a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import EvenloadError, nearest, shorten, shown
+from ...core.input import reading
+from ..targets import IGNORE
+from ..tokenizers import FolderTokenizer, Tokenizer
+from .encoder import Encoded, Encoder, Placed
+from .kinds import OF_TEMPLATE, SETTINGS, TOOLS
+
+Messages = Sequence[Mapping[str, Any]]
+Extras = Mapping[str, Any]
+"""What a row hands its template beside the messages."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_ANSWERS = "assistant"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DO = "mend the row, or the tokenizer's chat_template.jinja"
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer's folder; messages are checked before it meets them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def _folder(self) -> FolderTokenizer:
+        if isinstance(self._tokenizer, FolderTokenizer):
+            return self._tokenizer
+        do = "set data.tokenizer to a folder with tokenizer_config.json and a chat template"
+        raise EvenloadError("chats need a chat template", "a tokenizer without one", do)
+
+    def tokens(self, messages: Any, extras: Extras, place: str, *, ask: bool = False) -> list[int]:
+        """Token ids of a chat; ``ask``: with what makes the assistant answer behind it."""
+        text = self._text(check_messages(messages, place), extras, place, ask=ask)
+        return list(self._folder.marked(text).ids)
+
+    def encoded(self, messages: Messages, extras: Extras, place: str) -> Encoded:
+        """A chat and its targets."""
+        if _MARKS.search(self._template(extras, place)):
+            rendered = self._render(messages, extras, place, tokenize=True, return_assistant_tokens_mask=True)
+            tokens = np.array(rendered["input_ids"], dtype=np.int64)
+            return Encoded(tokens, np.where(np.array(rendered["assistant_masks"], dtype=np.bool_), tokens, IGNORE))
+        text = self._text(messages, extras, place)
+        marked = self._folder.marked(text)
+        tokens, counts = np.array(marked.ids, dtype=np.int64), np.zeros(len(marked.ids), dtype=np.bool_)
+        starts, stops = np.array(marked.offsets, dtype=np.int64).reshape(-1, 2).T
+        for start, stop in self._answers(messages, text, extras, place):
+            counts |= (stops > start) & (starts < stop)
+        return Encoded(tokens, np.where(counts, tokens, IGNORE))
+
+    def _answers(self, messages: Messages, text: str, extras: Extras, place: str) -> Iterator[tuple[int, int]]:
+        """Where each answer begins and ends in the text of a whole chat."""
+        for number, message in enumerate(messages):
+            if message["role"] == _ANSWERS:
+                before = self._text(messages[:number], extras, place, ask=True)
+                until = self._text(messages[: number + 1], extras, place) if number + 1 < len(messages) else text
+                if not (text.startswith(before) and text.startswith(until)):
+                    what = f"the chat template renders the beginning of {place} otherwise than the whole"
+                    do = "mark what the assistant says with {% generation %} in the template, or set data.loss_on=all"
+                    raise EvenloadError(what, f"up to message {number}, {shown(message['content'])}", do)
+                yield len(before), len(until)
+
+    def _template(self, extras: Extras, place: str) -> str:
+        hub = self._folder.hub
+        try:
+            return str(hub.get_chat_template(tools=extras.get(TOOLS)))
+        except ValueError as error:
+            do = "add chat_template.jinja to the tokenizer's folder, or give prompts and completions as text"
+            raise EvenloadError(f"there is no chat template for {place}", shorten(str(error)), do) from error
+
+    def _text(self, messages: Messages, extras: Extras, place: str, *, ask: bool = False) -> str:
+        self._template(extras, place)
+        return str(self._render(messages, extras, place, tokenize=False, add_generation_prompt=ask))
+
+    def _render(self, messages: Messages, extras: Extras, place: str, **settings: Any) -> Any:
+        hub, more = self._folder.hub, {**extras.get(SETTINGS, {}), TOOLS: extras.get(TOOLS)}
+        try:
+            return hub.apply_chat_template(list(messages), return_dict=True, **settings, **more)
+        except Exception as error:  # a template raises whatever its author chose, jinja much more
+            detail = shorten(f"{type(error).__name__}: {error}")
+            raise EvenloadError(f"the chat template fails on {place}", detail, _DO) from error
+
+
+class ChatEncoder(Encoder):
+    """One document a chat."""
+
+    def __init__(self, tokenizer: Tokenizer, field: str, *, all_tokens: bool) -> None:
+        self._template, self._field, self._all = ChatTemplate(tokenizer), field, all_tokens
+        self._tokenizer = tokenizer
+        self.fields = (field, *OF_TEMPLATE)
+        self.identity = f"chats-1 {field} {tokenizer.identity} {all_tokens}"
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def encode(self, rows: Sequence[Placed]) -> list[list[Encoded]]:
+        return [[self._encoded(chat, one) for chat in self._chats(one)] for one in rows]
+
+    def _encoded(self, chat: Messages, one: Placed) -> Encoded:
+        if self._all:
+            return Encoded.behind(self._template.tokens(chat, extras_of(one), one.place), 0)
+        return self._template.encoded(chat, extras_of(one), one.place)
+
+    def _chats(self, one: Placed) -> list[Messages]:
+        messages = check_messages(one.row.get(self._field), one.place)
+        first = [number for number, message in enumerate(messages) if not number or message["role"] == "system"]
+        return [messages[start:stop] for start, stop in zip(first, [*first[1:], len(messages)], strict=True)]
+
+
+def check_messages(value: Any, place: str) -> Messages:
+    """``value`` if it is a chat, without the fields that are null; raises EvenloadError with what is none."""
+    if not isinstance(value, list) or not value:
+        do = 'give a list of {"role": ..., "content": ...}'
+        raise EvenloadError(f"{place} has no messages", shown(value), do)
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise EvenloadError(f"{place} has a message without role", shown(message), 'give "role" and "content"')
+        if message["role"] not in ROLES:
+            raise EvenloadError(
+                f"{place} has a message of unknown role", message["role"], nearest(message["role"], ROLES)
+            )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise EvenloadError(f"{place} has a message without content", shown(message), 'give "content"')
+        messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
+    return messages
+
+
+def extras_of(one: Placed) -> Extras:
+    """What a row hands its template beside the messages; tools may be JSON. Raises EvenloadError."""
+    extras = {name: one.row[name] for name in OF_TEMPLATE if one.row.get(name) is not None}
+    if isinstance(extras.get(TOOLS), str):
+        extras[TOOLS] = reading.parse_json(extras[TOOLS], f"the field {TOOLS} of {one.place}", _DO)
+    if SETTINGS in extras:
+        extras[SETTINGS] = reading.mapping(extras[SETTINGS], f"the field {SETTINGS} of {one.place}", _DO)
+    return extras

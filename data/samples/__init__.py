@@ -1,0 +1,1 @@
+"""Samples of documents: how they are cut, in which order they come, and how many make a batch."""

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face folders in Megatron-Core's models, and out of them again."""

@@ -1,0 +1,40 @@
+"""The shipped recipe that fine-tunes: from a folder that it makes, by prompts and validation, into one that leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.core.recipe.pretrained import folder_of
+from evenload.core.recipe.shipped import file_of
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_tiny_model_learns_is_validated_and_leaves_alike_by_both_trainers(
+    tmp_path: Path, forged: Callable[..., Any]
+) -> None:
+    changes = ("train.steps=6", "train.global_batch_size=16", "data.validation.every=3", "data.validation.batches=1")
+    shutil.copy(file_of("finetune"), tmp_path / "r.yaml")
+    done = forged(tmp_path, "train", "r.yaml", *changes, "train.export=out", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["step"] for row in result["validation"]] == [0, 3, 6]
+    losses = [row["loss"] for row in result["validation"]]
+    assert losses[2] < losses[1] < losses[0]
+    assert 0.5 < result["data"]["targets"] / result["data"]["tokens"] < 0.8  # prompts carry no loss
+    agreement = result["export"]["agreement"]
+    assert (agreement["prompts"], agreement["equal"]) == (10, 10)
+    assert agreement["largest_difference"] < 1e-4
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(result["export"]["files"])
+    forged(tmp_path, "train", "r.yaml", *changes, "trainer=deepspeed", "data.validation=null", "train.export=other")
+    folders = folder_of(Path("tiny-llama")), tmp_path / "out", tmp_path / "other"
+    before, one, other = (load_file(f"{folder}/model.safetensors") for folder in folders)
+    for name, weight in before.items():
+        update = (one[name] - weight).norm()
+        assert (one[name] - other[name]).norm() < 1e-4 * update, f"the trainers export another {name}"

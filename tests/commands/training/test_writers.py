@@ -1,0 +1,51 @@
+"""Logs of a run: Weights & Biases where it is installed, and what a run comes to."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from evenload.commands._shared.metrics import Row, totals
+from evenload.commands._shared.preflight import preflight
+from evenload.commands._shared.tables import table_of_run
+from evenload.commands.training.writers import writer
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.recipe import parse
+from rich.console import Console
+
+RECIPE = parse({"log": {"wandb": "evenly"}})
+
+
+def row(step: int, loss: float) -> Row:
+    numbers = {"grad_norm": 1.0, "lr": 0.1, "plan_s": 0.0, "plan_wait_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0}
+    seconds = 1.0 + 9.0 * (step == 0)
+    return Row(step, loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers)
+
+
+def test_without_the_package_the_recipe_is_refused_before_anything_starts() -> None:
+    with pytest.raises(EvenloadError, match=r"Weights & Biases is not installed") as caught:
+        preflight(RECIPE)
+    assert "pip install wandb" in caught.value.do
+
+
+def test_who_is_not_logged_in_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no API key')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EvenloadError, match=r"log.wandb cannot be opened") as caught, writer(RECIPE, leads=True):
+        pass
+    assert caught.value.found == "RuntimeError: no API key"
+    with writer(RECIPE, leads=False):
+        pass  # only the rank that leads opens logs
+
+
+def test_a_run_is_summed_up_with_the_rates_of_steps_after_the_first() -> None:
+    result = totals([row(0, 3.0), row(1, 1.5), row(2, 2.0)], Path("kept/step00000003"))
+    assert (result["steps"], result["last_step"], result["tokens"], result["targets"]) == (3, 2, 300, 270)
+    assert (result["train_s"], result["tokens_per_s"], result["mfu"]) == (12.0, 100.0, 0.5)
+    assert (result["loss"], result["best_loss"], result["best_step"]) == (2.0, 1.5, 1)
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(table_of_run(result))
+    text = console.export_text()
+    assert all(part in text for part in ("300, 270", "0:00:12", "50.0 %", "2.0000, 1.5000 in step 1", "step00000003"))
+    assert totals([], None)["best_loss"] is None

@@ -1,0 +1,80 @@
+"""The benchmarks of hosts run, and their figures are possible: equal losses, less computed.
+
+Their stock runs come from a forge; upstream's script runs with evenload as a user starts it, so that a launched run is
+held against one of the forge.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+launching = sys.modules["launching"]
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts"
+
+Result = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Result]:
+    """``result("pairs.py", *words)``: what a script writes as JSON; modules beside it have plain names."""
+
+    def run(script: str, *words: object) -> dict[str, Any]:
+        out = tmp_path / "result.json"
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(sys, "argv", [script, *map(str, words), "--out", str(out)])
+        runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+        written: dict[str, Any] = json.loads(out.read_text())
+        return written
+
+    yield run
+    sys.modules.pop("cases", None)
+
+
+def test_rows_of_missing_checkouts_say_so(result: Result) -> None:
+    rows = result("upstream.py")["rows"]
+    assert {row["script"] for row in rows} >= {"transformers run_clm.py", "trl sft.py", "peft train.py"}
+    assert all(row["missing"] == f"no {row['script'].split()[0]}/{row['path']}" for row in rows)
+
+
+@pytest.mark.slow
+def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(
+    result: Result, forged_launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = launching.launch
+
+    def launched(script: Path, arguments: Any, folder: Path, recipe: Path | None, **more: Any) -> Any:
+        return (launch if recipe else forged_launch)(script, arguments, folder, recipe, **more)
+
+    monkeypatch.setattr(launching, "launch", launched)
+    script = tmp_path / "trl" / "trl" / "scripts" / "sft.py"
+    script.parent.mkdir(parents=True)
+    shutil.copy(launching.SCRIPTS / "trl_sft_script.py", script)
+    (row,) = result("upstream.py", tmp_path / "trl", "--only", "LoRA", "--layouts", "zero2")["rows"]
+    assert row["codes"] == [0, 0]
+    assert row["steps"] == 20
+    assert row["difference"]["loss"] < 1e-5
+    assert row["difference"]["grad_norm"] < 5e-5
+    assert row["tokens"][1] < 0.8 * row["tokens"][0]
+    assert row["said"][1] == "planned 20 steps of Transformers' Trainer with packing"
+
+
+@pytest.mark.slow
+def test_pairs_are_equal_and_less_is_computed(
+    result: Result, forged_launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "launch", forged_launch)
+    padded, ours = result("pairs.py", "--quick", "--repeats", "1", "--variants", "padded,evenload")["rows"]
+    assert ours["apart"]["loss"] < 1e-5
+    assert ours["apart"]["grad_norm"] < 5e-5
+    assert ours["same_steps"]
+    assert ours["tokens"] == padded["tokens"] <= ours["computed"] < 0.8 * padded["computed"]

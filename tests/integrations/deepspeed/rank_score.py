@@ -1,0 +1,87 @@
+"""What the ranks of a test world run: every function here is a case of test_score.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.plain import relative_error
+from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.pack import IGNORE
+from torch.nn.functional import cross_entropy
+
+_spec = importlib.util.spec_from_file_location("score_pipelines", Path(__file__).with_name("rank_pipeline.py"))
+pipelines = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pipelines)
+LENGTHS, tokens_of = pipelines.LENGTHS, pipelines.tokens_of
+
+
+def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]:
+    """Of each plan the largest errors of losses and logits against plain forwards, with half of all tokens masked the
+    second time, and whether weights, random states or the gradients of a step behind it have changed."""
+    rows = []
+    with pipelines.hosted(pp, stage, **more) as host:
+        expected = _one_by_one(host)
+        labels = _masked()
+        before = _state(host)
+        for name in plans:
+            plan = pipelines.planned(host, name)
+            whole, masked = host.score(plan, tokens_of), host.score(plan, tokens_of, labels=labels)
+            logits = host.logits(plan, tokens_of)
+            rows.append(
+                {
+                    "losses": _error(whole, expected, None),
+                    "masked": _error(masked, expected, labels),
+                    "logits": max((_off(logits[i], expected[i]) for i in logits), default=0.0),
+                    "has_all_logits": set(logits) == set(range(len(LENGTHS))),
+                    "loss": whole.loss,
+                }
+            )
+        return {"plans": rows, "changed": [n for n, state in _state(host).items() if not torch.equal(state, before[n])]}
+
+
+def _masked() -> Labels:
+    """Every second token carries loss, and of the last sequence none."""
+    last = len(LENGTHS) - 1
+
+    def of(index: int) -> np.ndarray:
+        return np.where((np.arange(LENGTHS[index]) % 2 == 1) & (index < last), tokens_of(index), IGNORE)
+
+    return Labels(of, np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(LENGTHS))]))
+
+
+@torch.no_grad()
+def _one_by_one(host: Any) -> dict[int, torch.Tensor]:
+    """The logits of whole sequences in Transformers' own model, each in a batch of its own."""
+    model = build_model(host.recipe, attn_implementation="sdpa", experts_implementation="eager").eval()
+    model.load_state_dict(host.weights())
+    return {i: model(torch.from_numpy(tokens_of(i))[None]).logits[0] for i in range(len(LENGTHS))}
+
+
+def _error(scores: Any, expected: dict[int, torch.Tensor], labels: Labels | None) -> float:
+    """The largest relative error of a sequence's loss; infinite where its targets are others."""
+    worst = 0.0
+    for number, logits_LV in expected.items():
+        wanted = torch.from_numpy((labels.of if labels else tokens_of)(number)[1:].copy())
+        losses = cross_entropy(logits_LV[:-1].double(), wanted, ignore_index=IGNORE, reduction="none")
+        if int(scores.targets[number]) != int((wanted != IGNORE).sum()):
+            return float("inf")
+        worst = max(worst, abs(float(losses.sum()) - float(scores.losses[number])) / max(1.0, float(losses.sum())))
+    return worst
+
+
+def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return relative_error({"": values}, {"": expected})
+
+
+def _state(host: Any) -> dict[str, torch.Tensor]:
+    """All that a step goes by, but for the plan, and what a step gives."""
+    result, gradients = host.gradients(pipelines.planned(host, "whole"), tokens_of)
+    kept = {f"weight {name}": weight for name, weight in host.weights().items()}
+    kept |= {f"gradient {name}": gradient for name, gradient in gradients.items()}
+    training = torch.tensor([module.training for module in host.engine.module.modules()])
+    return kept | {"random": torch.get_rng_state(), "training": training, "loss": torch.tensor(result.loss)}

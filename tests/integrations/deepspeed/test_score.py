@@ -1,0 +1,29 @@
+"""A plan that runs forward only gives every sequence the losses and logits of a plain forward, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+CASES = {
+    "ZeRO 0": (1, 0, ["whole", "7", "7 shared"]),
+    "ZeRO 3": (1, 3, ["whole", "7", "7 shared"]),
+    "a pipeline": (2, 1, ["7", "8"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[Any]], name: str) -> None:
+    pp, stage, plans = CASES[name]
+    results = on_ranks(2, "rank_score.scored", pp=pp, stage=stage, plans=plans)
+    for result in results:
+        assert not result["changed"]
+        for row, first in zip(result["plans"], results[0]["plans"], strict=True):
+            assert row["losses"] < 2e-6
+            assert row["masked"] < 2e-6
+            assert row["loss"] == first["loss"]
+    assert all(row["has_all_logits"] for row in results[0]["plans"])
+    assert max(row["logits"] for row in results[0]["plans"]) < 2e-6

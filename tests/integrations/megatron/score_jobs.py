@@ -1,0 +1,134 @@
+"""What the ranks of test_score.py do: plans that run forward only, against whole sequences one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from evenload.core.laws import check
+from evenload.core.plan.rounds import in_rounds
+from evenload.core.plan.step_plan import StepPlan
+from evenload.integrations import scoring
+from evenload.integrations.megatron import PlainModel
+from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.pack import IGNORE
+from megatron_expert_jobs import small
+from megatron_jobs import hosted, tokens
+from megatron_random_plans import random_plan
+from megatron_shared_jobs import sharing
+from megatron_shared_plans import HAND_LENGTHS
+
+Plain = dict[int, tuple[torch.Tensor, np.ndarray]]
+
+
+def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: bool = False, **changes: Any) -> Any:
+    """Of each plan the largest errors of losses and logits against plain forwards, with half of all tokens masked the
+    second time, and whether anything that training goes by has changed."""
+    rows = []
+    with hosted(world, **(small(**changes) if experts else changes)) as host:
+        data, labels = tokens(HAND_LENGTHS), _masked()
+        expected = _one_by_one(host, data)
+        host.gradients(_plan(host, 3), data)
+        before = _state(host)
+        for which in plans:
+            plan = _plan(host, which)
+            with fault(mutant):
+                whole, masked = host.score(plan, data), host.score(plan, data, labels=labels)
+            logits = host.logits(plan, data)
+            rows.append(
+                {
+                    "losses": _errors(whole, expected, None),
+                    "masked": _errors(masked, expected, labels),
+                    "logits": max((_off(logits[i], expected[i][0]) for i in logits), default=0.0),
+                    "num_logits": len(logits),
+                    "loss": whole.loss,
+                }
+            )
+        return {"plans": rows, "changed": _changed(before, _state(host))}
+
+
+def _plan(host: Any, which: str | int) -> StepPlan:
+    """Of a seed, or shared by hand; in rounds where ranks share experts."""
+    layout = host.layout
+    if isinstance(which, str) or (which > 100 and layout.ep == 1):
+        return sharing(host, which)
+    sizes = {"num_stages": layout.pp, "layers_per_stage": host.recipe.model.num_layers // layout.pp}
+    plan = random_plan(which, HAND_LENGTHS, num_ranks=layout.dp_cp_size, **sizes)
+    return check(in_rounds(replace(plan, limits=replace(plan.limits, in_step=layout.ep))))
+
+
+def _masked() -> Labels:
+    """Every second token carries loss, and of the last sequence none."""
+    last, data = len(HAND_LENGTHS) - 1, tokens(HAND_LENGTHS)
+
+    def of(index: int) -> np.ndarray:
+        return np.where((np.arange(HAND_LENGTHS[index]) % 2 == 1) & (index < last), data(index), IGNORE)
+
+    return Labels(of, np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(HAND_LENGTHS))]))
+
+
+@torch.no_grad()
+def _one_by_one(host: Any, data: Any) -> Plain:
+    """Logits and token losses of whole sequences in stock layers, each in a batch of its own."""
+    plain, rows = PlainModel(host.recipe, host), {}
+    plain.routers.begin(np.array(HAND_LENGTHS))
+    for number, length in enumerate(HAND_LENGTHS):
+        ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
+        call = ids, torch.arange(length)[None], mask[None, None]
+        plain.routers.run(number)
+        logits = plain._model(*call, runtime_gather_output=True)
+        # Megatron's own loss is float32 inside, on both sides.
+        rows[number] = logits[0], plain._model(*call, labels=ids.roll(-1))[0, :-1].double().numpy()
+    plain.close()
+    return rows
+
+
+def _errors(scores: Any, expected: Plain, labels: Labels | None) -> float:
+    """The largest relative error of a sequence's loss; infinite where its targets are others."""
+    worst = 0.0
+    for number, (_, losses) in expected.items():
+        counts = labels.of(number)[1:] != IGNORE if labels else np.ones(len(losses), dtype=bool)
+        if int(scores.targets[number]) != int(counts.sum()):
+            return float("inf")
+        wanted = float(losses[counts].sum())
+        worst = max(worst, abs(wanted - float(scores.losses[number])) / max(1.0, wanted))
+    return worst
+
+
+def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).abs().max() / expected.abs().max())
+
+
+def _state(host: Any) -> dict[str, Any]:
+    """All that a step goes by, but for the plan."""
+    kept = {f"weight {name}": weight for name, weight in host.weights().items()}
+    kept |= {f"gradient {i}": p.main_grad.clone() for i, p in enumerate(host.model.parameters())}
+    kept |= {f"bias {layer}": bias for layer, bias in host.expert_biases().items()}
+    kept |= {f"buffer {name}": buffer.clone() for name, buffer in host.model.named_buffers()}
+    training = torch.tensor([module.training for module in host.ddp.modules()])
+    return kept | {"random": torch.get_rng_state(), "training": training}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Plant a fault in what scores a plan."""
+    add = scoring.LossBook.add
+
+    def twice(book: Any, values: Any, pack: Any) -> None:
+        add(book, values, pack)
+        if any(s.start for s in pack.slices):
+            add(book, values, pack)
+
+    with ExitStack() as planted:
+        if name == "a slice counted twice":
+            planted.enter_context(patch.object(scoring.LossBook, "add", twice))
+        yield

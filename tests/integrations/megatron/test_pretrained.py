@@ -1,0 +1,175 @@
+"""Models that come from a Hugging Face folder, against Transformers' own forward, and leave as one, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 51
+"""Odd, so that tensor parallelism pads it."""
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPS = {**SIZES, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+WHOLE_HEADS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**GROUPS, "rope_parameters": LLAMA3}),
+    "tied llama": ("LlamaConfig", {**GROUPS, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
+    "qwen2": ("Qwen2Config", GROUPS),
+    "qwen3": ("Qwen3Config", {**GROUPS, "head_dim": 12, "tie_word_embeddings": True}),
+    "gpt_neox": ("GPTNeoXConfig", {**SIZES, "use_parallel_residual": False, "rope_parameters": WHOLE_HEADS}),
+    "mixtral": ("MixtralConfig", {**GROUPS, **EXPERTS}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**GROUPS, **EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+}
+DENSE = [name for name in FAMILIES if "moe" not in name and name != "mixtral"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> Path:
+    """A folder of each family as Transformers saves it, with samples and the logits that Transformers gives for them in
+    float64."""
+    import torch
+    import transformers
+
+    generator = np.random.default_rng(1)
+    samples = [torch.from_numpy(generator.integers(0, VOCABULARY, length)) for length in _lengths()]
+    root = tmp_path_factory.mktemp("families")
+    for family, (config, fields) in FAMILIES.items():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        model.save_pretrained(root / family, max_shard_size="20KB")
+        kind = transformers.AutoModelForCausalLM
+        model = kind.from_pretrained(root / family, dtype=torch.float64, attn_implementation="sdpa")
+        model.config._experts_implementation = "eager"
+        with torch.no_grad(), _all_in_float64():
+            torch.save((samples, [model(ids[None]).logits[0] for ids in samples]), root / family / "logits.pt")
+    return root
+
+
+def _lengths() -> tuple[int, ...]:
+    return (37, 64, 26, 29, 41, 9, 5, 2)
+
+
+def _all_in_float64() -> Any:
+    """Transformers computes norms and routers in float32 whatever the model's precision; here in its own."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Float64(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            casts = (torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax)
+            if function in casts and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+                if function is torch.Tensor.float:
+                    return args[0]
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+                kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
+            return function(*args, **kwargs)
+
+    return Float64()
+
+
+CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
+CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
+    "tp2": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in DENSE]),
+    "pp2": (2, [{"folder": name, "pp": 2, "plans": [6]} for name in FAMILIES]),
+    "dp2": (
+        2,
+        [
+            *({"folder": name, "plans": [3, 101]} for name in DENSE),
+            *({"folder": name, "ep": 2, "plans": [4]} for name in ("mixtral", "qwen3_moe")),
+            {"folder": "mixtral", "ep": 2, "plans": [4], **CUT},
+            {"folder": "qwen2", "dtype": "bf16"},
+        ],
+    ),
+    "tp2 pp2": (4, [{"folder": name, "tp": 2, "pp": 2, "plans": [5]} for name in ("tied llama", "gpt_neox")]),
+    "pp2 ep2": (4, [{"folder": "mixtral", "pp": 2, "ep": 2, "plans": [4], **cut} for cut in ({}, CUT)]),
+}
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_logits_are_those_of_transformers_and_what_came_leaves(on_ranks: Any, folders: Path, layout: str) -> None:
+    size, cases = CASES[layout]
+    asked = [{**case, "folder": str(folders / case["folder"])} for case in cases]
+    for results in on_ranks(size, "came_and_went", cases=asked):
+        for case, result in zip(cases, results, strict=True):
+            assert result["logits"] < 1e-9, case
+            assert result["unlike"] == [], case
+
+
+@pytest.mark.parametrize("family", ["tied llama", "mixtral"])
+def test_what_was_read_reshards(on_ranks: Any, folders: Path, tmp_path: Path, family: str) -> None:
+    """A padded vocabulary and a tied embedding, too."""
+    folder, there = str(folders / family), str(tmp_path / "c")
+    dense = "llama" in family
+    saved = on_ranks(4, "stepped", folder=folder, write=there, **({"tp": 2, "pp": 2} if dense else {"pp": 2}))[0]
+    same_shards, others = ({"tp": 2}, {}) if dense else ({"ep": 2}, {"ep": 1})
+    for layout in (same_shards, others):
+        read = on_ranks(2, "stepped", folder=folder, read=there, **layout)[0]
+        assert saved["left"].keys() == read["left"].keys()
+        assert all(np.array_equal(tensor, read["left"][name]) for name, tensor in saved["left"].items())
+        if layout is same_shards:
+            assert read["norm"] == pytest.approx(saved["norm"], rel=1e-6)
+    alone = on_ranks(2, "stepped", folder=folder, **others)[0]["left"]
+    for name, tensor in saved["left"].items():
+        assert np.linalg.norm(tensor - alone[name]) < 1e-3 * np.linalg.norm(tensor), name
+
+
+def test_folders_that_do_not_fit_are_refused_on_every_rank(on_ranks: Any, folders: Path, tmp_path: Path) -> None:
+    """Also by the rank whose stage has what is wrong nothing of."""
+    bad = [
+        _without_a_shard(folders, tmp_path / "shard"),
+        _with_more_heads(folders, tmp_path / "shape"),
+        _tied_by_its_config_alone(folders, tmp_path / "tied"),
+    ]
+    for shard, shape, tied in on_ranks(2, "unreadable", folders=bad, pp=2):
+        assert "has one weight where its folder has two" in tied[0]
+        assert "model-00001-of" in shard[1]
+        assert "self_attn.k_proj.weight has another shape" in shape[0]
+        assert "[16, 32]" in shape[1]
+        assert "[32, 32]" in shape[1]
+
+
+def _tied_by_its_config_alone(folders: Path, out: Path) -> str:
+    shutil.copytree(folders / "llama", out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return str(out)
+
+
+def _without_a_shard(folders: Path, out: Path) -> str:
+    shutil.copytree(folders / "llama", out)
+    next(out.glob("model-00001-of*")).unlink()
+    return str(out)
+
+
+def _with_more_heads(folders: Path, out: Path) -> str:
+    shutil.copytree(folders / "llama", out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
+    return str(out)
