@@ -44,6 +44,8 @@ class Draw(NamedTuple):
     """Tokens of each sequence that carry loss; None: each but its first one."""
     without_target: int = 0
     """Samples that were drawn and are left out, since none of their tokens carries loss."""
+    tenants: npt.NDArray[np.int64] | None = None
+    """Number of each sequence's tenant [S]; None: there are no tenants."""
 
 
 Exchange = Callable[[bytes], list[bytes]]

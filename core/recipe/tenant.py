@@ -1,0 +1,81 @@
+"""A tenant of the lora plugin: one YAML file says what its adapter is trained on, and how.
+
+    data:    {source: clients/acme.jsonl, max_length: 4096}
+    adapter: {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}
+    train:   {steps: 200, batch_size: 8, lr: 2e-4}
+
+The name of the file is the tenant's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ..input import bounds
+from .adapter import Adapter
+from .sections import Data, FilePath, Section
+
+
+class TenantData(Data):
+    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s."""
+
+    source: str
+    validation: None = None
+
+
+class TenantTrain(Section):
+    """How a tenant's adapter is trained; nothing here touches another tenant."""
+
+    steps: bounds.Count = 100
+    """Updates of this adapter."""
+    epochs: bounds.Count | None = None
+    """Instead of steps."""
+    batch_size: bounds.SequenceCount = 8
+    """Samples of a step."""
+    seed: bounds.Seed = 1234
+    """Of the order of samples, the adapter's first values and its dropout."""
+    lr: bounds.Amount = 2e-4
+    min_lr: bounds.AmountOrNone = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: bounds.CountOrNone = 0
+    weight_decay: bounds.AmountOrNone = 0.0
+    betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
+    eps: bounds.Amount = 1e-8
+    clip_grad: bounds.AmountOrNone = 1.0
+    """Norm of this adapter's gradient; 0 switches clipping off."""
+
+
+class Evaluate(Section):
+    """Samples that are scored and never trained on."""
+
+    source: str
+    every: bounds.Count = 20
+    """Steps of this tenant between two evaluations; there is one before its first step and one after its last, too."""
+    batches: bounds.Count | None = None
+    """So many times train.batch_size samples, the same ones each time; null: all of them."""
+    patience: bounds.Count | None = None
+    """Evaluations without a new lowest loss after which the tenant stops; null: it does not."""
+
+
+class Tenant(Section):
+    """The file of a tenant."""
+
+    data: TenantData
+    adapter: Adapter = Adapter()
+    train: TenantTrain = TenantTrain()
+    evaluate: Evaluate | None = None
+    start: FilePath | None = Field(default=None, alias="from")
+    """A folder of PEFT whose adapter goes on; its rank, targets and scaling must be those of ``adapter``, which may be
+    left out."""
+    sweep: Mapping[str, Any] | None = None
+    """Values to try: dotted keys of this file with lists, and ``halve_every``, steps between rungs at which the worse
+    half of the trials ends."""
+
+
+def file_name_of(folder: Path, name: str) -> Path:
+    """Where the tenant of this name is described."""
+    return folder / f"{name}.yaml"

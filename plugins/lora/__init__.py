@@ -1,0 +1,20 @@
+"""Lora: many tenants on one frozen base, each trained exactly as if alone (LobRA)."""
+
+if __name__ != "evenload.plugins.lora":
+    raise ImportError(
+        f"{__name__}: import this package as evenload.plugins.lora; a second copy would mean a second registry"
+    )
+
+from ...core.registry import Plugin, register
+from . import config, plan
+
+register(
+    Plugin(
+        name="lora",
+        summary="adapters of many tenants over one frozen base, in shared micro-batches",
+        papers=("LobRA, arXiv 2509.01193",),
+        stage=50,
+        config=config.LoraConfig,
+        plan=plan.plan,
+    )
+)

@@ -1,0 +1,17 @@
+"""The lora section of a recipe."""
+
+from __future__ import annotations
+
+from ...core.recipe.sections import FilePath
+from ...core.registry import PluginConfig
+
+
+class LoraConfig(PluginConfig):
+    """Many tenants, each with an adapter of its own, on one base that stays as it is."""
+
+    tenants: FilePath | None = None
+    """A folder with one YAML file a tenant; a file that appears joins, one that is removed leaves."""
+    out: FilePath | None = None
+    """Where each tenant gets a folder of its name: adapter, metrics, status; null: ``out`` beside ``tenants``."""
+    wait: bool = False
+    """When all tenants are done, wait for later ones instead of ending the job."""
