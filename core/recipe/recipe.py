@@ -21,7 +21,7 @@ from .. import registry
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import RANKS, whole_number
-from ..input.validation import Fault, first_fault
+from ..input.validation import refused
 from ..machine.layout import Layout
 from .pretrained import with_pretrained
 from .rules import refuse_impossible
@@ -130,7 +130,7 @@ def _validated(data: Mapping[str, Any]) -> Recipe:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise _explain(first_fault(error, schema)) from error
+        raise refused(error, schema, "the recipe") from error
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
@@ -148,13 +148,3 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
             raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
-
-
-def _explain(fault: Fault) -> EvenloadError:
-    rest = f" (and {fault.more} more)" if fault.more else ""
-    if fault.known is None:
-        return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
-    *above, last = fault.path
-    where = shorten(".".join(above)) or "the recipe"
-    detail = shorten(f"{fault.key} = {fault.value}")
-    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))
