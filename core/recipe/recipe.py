@@ -63,6 +63,11 @@ class Recipe(Section):
         """Whether an enabled plugin wants experts cut over their group."""
         return any(p.shards_experts is not None and p.shards_experts(self.config_of(p.name)) for p in self.enabled())
 
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters of tenants are trained, and the model stays as it is."""
+        return any(p.adapts for p in self.enabled())
+
     @cached_property
     def min_world_size(self) -> int:
         p = self.parallel
