@@ -1,12 +1,10 @@
-"""How a tenant stands, as ``out/NAME/status.json``: written by the job, read by `evenload lora` and whoever watches."""
+"""How a tenant stands, read again from ``out/NAME/status.json``, which its job writes (`ActiveTenant.status`)."""
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,52 +13,43 @@ from ...core.input import reading
 
 NAME = "status.json"
 
-State = Literal["waiting", "training", "done", "stopped", "dropped", "failed", "left"]
-"""waiting: for memory, or at a rung for the other trials. done: all steps are trained. stopped: patience was at its
-end. dropped: in the worse half at a rung. failed: see ``why``. left: its file was removed."""
+State = Literal["waiting", "training", "done", "stopped", "dropped", "left", "failed"]
+"""waiting: for memory, or for other trials of its sweep; stopped: early, by its evaluations; dropped: by its sweep, in
+the worse half; left: its file is gone."""
+ENDED: tuple[State, ...] = ("done", "stopped", "dropped", "left", "failed")
 
 
 @dataclass(frozen=True)
 class Status:
     """How a tenant stands."""
 
-    tenant: str
+    name: str
     state: State
-    step: int = 0
+    step: int
     """Steps that are trained."""
-    steps: int = 0
+    steps: int
     """Of the whole training."""
     loss: float | None = None
-    """Of the last step; null before the first."""
-    evaluation: float | None = None
-    """Loss of the last evaluation; null before the first."""
+    """Of the last step; None before the first."""
     best: float | None = None
     """The lowest loss of all evaluations."""
-    best_step: int | None = None
+    best_step: int = 0
     """Steps before that one."""
     tokens: int = 0
     """That were trained on."""
-    time_left_s: float | None = None
-    """Predicted from the steps of the job so far; null while nobody knows."""
-    why: str = ""
-    """What ended it, where that was no end of its own; what it waits for."""
+    left_s: float | None = None
+    """Until it is done, by its steps so far; None where nobody knows."""
+    reason: str = ""
+    """Why it waits or has ended, where the state does not say."""
 
 
 _STATUS = TypeAdapter(Status)
 
 
-def write_status(folder: Path, status: Status) -> None:
-    """Write it into a tenant's folder; a reader sees the one before or this one, never a part."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{NAME}"
-    aside.write_text(json.dumps(asdict(status), indent=1) + "\n")
-    os.replace(aside, folder / NAME)
-
-
 def read_status(path: Path) -> Status:
     """The status that a file holds. Raises EvenloadError."""
     name, do = f"the status {shorten(str(path))}", "let the job that trains the tenant write it anew"
-    value: Any = reading.read_json(path, name, do)
+    value = reading.read_json(path, name, do)
     try:
         return _STATUS.validate_python(value)
     except ValidationError as error:

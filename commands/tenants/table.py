@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .._shared.show import clock, grid
 
-_HEAD = ("tenant", "state", "step", "loss", "evaluated", "best", "at step", "tokens", "time left")
+_HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time left")
 
 
 def tables(result: dict[str, Any]) -> Group:
@@ -20,21 +20,20 @@ def tables(result: dict[str, Any]) -> Group:
 def _tenants(statuses: list[dict[str, Any]]) -> Table:
     rows = [
         (
-            row["tenant"],
+            row["name"],
             row["state"],
             f"{row['step']:,} of {row['steps']:,}",
             row["loss"],
-            row["evaluation"],
             row["best"],
-            row["best_step"],
+            None if row["best"] is None else row["best_step"],
             f"{row['tokens']:,}",
-            "" if row["time_left_s"] is None else clock(row["time_left_s"]),
+            "" if row["left_s"] is None else clock(row["left_s"]),
         )
         for row in statuses
     ]
     tokens = sum(row["tokens"] for row in statuses)
-    about = [f"{tokens:,} tokens trained; evaluated: loss of held-out samples; best: the lowest of them"]
-    about += [f"{row['tenant']}: {row['why']}" for row in statuses if row["why"]]
+    about = [f"{tokens:,} tokens trained; loss: of the last step; best: the lowest loss of held-out samples"]
+    about += [f"{row['name']}: {row['reason']}" for row in statuses if row["reason"]]
     return grid("tenants", _HEAD, rows, "\n".join(about))
 
 

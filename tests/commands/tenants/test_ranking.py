@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from evenload.commands.lora import lora
 from evenload.commands.tenants import ranking as rank
 from evenload.commands.tenants.halving import Halving
-from evenload.commands.tenants.status import State, Status, read_status, write_status
+from evenload.commands.tenants.status import NAME, State, Status, read_status
 from evenload.commands.tenants.table import tables
 from evenload.commands.tenants.trials import sweep_of
 from evenload.core.errors import EvenloadError
@@ -29,6 +30,11 @@ SWEEP = sweep_of(
     ),
 )
 NAMES = [trial.name for trial in SWEEP.trials]
+
+
+def write_status(folder: Path, status: Status) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text(json.dumps({**asdict(status), "digest": "of its file"}))
 
 
 def raced(last: State) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> N
     assert [path.name for path in (out / "acme" / "best").iterdir()] == ["adapter_config.json"]
     result = lora(tmp_path)
     assert result["sweeps"] == [json.loads(json.dumps(written))]
-    assert [row["tenant"] for row in result["tenants"]] == NAMES
+    assert [row["name"] for row in result["tenants"]] == NAMES
     page = io.StringIO()
     Console(file=page, width=160).print(tables(result))
     shown = page.getvalue()
@@ -77,13 +83,13 @@ def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("text", ['{"sweep": "a"}', "[]", '{"sweep": "a", "winner": 1, "best": 1, "loss_is": 1}'])
 def test_a_damaged_ranking_is_refused(text: str, tmp_path: Path) -> None:
-    write_status(tmp_path / "a", Status("a", "done"))
+    write_status(tmp_path / "a", Status("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(text)
     with pytest.raises(EvenloadError, match="the ranking"):
         lora(tmp_path)
 
 
 def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
-    status = Status("a", "stopped", 3, 9, 2.5, 2.25, 2.0, 2, 1234, 5.5, "why")
+    status = Status("a", "stopped", 3, 9, 2.5, 2.25, 2, 1234, 5.5, "why")
     write_status(tmp_path / "a", status)
     assert read_status(tmp_path / "a" / "status.json") == status
