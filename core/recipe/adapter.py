@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from pydantic import Field
 
 from ..input import bounds
 from .sections import Section
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR: Final = "all-linear"
 _Value = TypeVar("_Value", int, float)
 
 

@@ -16,5 +16,6 @@ register(
         stage=50,
         config=config.LoraConfig,
         plan=plan.plan,
+        place="slices",
     )
 )
