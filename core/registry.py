@@ -128,6 +128,8 @@ class Plugin:
     plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
     the planner itself. None: neither does."""
 
+    adapts: bool = False
+    """The model stays as it is, and adapters of tenants are trained beside it."""
     shards_experts: Callable[[Any], bool] | None = None
     """``shards_experts(config)``: whether the settings want experts cut over their group, a piece of each on every
     rank. None: none do."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
 from ..input import bounds
 from .sections import Section
 
-ALL_LINEAR: Final = "all-linear"
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
 _Value = TypeVar("_Value", int, float)
 
 

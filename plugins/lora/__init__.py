@@ -17,5 +17,6 @@ register(
         config=config.LoraConfig,
         plan=plan.plan,
         place="slices",
+        adapts=True,
     )
 )

@@ -148,7 +148,7 @@ def _heads(path: Path, file: str) -> dict[str, _Entry]:
 
 
 @contextmanager
-def failures_of_file(name: str) -> Iterator[None]:
+def failures_of_file(name: str, do: str = _DO) -> Iterator[None]:
     """What the system or safetensors raises about a file, as an EvenloadError; a full disk by that name."""
     try:
         yield
@@ -156,4 +156,4 @@ def failures_of_file(name: str) -> Iterator[None]:
         what, detail = shorten(name), shorten(str(error))
         if disk_is_full(error):
             raise EvenloadError(f"{what} was not written: the disk is full", detail, "free space on it") from error
-        raise EvenloadError(f"{what} cannot be read or written", detail, _DO) from error
+        raise EvenloadError(f"{what} cannot be read or written", detail, do) from error
