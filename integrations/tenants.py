@@ -70,7 +70,7 @@ class TenantHost(Host):
         numbers = sorted(self._norms)
         return {f"{number}.{name}": g for number in numbers for name, g in self.adapters.gradients(number).items()}
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         return math.hypot(*self._norms.values())
 
     def _update(self, lr: Any) -> float:
