@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -80,9 +79,9 @@ class Evaluations:
     """Scores tenants of a job, all ranks together."""
 
     def __init__(self, job: Job) -> None:
-        self._job = replace(job, chain=forward_only(job.chain))
+        self._job = job
         self._waiting: deque[Draw] = deque()
-        self._planner = job.planner(self._waiting.popleft, self._job.chain)
+        self._planner = job.planner(self._waiting.popleft, forward_only(job.chain))
         self._plans: tuple[tuple[int, ...], list[Planned]] = ((), [])
         """Of the tenants that were scored together last: often the same ones are due again."""
 

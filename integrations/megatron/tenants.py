@@ -58,8 +58,8 @@ class MegatronTenants(TenantHost, MegatronHost):
         dtype = torch.promote_types(DTYPES[self.recipe.train.dtype], torch.float32)
         self.adapters = Adapters(blocks, [name for stage in stages for name in stage], peers, dtype, self.device)
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "adapted_linears": len(self.adapters.linears)}
+    def _describe_reduction(self) -> dict[str, Any]:
+        return {"adapted_linears": len(self.adapters.linears)}
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
