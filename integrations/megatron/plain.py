@@ -35,8 +35,8 @@ from ..exactness import largest_error
 from ..host import Host
 from .model.gpt import build_model, transformer_config
 from .model.weights import global_parameters
-from .pretrained.pieces import Piece, pieces_of
 from .plain_experts import TextbookRouters, refuse_grouped
+from .pretrained.pieces import Piece, pieces_of
 
 STOCK_ATTENTION = 2048
 """Longest sequence [tokens] that goes through Megatron's own DotProductAttention."""

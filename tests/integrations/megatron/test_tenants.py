@@ -17,7 +17,9 @@ LAYOUTS = [
 ]
 SHARED = [
     pytest.param(2, TWO, ["pairs, ring", "pairs, all_to_all", "together", 100, 101], id="plane2"),
-    pytest.param(4, TWO, ["ring", "all_gather", "all_to_all", "hybrid", "zones, remap", "chain", "growth"], id="plane4"),
+    pytest.param(
+        4, TWO, ["ring", "all_gather", "all_to_all", "hybrid", "zones, remap", "chain", "growth"], id="plane4"
+    ),
     pytest.param(4, {"parallel__tp": 2, **TWO}, ["pairs, all_to_all", 102], id="tp2"),
     pytest.param(4, {"parallel__pp": 2}, ["pairs, ring", 103], id="pp2"),
 ]
