@@ -65,6 +65,9 @@ def _every_token_once(plan: StepPlan) -> None:
         raise PlanError("lengths are no row of integers", f"an array of shape {lengths.shape}")
     if len(plan.tenants) not in (0, len(lengths)):
         raise PlanError("a plan has not one tenant for each sequence", f"{len(plan.tenants)}, {len(lengths)}")
+    if (plan.tenants < 0).any():
+        index = int((plan.tenants < 0).argmax())
+        raise PlanError("a tenant's number is below 0", f"{plan.tenants[index]} of sequence {index}")
     if (lengths < 1).any():
         index = int((lengths < 1).argmax())
         raise PlanError("a sequence has no tokens", f"sequence {index} of length {lengths[index]}")

@@ -140,7 +140,7 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         "bound_s": plan.bound_s,
         "digest": plan.digest.hex(),
     }
-    if plan.tenants.any():
+    if len(plan.tenants):
         row["tenants"] = plan.tenants.tolist()
     if plan.experts != EXPERTS_AT_HOME:
         copies = [[list(experts) for experts in of_layer] for of_layer in plan.experts.copies]

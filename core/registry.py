@@ -71,13 +71,15 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plugin: its schema and its planner. It answers one question as a pure function, at one of three places:
+    """One plugin: its schema and its planner. It answers one question as a pure function, at one of four places:
 
     steps      ``plan(plan, context, config)`` maps a plan to a lawful plan, one step ahead and in the background.
                Plugins run in ascending ``stage``; a disabled one is the identity
     layers     what is known only inside the step, from counts that every rank has there. What of it is slow is data in
                the plan
     batches    what is drawn, before there is a plan
+    slices     ``plan(plan, context, config)`` orders the slices inside the micro-batches of a plan that is complete,
+               of baselines and the trainer's own too; it is asked where sequences have tenants
 
     ``plan`` of a planner of layers writes that data into a plan that is complete but for it. Its baselines do the same.
     """
@@ -116,7 +118,7 @@ class Plugin:
     settings under the same caps by which a plan most likely takes it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
-    place: Literal["steps", "layers", "batches"] = "steps"
+    place: Literal["steps", "layers", "batches", "slices"] = "steps"
     """Where it plans."""
     layers: Mapping[str, LayerPlanner] = field(default_factory=dict)
     """What a planner of layers offers: by the name that a plan's `ExpertPolicy` gives, the function that the ranks of a
@@ -126,6 +128,8 @@ class Plugin:
     plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
     the planner itself. None: neither does."""
 
+    adapts: bool = False
+    """The model stays as it is, and adapters of tenants are trained beside it."""
     shards_experts: Callable[[Any], bool] | None = None
     """``shards_experts(config)``: whether the settings want experts cut over their group, a piece of each on every
     rank. None: none do."""

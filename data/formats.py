@@ -48,7 +48,7 @@ def open_documents(spec: str, settings: Settings) -> Documents:
         return stdlib.StdlibDocuments()
     if spec == stdlib.NAME:
         return _jsonl(stdlib.as_jsonl(), settings, spec)
-    if spec in (docstrings.NAME, docstrings.HELD_OUT):
+    if docstrings.is_pairs(spec):
         return _jsonl(docstrings.as_jsonl(spec), settings, spec)
     path = Path(os.path.expanduser(spec))
     if reading.is_file(path) and path.suffix == ".jsonl":

@@ -5,6 +5,7 @@
 | ``python-stdlib`` | the sources of the running Python's library |
 | ``python-docstrings`` | instruction pairs of that library: signatures, and what they do |
 | ``python-docstrings-held-out`` | those of every tenth module, which the former leaves out |
+| ``python-docstrings/PACKAGE`` | pairs of one package; of them every tenth is held out, likewise |
 | ``corpus.jsonl`` | JSON Lines: text, token ids, prompts, chats (`rows.kinds`) |
 | ``prefix``, ``prefix.idx``, ``prefix.bin`` | Megatron's indexed pair |
 | a folder, a file or a pattern of ``.arrow`` or ``.parquet`` | a Hugging Face data set on disk |

@@ -63,6 +63,12 @@ def library_files() -> list[Path]:
     return [root / path for path in _python_files(root)]
 
 
+def library_files_by_top() -> list[tuple[str, Path]]:
+    """The same files, each with the name of the top-level package or module that it belongs to."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [(Path(path).parts[0].removesuffix(".py"), root / path) for path in _python_files(root)]
+
+
 def _python_files(root: Path) -> list[str]:
     paths = []
     for folder, subfolders, names in os.walk(root):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,22 @@ def no_mark(_: str) -> None:
     """A `Mark` that tells nobody."""
 
 
+Rates = Mapping[int, float]
+"""The learning rate of each tenant, by its number."""
+
+
+class TenantResult(NamedTuple):
+    """What a step did for one tenant."""
+
+    loss: float
+    """Sum of its token losses / its target tokens; the same number on every rank."""
+    num_targets: int
+    grad_norm: float
+    """Of its adapter's gradient, before clipping."""
+    failed: str = ""
+    """Why its adapter was not updated; empty: it was."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did."""
@@ -72,6 +88,8 @@ class StepResult:
     its group run them; empty on CUDA, and without experts."""
     grad_norm: float = 0.0
     """Norm of the global gradient before clipping; filled in last."""
+    tenants: Mapping[int, TenantResult] = field(default_factory=dict)
+    """By tenant, where adapters are trained (`integrations.tenants`)."""
     spans: tuple[Span, ...] = ()
     """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
 
@@ -115,7 +133,7 @@ class Host(ABC):
         plan: StepPlan,
         tokens_of: TokensOf,
         *,
-        lr: float,
+        lr: float | Rates,
         labels: Labels | None = None,
         mark: Mark = no_mark,
         record: bool = False,
@@ -123,6 +141,7 @@ class Host(ABC):
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step.
 
+        ``lr``: a number; of adapters one for each tenant of the plan, by its number.
         ``labels`` say which tokens are targets: None, each but the first of a sequence.
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
         what `gradients` would return, right before the update; it must not change it, and judges the step itself.
@@ -240,7 +259,7 @@ class Host(ABC):
         """The norm of the whole model's gradient, from what `_gradients` gave on each rank."""
 
     @abstractmethod
-    def _update(self, lr: float) -> float:
+    def _update(self, lr: Any) -> float:
         """Clip and apply the gradients; their norm before clipping."""
 
     @abstractmethod

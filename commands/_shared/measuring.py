@@ -20,6 +20,7 @@ import numpy as np
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planned, Planner
 from ...core.recipe.sections import Train
+from ...core.recipe.tenant import TenantTrain
 from .expert_loads import metrics_of
 from .job import Job
 from .metrics import Taken
@@ -98,10 +99,11 @@ def interval_of_median(values: Sequence[float]) -> list[float] | None:
     return [ordered[outside - 1], ordered[-outside]] if outside else None
 
 
-def learning_rate(step: int, config: Train) -> float:
-    """A function of the step alone, so that a resumed run continues it. Warm-up is linear."""
+def learning_rate(step: int, config: Train | TenantTrain, steps: int | None = None) -> float:
+    """A function of the step alone, so that a resumed run continues it. Warm-up is linear. ``steps``: how many there
+    are in all, where that is another number than the config's."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    done = (step - config.warmup_steps) / max(1, (steps or config.steps) - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]

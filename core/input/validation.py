@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from ..errors import EvenloadError, shorten, shown
+from ..errors import EvenloadError, nearest, shorten, shown
 
 Described = TypeVar("Described", bound=BaseModel)
 
@@ -47,6 +47,18 @@ def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
     path = tuple(str(part) for part in fault["loc"])
     known = _fields(schema, path[:-1]) if fault["type"] == "extra_forbidden" else None
     return Fault(path, shown(fault["input"]), shorten(fault["msg"]), known, error.error_count() - 1)
+
+
+def refused(error: ValidationError, schema: type[BaseModel], whole: str) -> EvenloadError:
+    """What is wrong with a file that a user wrote, by its first fault; ``whole``: what the file is called."""
+    fault = first_fault(error, schema)
+    rest = f" (and {fault.more} more)" if fault.more else ""
+    if fault.known is None:
+        return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
+    *above, last = fault.path
+    where = shorten(".".join(above)) or whole
+    detail = shorten(f"{fault.key} = {fault.value}")
+    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))
 
 
 def described(

@@ -6,6 +6,9 @@ plugins' simpler planners and at the end the stock plan, each only where it keep
 
 Baselines are for comparison. They may exceed the caps, and then say so in their limits. One that keeps the caps and the
 settings is a candidate too (`PlanChain.plan`): no plan is slower than a lawful row of its own table.
+
+Whose sequences are changes nothing of where and when they run. So tenants are written into a plan that is complete but
+for them, whoever made it: a plugin, a baseline or the trainer.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
 from .setting import context_of, limits_of
 from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
+from .tenants import of_tenants
 
 logger = logging.getLogger("evenload")
 
@@ -72,15 +76,19 @@ class PlanChain:
     """A baseline that plans instead of the plugins, for comparison."""
     of_layers: tuple[tuple[Plugin, PluginConfig], ...] = ()
     """The planners of layers: each writes its policy into a plan that is complete but for it."""
+    of_slices: tuple[tuple[Plugin, PluginConfig], ...] = ()
+    """The planners of slices: each orders those of the micro-batches of any plan, baselines too."""
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
         """The chain a recipe asks for. Raises EvenloadError."""
         context = context_of(recipe, layout)
         enabled = [(plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled()]
-        links, of_layers = (tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers"))
+        links, of_layers, of_slices = (
+            tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers", "slices")
+        )
         limits = limits_of(recipe, context)
-        return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers)
+        return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers, of_slices=of_slices)
 
     @classmethod
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
@@ -114,14 +122,26 @@ class PlanChain:
                 )
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
-    def stock(self, batch: Lengths) -> StepPlan:
+    def stock(self, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """What the trainer would do by itself."""
-        return self._baseline(STOCK, batch)
+        return of_tenants(self._baseline(STOCK, batch), tenants, self.context, self.of_slices)
 
-    def plan(self, batch: Lengths) -> StepPlan:
-        """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them."""
+    def plan(self, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
+        """The checked plan of a batch. Raises EvenloadError, `PlanError` for a broken law among them.
+
+        ``tenants``: number of each sequence's tenant [S]; None: there are none.
+        """
+        return self._with_tenants(self._planned(batch), tenants)
+
+    def _with_tenants(self, plan: StepPlan, tenants: Lengths | None) -> StepPlan:
+        """A checked plan with its tenants, checked again where planners of slices had a say."""
+        owned = of_tenants(plan, tenants, self.context, self.of_slices)
+        return check(owned) if tenants is not None and self.of_slices else owned
+
+    def _planned(self, batch: Lengths) -> StepPlan:
+        """The checked plan of a batch, whoever's its sequences are."""
         if self.instead:
-            return self.baseline(self.instead, batch)
+            return self._checked_baseline(self.instead, batch)
         self._refuse_too_many(batch)
         plan = self._best_folded(batch) if self._cp > 1 else self._chained(batch)
         notes = self._unequal_caps()
@@ -161,7 +181,7 @@ class PlanChain:
         """What the plugins plan one after the other."""
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
-        plan = StepPlan(batch, (), limits) if 0 in placing else self.stock(batch)
+        plan = StepPlan(batch, (), limits) if 0 in placing else self._baseline(STOCK, batch)
         notes: list[str] = []
         for place, (plugin, config) in enumerate(self.links):
             try:
@@ -174,22 +194,26 @@ class PlanChain:
                 plan = replace(plan, limits=config.capped(plan.limits))
         return plan.revised(notes=(*plan.notes, *notes)) if notes else plan
 
-    def simpler(self, batch: Lengths) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
+    def simpler(self, batch: Lengths, tenants: Lengths | None = None) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
         """(name, planner) of what takes over when `plan` fails or is late, from better to safer.
 
         A planner raises EvenloadError where its plan would break a cap or a setting of the recipe.
         """
         names = [plugin.simpler for plugin, _ in self.links if plugin.simpler]
         for name in (*names, STOCK):
-            yield name, partial(self._instead_of_plugins, name, batch)
+            yield name, partial(self._instead_of_plugins, name, batch, tenants)
 
-    def baseline(self, name: str, batch: Lengths) -> StepPlan:
+    def baseline(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
+        return self._with_tenants(self._checked_baseline(name, batch), tenants)
+
+    def _checked_baseline(self, name: str, batch: Lengths) -> StepPlan:
+        """The same, whoever's its sequences are."""
         if (offer := self.offer(name)) in self.of_layers and offer is not None:
-            plan = offer[0].baselines[name](replace(self, instead="").plan(batch), self.context, offer[1])
+            plan = offer[0].baselines[name](replace(self, instead="")._planned(batch), self.context, offer[1])
             check_policy(plan)
             return plan
         return check(in_rounds(self._baseline(name, batch)))
@@ -269,12 +293,12 @@ class PlanChain:
         held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
         return check(in_rounds(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes))))
 
-    def _instead_of_plugins(self, name: str, batch: Lengths) -> StepPlan:
+    def _instead_of_plugins(self, name: str, batch: Lengths, tenants: Lengths | None) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""
-        plan = self.baseline(name, batch)
+        plan = self._checked_baseline(name, batch)
         if broken := self.breaks(name, plan):
             raise EvenloadError(f"the plan '{name}' does not keep the settings of the recipe", broken, "see the recipe")
-        return self._under_caps(plan)
+        return self._with_tenants(self._under_caps(plan), tenants)
 
     def _unequal_caps(self) -> list[str]:
         """A note where plugins have unlike caps on tokens."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
-from ..plan.step_plan import StepPlan, as_lengths
+from ..plan.step_plan import Lengths, StepPlan, as_lengths
 from .chain import PlanChain, warn_once
 
 logger = logging.getLogger("evenload")
@@ -158,7 +158,8 @@ class Planner:
         def work() -> None:
             start = time.perf_counter()
             try:
-                future.set_result((chain.plan(as_lengths(draw.lengths)), time.perf_counter() - start))
+                plan = chain.plan(as_lengths(draw.lengths), _tenants(draw))
+                future.set_result((plan, time.perf_counter() - start))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -199,8 +200,7 @@ class Planner:
         cause = "; ".join(
             f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
         )
-        batch = as_lengths(draw.lengths)
-        for name, make in chain.simpler(batch):
+        for name, make in chain.simpler(as_lengths(draw.lengths), _tenants(draw)):
             try:
                 plan = make()
             except Exception as error:
@@ -222,6 +222,10 @@ class Planner:
             f"step {self.step}: {cause}; {why or 'other ranks'}",
             "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
         )
+
+
+def _tenants(draw: Draw) -> Lengths | None:
+    return None if draw.tenants is None else as_lengths(draw.tenants)
 
 
 def _refuse_divergence(digests: list[bytes], step: int) -> None:

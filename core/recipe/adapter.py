@@ -15,7 +15,7 @@ from pydantic import Field
 from ..input import bounds
 from .sections import Section
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
 _Value = TypeVar("_Value", int, float)
 
 

@@ -21,7 +21,7 @@ from .. import registry
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import RANKS, whole_number
-from ..input.validation import Fault, first_fault
+from ..input.validation import refused
 from ..machine.layout import Layout
 from .pretrained import with_pretrained
 from .rules import refuse_impossible
@@ -62,6 +62,11 @@ class Recipe(Section):
     def sharded_experts(self) -> bool:
         """Whether an enabled plugin wants experts cut over their group."""
         return any(p.shards_experts is not None and p.shards_experts(self.config_of(p.name)) for p in self.enabled())
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters of tenants are trained, and the model stays as it is."""
+        return any(p.adapts for p in self.enabled())
 
     @cached_property
     def min_world_size(self) -> int:
@@ -130,7 +135,7 @@ def _validated(data: Mapping[str, Any]) -> Recipe:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise _explain(first_fault(error, schema)) from error
+        raise refused(error, schema, "the recipe") from error
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
@@ -148,13 +153,3 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
             raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
-
-
-def _explain(fault: Fault) -> EvenloadError:
-    rest = f" (and {fault.more} more)" if fault.more else ""
-    if fault.known is None:
-        return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
-    *above, last = fault.path
-    where = shorten(".".join(above)) or "the recipe"
-    detail = shorten(f"{fault.key} = {fault.value}")
-    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))

@@ -130,8 +130,8 @@ class Data(Section):
     """Where samples come from."""
 
     source: str = "python-stdlib"
-    """python-stdlib, python-docstrings (and python-docstrings-held-out), a .jsonl file, a Megatron .bin/.idx prefix, or
-    a Hugging Face dataset on disk (arrow, parquet)."""
+    """python-stdlib, python-docstrings (and python-docstrings-held-out; of one package: python-docstrings/asyncio), a
+    .jsonl file, a Megatron .bin/.idx prefix, or a Hugging Face dataset on disk (arrow, parquet)."""
     tokenizer: str = "bytes"
     """bytes, the path of a `tokenizers` JSON file, or a Hugging Face folder. With model.weights, bytes stands for the
     tokenizer of that folder where it has one."""

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from ..input import bounds
+from ..errors import shorten
+from ..input import bounds, reading
+from ..input.validation import refused
 from .adapter import Adapter
 from .sections import Data, FilePath, Section
 
@@ -79,3 +81,22 @@ class Tenant(Section):
 def file_name_of(folder: Path, name: str) -> Path:
     """Where the tenant of this name is described."""
     return folder / f"{name}.yaml"
+
+
+def read_tenant(path: Path) -> Tenant:
+    """The tenant that a file describes. Raises EvenloadError."""
+    what = f"the tenant {shorten(path.stem)}"
+    return _validated(reading.read_yaml(path, what, "give a YAML file"), what)
+
+
+def parse_tenant(text: str, name: str) -> Tenant:
+    """The tenant that the content of a file describes; ``name``: the tenant's. Raises EvenloadError."""
+    what = f"the tenant {shorten(name)}"
+    return _validated(reading.parse_yaml(text, what), what)
+
+
+def _validated(data: Any, what: str) -> Tenant:
+    try:
+        return Tenant.model_validate(reading.mapping(data, what, "write at least data: {source: FILE}"))
+    except ValidationError as error:
+        raise refused(error, Tenant, what) from error

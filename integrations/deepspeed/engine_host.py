@@ -175,7 +175,7 @@ class EngineHost(Host):
         norms = [t.detach().double().norm() for t in gradients.values() if t is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
-    def _update(self, lr: float) -> float:
+    def _update(self, lr: Any) -> float:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         # Plain fp32 training is clipped by the engine itself, which then keeps no norm.

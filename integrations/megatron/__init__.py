@@ -58,8 +58,9 @@ def open_host(recipe: "Recipe", world: "World") -> "MegatronHost":
     check_recipe(recipe)
     check_host()
     from .host import MegatronHost
+    from .tenants import MegatronTenants
 
-    return MegatronHost(recipe, world)
+    return MegatronTenants(recipe, world) if recipe.adapts else MegatronHost(recipe, world)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ...core.machine.layout import Layout
@@ -36,7 +37,7 @@ from ..freezing import freeze
 from ..host import Host, Mark, StepResult, TokensOf
 from ..scoring import Book, evaluating
 from ..textbook import AdamState
-from .batch import Batch, PlannedBatches
+from .batch import Batch, LossFunc, PlannedBatches
 from .forward import Forward, ScoreStep, reaching_recomputed, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
@@ -97,6 +98,11 @@ class MegatronHost(Host):
             initialise(self.model, config, recipe.train.seed, self.tp_rank)
         else:
             read_pretrained(self.model, recipe, self.tp_rank)
+        self._prepare_training(config)
+
+    def _prepare_training(self, config: TransformerConfig) -> None:
+        """What trains the model that stands."""
+        recipe = self.recipe
         self.frozen = self._freeze()
         if recipe.sharded_experts:
             shard_experts(self.model)
@@ -158,9 +164,15 @@ class MegatronHost(Host):
             "pp": self.layout.pp,
             "dp": self.layout.dp,
             "ep": self.layout.ep,
-            "distributed_optimizer": self.ddp.ddp_config.use_distributed_optimizer,
-            "overlap_grad_reduce": self.ddp.ddp_config.overlap_grad_reduce,
+            **self._describe_reduction(),
             "parameters_on_rank": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def _describe_reduction(self) -> dict[str, Any]:
+        config = self.ddp.ddp_config
+        return {
+            "distributed_optimizer": config.use_distributed_optimizer,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
         }
 
     def close(self) -> None:
@@ -237,7 +249,7 @@ class MegatronHost(Host):
         tokens_of: TokensOf,
         labels: Labels | None,
         routing: StepRouting,
-        step: Forward | ScoreStep,
+        step: Callable[[Batch, Any], tuple[Tensor, LossFunc]],
         mark: Mark,
         clock: BusyClock,
     ) -> list[Slice]:
@@ -263,7 +275,7 @@ class MegatronHost(Host):
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         return gradient_norm(self.model, self.tp_rank)
 
-    def _update(self, lr: float) -> float:
+    def _update(self, lr: Any) -> float:
         set_lr(self.optimizer, lr)
         norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
         move_biases(self.ddp)

@@ -16,5 +16,7 @@ register(
         stage=50,
         config=config.LoraConfig,
         plan=plan.plan,
+        place="slices",
+        adapts=True,
     )
 )

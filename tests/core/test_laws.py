@@ -81,6 +81,7 @@ BROKEN = {
     "unknown sequence": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(7, 0, 1),), (0,))), "not in the batch"),
     "empty slice": (with_batches(*WHOLE.micro_batches, MicroBatch((Slice(1, 2, 2),), (0,))), "outside"),
     "tenants of other sequences": (replace(WHOLE, tenants=[0]), "one tenant for each sequence"),
+    "a tenant below 0": (replace(WHOLE, tenants=[0, -1]), "tenant's number is below 0"),
     "lengths in a square": (replace(WHOLE, lengths=np.ones((2, 2), dtype=np.int64)), "no row of integers"),
     "no such rank": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (2,))), "ranks"),
     "rank twice": (with_batches(WHOLE.micro_batches[0], MicroBatch((Slice(1, 0, 4),), (1, 1))), "ranks"),

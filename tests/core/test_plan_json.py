@@ -47,9 +47,12 @@ def test_a_written_plan_is_read_back(name: str) -> None:
     assert (again.made_by, again.bound_s) == (plan.made_by, plan.bound_s)
 
 
-def test_tenants_are_kept() -> None:
-    plan = StepPlan([5], (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 8), tenants=[7])
-    assert read_step(step_json(plan)).sequences == plan.sequences
+@pytest.mark.parametrize("tenants", [[7], [0], []])
+def test_tenants_are_kept(tenants: list[int]) -> None:
+    plan = StepPlan([5], (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 8), tenants=tenants)
+    again = read_step(step_json(plan))
+    assert again.sequences == plan.sequences
+    assert again.tenants.tolist() == tenants
 
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -57,6 +57,26 @@ def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None
     assert first.plan.digest == second.plan.digest
 
 
+class OfTenants(Draws):
+    tenants = np.array([2, 1, 2, 1, 2, 1, 2, 1])
+
+    def __call__(self) -> Draw:
+        return super().__call__()._replace(tenants=self.tenants)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_tenants_of_a_draw_are_those_of_its_plan(background: bool) -> None:
+    planned = Planner(chain(), OfTenants(), background=background).next()
+    assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
+    assert planned.plan.digest != Planner(chain(), Draws(), background=background).next().plan.digest
+
+
+def test_a_plan_that_takes_over_has_the_tenants() -> None:
+    planned = Planner(chain(fails), OfTenants()).next()
+    assert planned.plan.made_by == "chunks"
+    assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
+
+
 def late(*_: object) -> StepPlan:
     time.sleep(30)
     raise AssertionError("nobody waits for this")

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+from evenload.core.errors import EvenloadError
 from evenload.data import stdlib
 from evenload.data.rows.docstrings import HELD_OUT, NAME, as_jsonl, pairs_of
 from evenload.data.sources import open_source
@@ -61,3 +63,28 @@ def test_every_tenth_module_is_held_out(tmp_path, monkeypatch):
     assert rows[HELD_OUT] == ["def f9():\n", "def f19():\n"]
     assert len(rows[NAME]) == 19
     assert not set(rows[NAME]) & set(rows[HELD_OUT])
+
+
+def test_pairs_of_one_package_and_every_tenth_of_them_held_out(tmp_path, monkeypatch):
+    (tmp_path / "web").mkdir()
+    for number in range(11):
+        text = "".join(f'def f{number}_{k}():\n    """Gives {k}."""\n' for k in range(3))
+        (tmp_path / "web" / f"m{number:02}.py").write_text(text)
+    (tmp_path / "other.py").write_bytes(SOURCE)
+    (tmp_path / "silent.py").write_text("")
+    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
+
+    def prompts(spec):
+        return [json.loads(line)["prompt"] for line in as_jsonl(spec).read_text().splitlines()]
+
+    trained, held_out = prompts(f"{NAME}/web"), prompts(f"{HELD_OUT}/web")
+    assert held_out == ["def f3_0():\n", "def f6_1():\n", "def f9_2():\n"]
+    assert len(trained) == 30
+    assert not set(trained) & set(held_out)
+    assert len(prompts(f"{NAME}/other")) == 4
+    assert open_source(f"{NAME}/web", max_length=None).name == f"{NAME}/web"
+    with pytest.raises(EvenloadError, match="did you mean 'other'"):
+        as_jsonl(f"{NAME}/othr")
+    for spec in (f"{NAME}/silent", f"{HELD_OUT}/other"):
+        with pytest.raises(EvenloadError, match="no pairs"):
+            as_jsonl(spec)

@@ -1,0 +1,99 @@
+"""A host whose base stays as it is, and which trains the adapters of tenants instead (`runtime.adapters`).
+
+    loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
+
+so each tenant's gradient is that of its own mean loss, whoever else is in the step, since no token's loss depends on
+another tenant's adapter. Its norm, clip, rate and update are
+its own, too; a tenant whose loss or gradient is not finite is not updated, and named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..core.errors import EvenloadError
+from ..core.plan.step_plan import StepPlan
+from ..runtime.adapters.adapters import Adapters
+from ..runtime.attention.labels import Labels
+from .host import Host, Mark, TenantResult, TokensOf
+from .scoring import Book, Scores
+from .textbook import AdamState
+
+
+def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
+    """Target tokens of each tenant of a plan. Raises EvenloadError for a plan without tenants."""
+    if not len(plan.tenants):
+        what = "a plan without tenants reached a host that trains adapters"
+        raise EvenloadError(what, f"{len(plan.lengths)} sequences", "plan draws whose sequences have tenants")
+    targets = np.maximum(plan.lengths - 1, 0) if labels is None else labels.targets
+    return {int(tenant): int(targets[plan.tenants == tenant].sum()) for tenant in np.unique(plan.tenants)}
+
+
+class TenantHost(Host):
+    """What the hosts of all trainers have in common; a subclass makes `adapters` and runs the passes."""
+
+    adapters: Adapters
+    _norms: Mapping[int, float] = {}
+    """Of the last step's gradients, by tenant."""
+    _failed: frozenset[int] = frozenset()
+
+    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
+        """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective.
+
+        Passes run with the plain sum of token losses: a divisor inside them would be rounded with every token.
+        """
+        numbers = sorted(targets)
+        self.adapters.sum_gradients(targets)
+        self._norms = self.adapters.norms(numbers)
+        results = {}
+        for number in numbers:
+            loss = float(scores.losses[plan.tenants == number].sum()) / max(1, targets[number])
+            norm = self._norms[number]
+            bad = [what for what, value in (("loss", loss), ("gradient", norm)) if not math.isfinite(value)]
+            failed = f"not finite: {', '.join(bad)}" if bad else ""
+            results[number] = TenantResult(loss, targets[number], norm, failed)
+        self._failed = frozenset(number for number, result in results.items() if result.failed)
+        return results
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        self.adapters.begin(plan.tenants)
+        super()._forwards(plan, tokens_of, labels, mark, book)  # type: ignore[safe-super]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""
+        numbers = sorted(self._norms)
+        return {f"{number}.{name}": g for number in numbers for name, g in self.adapters.gradients(number).items()}
+
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        return math.hypot(*self._norms.values())
+
+    def _update(self, lr: Any) -> float:
+        rates = {number: lr[number] for number in self._norms if number not in self._failed}
+        self.adapters.update(rates, self._norms)
+        return self._norm({})
+
+    def optimizer_states(self) -> dict[str, AdamState]:
+        """Of every tenant that is here, by ``<number>.<matrix>``, whole."""
+        states = {number: self.adapters.state(number) for number in self.adapters.numbers}
+        return {
+            f"{number}.{name}": AdamState(weight, state.first[name], state.second[name])
+            for number, state in states.items()
+            for name, weight in state.weights.items()
+        }
+
+    def save(self, directory: Path) -> None:
+        raise AssertionError("adapters are saved one by one: see Adapters.state")
+
+    def load(self, directory: Path) -> None:
+        raise AssertionError("adapters are loaded one by one: see Adapters.join")
+
+    def close(self) -> None:
+        if hasattr(self, "adapters"):
+            self.adapters.close()
+        super().close()

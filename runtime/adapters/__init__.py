@@ -1,0 +1,1 @@
+"""Low-rank adapters of many tenants beside a frozen model, on hooks of its own linear layers."""

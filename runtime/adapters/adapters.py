@@ -1,0 +1,164 @@
+"""The adapters of all tenants on this rank: who is here, what a step adds, sums and updates.
+
+They stand beside the model. A hook of each block reads the pack that the block's own call carries, and a hook of each
+linear layer adds its products; names, checkpoints and replays of the model stay as they are, and `close` takes all
+hooks off again. A tenant that joins allocates, one that leaves frees; nobody else's tensors change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...core.aliases import Ints
+from ...core.errors import EvenloadError, nearest
+from ...core.recipe.adapter import Adapter
+from ...core.recipe.tenant import TenantTrain
+from ..world.agreement import everyone
+from .hooks import Hooks
+from .peers import Peers
+from .places import Block
+from .state import A, AdapterState, B, shape_of, whole_shape
+from .tenant import TenantAdapter
+
+
+class Adapters:
+    """See the module.
+
+    Args:
+        blocks: of this rank's stage.
+        linears: names of all linear layers of the model, those of other stages too.
+        dtype: of matrices, gradients and moments.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], linears: Sequence[str], peers: Peers, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.linears, self._peers, self._dtype, self._device = tuple(linears), peers, dtype, device
+        self._sites = [site for block in blocks for site in block.sites]
+        self._places = [place for site in self._sites for place in site.places]
+        self._tenants: dict[int, TenantAdapter] = {}
+        self._hooks = Hooks(blocks)
+
+    def close(self) -> None:
+        """Take the hooks off and drop all adapters."""
+        self._hooks.remove()
+        self._tenants = {}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The tenants that are here."""
+        return tuple(sorted(self._tenants))
+
+    def check(self, adapter: Adapter, state: AdapterState | None = None) -> None:
+        """Raise EvenloadError for an adapter that does not fit the model, or whose state does not."""
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in self.linears})
+        if unknown := adapter.without_effect(self.linears):
+            what = "adapter.target_modules names no linear layer of the model"
+            raise EvenloadError(what, ", ".join(unknown), nearest(unknown[0], kinds))
+        if state is None:
+            return
+        targets = adapter.targets(self.linears)
+        if differ := sorted({f"{name}.{kind}" for name in targets for kind in (A, B)} ^ set(state.weights)):
+            what = "the adapter to go on with has other layers than the tenant's file"
+            raise EvenloadError(what, ", ".join(differ[:4]), "give target_modules as the adapter has them")
+        for place in self._places:
+            for kind in (A, B):
+                weight = state.weights.get(f"{place.name}.{kind}")
+                wanted = whole_shape(place, kind, adapter.rank_of(place.name))
+                if weight is not None and tuple(weight.shape) != wanted:
+                    what = "the adapter to go on with is of another base, or another rank"
+                    detail = f"{place.name}.{kind} {tuple(weight.shape)}, wanted {wanted}"
+                    raise EvenloadError(what, detail, "give the rank that the adapter has, and the base it was made on")
+
+    def bytes_of(self, adapter: Adapter) -> int:
+        """What a tenant takes on this rank: matrices, gradients, and moments of the run that it owns."""
+        own = [place for place in self._places if place.name in set(adapter.targets(self.linears))]
+        shapes = [shape_of(place, kind, adapter.rank_of(place.name)) for place in own for kind in (A, B)]
+        values = sum(math.prod(shape) for shape in shapes)
+        return math.ceil(values * (2 + 2 / self._peers.num_owners)) * self._dtype.itemsize
+
+    def join(self, number: int, adapter: Adapter, train: TenantTrain, state: AdapterState | None = None) -> None:
+        """Take a tenant in, between steps, on every rank alike. Raises EvenloadError as `check`."""
+        self.check(adapter, state)
+        assert number not in self._tenants, f"tenant {number} is here already"
+        self._tenants[number] = TenantAdapter(
+            adapter,
+            train,
+            self._sites,
+            owner=self._peers.owner,
+            owners=self._peers.num_owners,
+            dtype=self._dtype,
+            device=self._device,
+            state=state,
+        )
+
+    def leave(self, number: int) -> None:
+        """Drop a tenant's adapter, between steps, on every rank alike."""
+        del self._tenants[number]
+
+    def begin(self, tenants: Ints) -> None:
+        """Before the passes of a step or of an evaluation: whose each sequence is [S]; gradients begin at zero."""
+        seen = set(tenants.tolist())
+        if strangers := sorted(seen - set(self._tenants)):
+            what = "the plan has sequences of tenants that have no adapter here"
+            raise EvenloadError(what, f"tenants {strangers}", "let them join before the step")
+        self._hooks.begin([self._tenants[number] for number in tenants.tolist()])
+        for number in seen:
+            self._tenants[number].gradients.zero_()
+
+    def sum_gradients(self, divisors: Mapping[int, int]) -> None:
+        """Sum the gradients of tenants over all ranks, and divide each by its tenant's divisor. Collective."""
+        numbers = sorted(divisors)
+        self._peers.sum_over_owners([self._tenants[number].gradients for number in numbers])
+        for number in numbers:
+            self._tenants[number].gradients.div_(max(1, divisors[number]))
+
+    def norms(self, numbers: Sequence[int]) -> dict[int, float]:
+        """Of the summed gradient of each tenant, over the whole model. Collective."""
+        if not numbers:
+            return {}
+        squares = torch.stack([self._tenants[number].squares(counts=self._peers.counts) for number in numbers])
+        return dict(zip(numbers, self._peers.sum_over_model(squares).sqrt().tolist(), strict=True))
+
+    @torch.no_grad()
+    def update(self, rates: Mapping[int, float], norms: Mapping[int, float]) -> None:
+        """One update of the tenants that have a rate. Collective."""
+        moved = [self._tenants[number] for number in sorted(rates)]
+        for number in sorted(rates):
+            self._tenants[number].update(rates[number], norms[number])
+        buffers = self._peers.gather_runs([tenant.values[tenant.run] for tenant in moved])
+        if self._peers.num_owners > 1:
+            for tenant, values in zip(moved, buffers, strict=True):
+                tenant.values.copy_(values)
+
+    def gradients(self, number: int) -> Mapping[str, Tensor]:
+        """A tenant's gradient, whole, on every rank's CPU. Collective over the model."""
+        tenant = self._tenants[number]
+        return self._whole(tenant, [tenant.gradients])[0]
+
+    def state(self, number: int) -> AdapterState:
+        """A tenant's adapter, whole, on the CPU of rank 0; empty tensors' names elsewhere. Collective."""
+        tenant = self._tenants[number]
+        moments = self._peers.gather_runs([moment.detach() for moment in tenant.owned_moments()])
+        weights, first, second = self._whole(tenant, [tenant.values.detach(), *moments])
+        return AdapterState(weights, first, second, tenant.steps)
+
+    def _whole(self, tenant: TenantAdapter, buffers: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Whole tensors of buffers that lie as the tenant's does. Collective over the model."""
+        by_name = [tenant.unpacked(flat) for flat in buffers]
+        parts = [
+            (matrix.name, matrix.kind, matrix.place, [views[matrix.name].cpu().clone() for views in by_name])
+            for matrix in tenant.matrices
+        ]
+        whole: list[dict[str, Tensor]] = [{} for _ in buffers]
+        for of_rank in everyone(parts, self._peers.model) if self._peers.model is not None else [parts]:
+            for name, kind, place, tensors in of_rank:
+                shape = whole_shape(place, kind, tenant.adapter.rank_of(place.name))
+                for into, tensor in zip(whole, tensors, strict=True):
+                    target = into.setdefault(name, tensor.new_empty(shape))
+                    target[(slice(None), slice(*place.columns)) if kind == A else slice(*place.rows)] = tensor
+        return whole

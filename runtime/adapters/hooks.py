@@ -1,0 +1,106 @@
+"""The hooks by which adapters reach a model: one of each block takes the pack, one of each linear layer adds products.
+
+A block's hook runs in every replay of its layer, with the pack of that replay: what a later micro-batch left behind is
+never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.pack import Pack
+from .dropout import kept
+from .places import Block, Place, Site
+from .product import Dropped, Span, added
+from .tenant import TenantAdapter
+
+
+@dataclass
+class _Running:
+    """What the layers of a block know of the pack that runs through it."""
+
+    spans: Sequence[Span] = ()
+    dropped: Dropped | None = None
+
+
+class Hooks:
+    """On the modules of these blocks until `remove`."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._tenants: Sequence[TenantAdapter] = ()
+        self._numbers: Sequence[int] = ()
+        self._hooks = [hook for block in blocks for hook in self._on(block)]
+
+    def begin(self, tenants: Sequence[TenantAdapter]) -> None:
+        """Of each sequence of the batch that runs next its tenant's adapter; none: the base alone runs."""
+        seen: dict[int, int] = {}
+        numbers = []
+        for tenant in tenants:
+            numbers.append(seen.get(id(tenant), 0))
+            seen[id(tenant)] = numbers[-1] + 1
+        self._tenants, self._numbers = tenants, numbers
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._tenants = [], ()
+
+    def _on(self, block: Block) -> list[Any]:
+        running = _Running()
+
+        def enter(module: nn.Module, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+            pack = block.pack_of(arguments, words)
+            running.spans = self._spans(pack)
+            running.dropped = self._dropping(pack, running.spans) if module.training else None
+
+        hooks: list[Any] = [block.carrier.register_forward_pre_hook(enter, with_kwargs=True)]
+        hooks += [site.module.register_forward_hook(_adding(site, running)) for site in block.sites]
+        return hooks
+
+    def _spans(self, pack: Pack) -> list[Span]:
+        """The slots of a pack by tenant, padding with the slice that it follows."""
+        owners: list[TenantAdapter | None] = [None] * (len(pack.segments) - 1)
+        if self._tenants:
+            owners[: len(pack.slices)] = [self._tenants[piece.sequence] for piece in pack.slices]
+        sizes = [stop - first for first, stop in pairwise(pack.segments)]
+        runs = groupby(zip(owners, sizes, strict=True), key=lambda pair: id(pair[0]))
+        spans = [list(run) for _, run in runs]
+        return [Span(sum(size for _, size in run), run[0][0]) for run in spans]
+
+    def _dropping(self, pack: Pack, spans: Sequence[Span]) -> Dropped | None:
+        """Dropout of the inputs of layers; None where no tenant of the pack has any."""
+        if not any(span.tenant and span.tenant.adapter.lora_dropout for span in spans):
+            return None
+        sizes = [stop - first for first, stop in pairwise(pack.segments)]
+        numbers = [self._numbers[piece.sequence] for piece in pack.slices]
+        numbers += [0] * (len(sizes) - len(numbers))
+        device = pack.positions_T.device
+        samples_T = torch.repeat_interleave(torch.tensor(numbers, device=device), torch.tensor(sizes, device=device))
+        of_spans = [span.size for span in spans]
+        samples, positions = torch.split(samples_T, of_spans), torch.split(pack.positions_T, of_spans)
+
+        def dropped(x_tC: Tensor, place: Place, number: int) -> Tensor:
+            tenant = spans[number].tenant
+            share = tenant.adapter.lora_dropout if tenant else 0.0
+            if tenant is None or not share:
+                return x_tC
+            kept_tC = kept(tenant.key(place.name), samples[number], positions[number], place.columns, share)
+            return torch.where(kept_tC, x_tC / (1 - share), 0.0)
+
+        return dropped
+
+
+def _adding(site: Site, running: _Running) -> Any:
+    def add(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output
+        x_TC, y_TD = arguments[0].flatten(0, -2), y.flatten(0, -2)
+        adapted = added(y_TD, x_TC, site, running.spans, running.dropped).view_as(y)
+        return (adapted, *output[1:]) if isinstance(output, tuple) else adapted
+
+    return add

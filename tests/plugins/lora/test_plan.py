@@ -1,0 +1,133 @@
+"""Tenants on their way through the planners: none is lost, and they change the order of slices alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError, PlanError
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
+from evenload.core.plan_json import read_step, step_json
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.forward_only import forward_only
+from evenload.core.planning.judge import judge
+from evenload.core.planning.tenants import of_tenants
+from evenload.core.recipe.recipe import parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+load_plugins()
+CAP = 512
+CHAINS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "stock": ({}, {}),
+    "packing": ({"packing": {"max_tokens": CAP}}, {}),
+    "replays": ({"packing": {"max_tokens": CAP, "activation_gib": 0.1}}, {}),
+    "mesh": ({"mesh": {"max_tokens": CAP}}, {}),
+    "pipeline": ({"pipeline": {"max_tokens": CAP}}, {"pp": 2}),
+    "packing of groups": ({"packing": {"max_tokens": CAP}}, {"cp": 2}),
+}
+BATCHES = st.lists(st.tuples(st.integers(2, 3 * CAP), st.sampled_from([3, 7, 8, 20])), min_size=1, max_size=24)
+
+
+def chain(name: str, lora: bool = True) -> PlanChain:
+    plugins, parallel = CHAINS[name]
+    enabled = {plugin: {"enabled": True, **section} for plugin, section in plugins.items()}
+    if lora and name != "packing of groups":
+        enabled["lora"] = {"enabled": True}
+    asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": "h100", "plugins": enabled})
+    return PlanChain.of_recipe(asked, asked.layout())
+
+
+def answers(of: PlanChain, lengths: Any, tenants: Any) -> Iterator[StepPlan]:
+    """All plans that the chain has of a batch."""
+    yield of.plan(lengths, tenants)
+    yield of.stock(lengths, tenants)
+    for name in of.baselines_for(lengths, "shown"):
+        yield of.baseline(name, lengths, tenants)
+    for _, planner in of.simpler(lengths, tenants):
+        try:
+            yield planner()
+        except EvenloadError:
+            continue
+
+
+def by_tenant(micro_batch: MicroBatch, tenants: list[int]) -> bool:
+    of_slices = [tenants[s.sequence] for s in micro_batch.slices]
+    return of_slices == sorted(of_slices)
+
+
+def unordered(micro_batch: MicroBatch) -> Any:
+    """What a micro-batch is but for the order of its slices."""
+    pairs = zip(micro_batch.slices, micro_batch.cp_groups or micro_batch.slices, strict=True)
+    return sorted(pairs), micro_batch._replace(slices=(), cp_groups=())
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@settings(max_examples=12, deadline=None)
+@given(batch=BATCHES)
+def test_no_plan_loses_a_tenant_and_they_change_the_order_of_slices_alone(name: str, batch: list[Any]) -> None:
+    of = chain(name)
+    lengths, tenants = (as_lengths(column) for column in zip(*batch, strict=True))
+    for owned, bare in zip(answers(of, lengths, tenants), answers(of, lengths, None), strict=True):
+        assert owned.tenants.tolist() == tenants.tolist()
+        assert not len(bare.tenants)
+        for of_owned, of_bare in ((owned.micro_batches, bare.micro_batches), (owned.backward, bare.backward)):
+            assert [unordered(m) for m in of_owned] == [unordered(m) for m in of_bare]
+            if of.of_slices:
+                assert all(by_tenant(m, tenants.tolist()) for m in of_owned)
+        assert owned.revised(micro_batches=bare.micro_batches, backward=bare.backward, tenants=[]).digest == bare.digest
+        assert read_step(step_json(owned)).digest == owned.digest
+        assert judge(owned, of.context).step_s == pytest.approx(judge(bare, of.context).step_s)
+
+
+def test_backward_groups_of_tenants_are_in_order_too() -> None:
+    """Sequence 0 is one slice forward, in two groups backward; sequences 1 and 2 are of another tenant than 0."""
+    of = chain("packing")
+    whole, first, second = Slice(0, 0, 12), Slice(0, 0, 8), Slice(0, 8, 12)
+    others = Slice(1, 0, 5), Slice(2, 0, 5)
+    plan = StepPlan(
+        [12, 5, 5],
+        (MicroBatch((others[0], whole, others[1]), (0,)), MicroBatch((), (1,))),
+        of.limits,
+        backward=(MicroBatch((others[0], second, others[1]), (0,)), MicroBatch((first,), (0,)), MicroBatch((), (1,))),
+    )
+    owned = of_tenants(plan, as_lengths([4, 9, 2]), of.context, of.of_slices)
+    assert owned.tenants.tolist() == [4, 9, 2]
+    assert owned.micro_batches[0].slices == (others[1], whole, others[0])
+    assert owned.backward[0].slices == (others[1], second, others[0])
+    assert owned.backward[1:] == plan.backward[1:]
+
+
+def test_plans_that_run_forward_only_have_tenants() -> None:
+    of = forward_only(chain("packing"))
+    plan = of.plan(as_lengths([300, 200, 100, 40, 30]), as_lengths([2, 1, 2, 1, 2]))
+    assert plan.tenants.tolist() == [2, 1, 2, 1, 2]
+    assert all(by_tenant(m, plan.tenants.tolist()) for m in plan.micro_batches)
+
+
+def test_tenants_are_in_the_digest() -> None:
+    of, lengths = chain("packing"), as_lengths([100, 100])
+    assert of.plan(lengths, as_lengths([1, 2])).digest != of.plan(lengths, as_lengths([1, 1])).digest
+
+
+def test_tenants_of_another_batch_are_refused() -> None:
+    with pytest.raises(PlanError, match="not one tenant for each sequence"):
+        chain("packing").plan(as_lengths([10, 10]), as_lengths([1]))
+
+
+def test_a_planner_of_slices_that_breaks_a_law_is_noticed() -> None:
+    of = chain("packing")
+    ((plugin, config),) = of.of_slices
+    drops = replace(plugin, plan=lambda plan, *_: plan.revised(micro_batches=plan.micro_batches[1:]))
+    with pytest.raises(PlanError, match="tokens are missing"):
+        replace(of, of_slices=((drops, config),)).plan(as_lengths([500, 500, 500]), as_lengths([1, 1, 2]))
+
+
+def test_slices_of_one_tenant_may_lie_anywhere() -> None:
+    plan = chain("packing").plan(as_lengths([100, 90, 80, 70]), as_lengths([1, 2, 1, 2]))
+    reversed_ = tuple(m._replace(slices=m.slices[::-1]) for m in plan.micro_batches)
+    assert check(plan.revised(micro_batches=reversed_))
