@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evenload.commands.tenants.trials import MOST_TRIALS, refuse_same_names, sweep_of
+from evenload.commands.tenants.verdicts.trials import MOST_TRIALS, refuse_same_names, sweep_of
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import EvenloadError, shorten
-from ...core.input import reading
+from ....core.errors import EvenloadError, shorten
+from ....core.input import reading
+from ..status import Status
 from .halving import Halving
-from .status import Status
 from .trials import Sweep
 
 NAME, BEST = "ranking.json", "best"

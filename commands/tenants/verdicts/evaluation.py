@@ -16,17 +16,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import EvenloadError
-from ...core.planning.forward_only import forward_only
-from ...core.planning.planner import Draw, Planned
-from ...core.recipe.tenant import Evaluate
-from ...data.samples.order import SampleOrder
-from ...data.sources import Source
-from ...integrations.host import TokensOf
-from ...integrations.scoring import Scores
-from ...runtime.attention.labels import Labels
-from .._shared.job import Job
-from ..validation.draws import scorable
+from ....core.errors import EvenloadError
+from ....core.planning.forward_only import forward_only
+from ....core.planning.planner import Draw, Planned
+from ....core.recipe.tenant import Evaluate
+from ....data.samples.order import SampleOrder
+from ....data.sources import Source
+from ....integrations.host import TokensOf
+from ....integrations.scoring import Scores
+from ....runtime.attention.labels import Labels
+from ..._shared.job import Job
+from ...validation.draws import scorable
 
 
 class HeldOut(NamedTuple):

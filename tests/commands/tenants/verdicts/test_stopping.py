@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from evenload.commands.tenants.stopping import is_due, is_over, perplexity, without_gain
+from evenload.commands.tenants.verdicts.stopping import is_due, is_over, perplexity, without_gain
 from evenload.core.recipe.tenant import Evaluate
 from hypothesis import given
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from evenload.commands.tenants.halving import Halving
+from evenload.commands.tenants.verdicts.halving import Halving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ...core.recipe.tenant import Evaluate
+from ....core.recipe.tenant import Evaluate
 
 _MOST_NATS = 700.0
 """The exponential of more is no float64."""

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from ...core.errors import EvenloadError, nearest, refuse_first, shorten, shown
-from ...core.input.bounds import TOKENS, whole_number
-from ...core.input.validation import first_fault
-from ...core.recipe.tenant import Tenant
+from ....core.errors import EvenloadError, nearest, refuse_first, shorten, shown
+from ....core.input.bounds import TOKENS, whole_number
+from ....core.input.validation import first_fault
+from ....core.recipe.tenant import Tenant
 
 MOST_TRIALS = 256
 """Of one sweep; each has a folder, an adapter and two moments of it."""

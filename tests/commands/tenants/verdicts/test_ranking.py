@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from evenload.commands.lora import lora
-from evenload.commands.tenants import ranking as rank
-from evenload.commands.tenants.halving import Halving
 from evenload.commands.tenants.status import NAME, State, Status, read_status
 from evenload.commands.tenants.table import tables
-from evenload.commands.tenants.trials import sweep_of
+from evenload.commands.tenants.verdicts import ranking as rank
+from evenload.commands.tenants.verdicts.halving import Halving
+from evenload.commands.tenants.verdicts.trials import sweep_of
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 from rich.console import Console

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.commands.tenants.evaluation import HeldOut, held_out_of, readers_of, union_of
+from evenload.commands.tenants.verdicts.evaluation import HeldOut, held_out_of, readers_of, union_of
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Evaluate
 
