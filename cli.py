@@ -175,6 +175,17 @@ def export(
     _run_ranks("export", recipe, nproc, as_json, reads_data=False, checkpoint=folder, out=out)
 
 
+@app.command()
+def lora(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="plugins.lora.out of a job, or plugins.lora.tenants.")],
+    as_json: AsJson = False,
+) -> None:
+    """How the tenants of a job stand: state, steps, loss, lowest loss of evaluations, tokens, time left."""
+    from .commands.lora import lora as work
+
+    _show("lora", work(folder), as_json)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")]) -> None:
     """Run an unmodified training script with the recipe's plugins switched on."""

@@ -149,7 +149,31 @@ def test_the_written_plan_can_be_checked_by_anyone(place: Path) -> None:
         assert all(set(tokens) == {1} for tokens in covered)
 
 
+def test_tenants_of_a_job_are_listed_without_torch(place: Path) -> None:
+    out = place / "adapters" / "out"
+    for name, more in (
+        ("acme", '"state": "training", "step": 3, "loss": 2.5'),
+        ("zenith", '"state": "failed", "step": 0'),
+    ):
+        (out / name).mkdir(parents=True)
+        (out / name / "status.json").write_text(f'{{"name": "{name}", "steps": 40, {more}}}')
+    for folder in ("adapters", "adapters/out"):
+        done = evenload("lora", folder, "--json", cwd=place, bare=True)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout)["tenants"]
+        assert [(row["name"], row["state"], row["step"], row["loss"]) for row in rows] == [
+            ("acme", "training", 3, 2.5),
+            ("zenith", "failed", 0, None),
+        ]
+    table = evenload("lora", "adapters", cwd=place, bare=True).stdout
+    assert "zenith" in table
+    assert "3 of 40" in table
+
+
 WRONG = {
+    "no folder of tenants": ("lora", "nothing"),
+    "a folder without tenants": ("lora", "."),
+    "a damaged status": ("lora", "damaged"),
     "no such recipe": ("plan", "nothing.yaml", "--lengths", "lengths.txt"),
     "no such lengths": ("plan", "recipe.yaml", "--lengths", "nothing.txt"),
     "unknown key": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "train.stepz=3"),
@@ -190,6 +214,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_requests_exit_with_2_and_write_nothing(name: str, place: Path) -> None:
     (place / "zero.txt").write_text("5\n0\n7\n")
+    (place / "damaged" / "acme").mkdir(parents=True, exist_ok=True)
+    (place / "damaged" / "acme" / "status.json").write_text('{"name": "acme", "state": "lost"}')
     (place / "empty.jsonl").write_text("")
     (place / "corrupt.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     before = sorted(p.name for p in place.iterdir())

@@ -143,7 +143,7 @@ def test_options_of_a_synopsis_exist(command: str) -> None:
     import typer
 
     group: Any = typer.main.get_command(cli.app)
-    for verb in re.findall(r"\w+", re.split("RECIPE|CHECKPOINT", command.partition(" ")[2])[0]):
+    for verb in re.findall(r"\w+", re.split("RECIPE|CHECKPOINT|DIR", command.partition(" ")[2])[0]):
         options = {option for parameter in group.commands[verb].params for option in parameter.opts}
         assert set(re.findall(r"--\w+", command)) <= options
 

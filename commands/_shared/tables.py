@@ -15,6 +15,7 @@ from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ..experts.table import table as table_of_loads
 from ..sweep import said, written
+from ..tenants.table import tables as tables_of_tenants
 from ..training.table import table as table_of_run
 from ..validation.table import tables as tables_of_validation
 from .show import gib, grid, mib, percent, plain, seconds
@@ -380,6 +381,11 @@ def export(result: Result) -> Table:
     rows = [(name, mib(size)) for name, size in result["files"].items()]
     caption = f"{result['tensors']} tensors, {mib(result['bytes'])} in {seconds(result['seconds'])}"
     return grid(f"{result['folder']}, of step {result['step']}", ("file", "size"), rows, caption)
+
+
+def lora(result: Result) -> Group:
+    """A row a tenant, then a table a sweep."""
+    return tables_of_tenants(result)
 
 
 def doctor(result: Result) -> Table:

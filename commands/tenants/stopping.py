@@ -1,10 +1,11 @@
-"""When a tenant is evaluated, which of its adapters is the best so far, and when it stops."""
+"""When a tenant is evaluated, and when it stops because nothing was gained.
+
+The adapter before the first step is evaluated and counts, too: where training only made it worse, it is the best one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ...core.recipe.tenant import Evaluate
 
@@ -12,43 +13,20 @@ _MOST_NATS = 700.0
 """The exponential of more is no float64."""
 
 
-class Stopping:
-    """The evaluations of one tenant. ``state``: what `state` gave before a job was resumed.
+def is_due(evaluate: Evaluate, done: int, steps: int) -> bool:
+    """Whether to evaluate a tenant that has trained so many of its steps."""
+    return done % evaluate.every == 0 or done == steps
 
-    The adapter before the first step counts, too: where training made it worse, it is the best one.
-    """
 
-    def __init__(self, evaluate: Evaluate, steps: int, state: Mapping[str, Any] | None = None) -> None:
-        self._evaluate, self._steps = evaluate, steps
-        self.lowest, self.at_step = math.inf, 0
-        self.without_gain = 0
-        """Evaluations since the one of lowest loss."""
-        if state is not None:
-            self.lowest = math.inf if state["lowest"] is None else float(state["lowest"])
-            self.at_step, self.without_gain = int(state["at_step"]), int(state["without_gain"])
+def without_gain(evaluate: Evaluate, done: int, best_step: int, steps: int) -> int:
+    """Evaluations up to this step since the one of lowest loss, which was behind ``best_step``."""
+    last = done == steps and done % evaluate.every != 0 and best_step < done
+    return done // evaluate.every - best_step // evaluate.every + last
 
-    def due(self, done: int) -> bool:
-        """Whether to evaluate when so many steps have been trained."""
-        return done % self._evaluate.every == 0 or done == self._steps
 
-    def add(self, done: int, loss: float) -> bool:
-        """Take the loss behind so many steps; whether it is the lowest so far."""
-        best = loss < self.lowest
-        if best:
-            self.lowest, self.at_step, self.without_gain = loss, done, 0
-        else:
-            self.without_gain += 1
-        return best
-
-    @property
-    def over(self) -> bool:
-        """Whether patience is at its end."""
-        return self._evaluate.patience is not None and self.without_gain >= self._evaluate.patience
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, ready for JSON."""
-        lowest = self.lowest if math.isfinite(self.lowest) else None
-        return {"lowest": lowest, "at_step": self.at_step, "without_gain": self.without_gain}
+def is_over(evaluate: Evaluate, done: int, best_step: int, steps: int) -> bool:
+    """Whether patience is at its end."""
+    return evaluate.patience is not None and without_gain(evaluate, done, best_step, steps) >= evaluate.patience
 
 
 def perplexity(loss: float) -> float:

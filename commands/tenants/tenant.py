@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import Adapter
@@ -14,10 +14,8 @@ from ...data.samples.batches import BatchSize
 from ...data.sources import Source
 from .._shared.drawing import Drawing
 from .._shared.measuring import learning_rate
-
-State = Literal["waiting", "training", "done", "stopped", "left", "failed"]
-"""waiting: for memory, or for other trials of its sweep; stopped: early, by its evaluations; left: its file is gone."""
-ENDED: tuple[State, ...] = ("done", "stopped", "left", "failed")
+from .status import ENDED as ENDED
+from .status import State as State
 
 
 @dataclass

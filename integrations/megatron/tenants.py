@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[Block]:
     for name, parameter in global_parameters(model):
         if name.endswith(_LINEARS):
             places = tuple(_places(name, parameter, recipe, tp_rank))
-            sites[name] = Site(modules[id(parameter)], places, *_across(parameter, recipe.parallel.tp))
+            sites[name] = Site(modules[id(parameter)], places, *_sums(parameter, recipe.parallel.tp))
     return [
         Block(layer, _pack_of, tuple(s for n, s in sites.items() if f"layers.{layer.layer_number - 1}." in n))
         for layer in gpt.decoder.layers
@@ -126,15 +125,12 @@ def _places(name: str, parameter: nn.Parameter, recipe: Recipe, tp_rank: int) ->
         yield Place(layer, outputs, inputs, piece.rows, columns, piece.groups, piece.first)
 
 
-def _across(parameter: Any, tp: int) -> tuple[Any, ...]:
+def _sums(parameter: Any, tp: int) -> tuple[Any, ...]:
+    """What tensor-parallel ranks sum, and their group."""
     if tp == 1:
         return ()
-    return (copy_to_tensor_model_parallel_region if parameter.partition_dim == 0 else _summed,)
-
-
-def _summed(products: Tensor) -> Tensor:
-    summed: Tensor = reduce_from_tensor_model_parallel_region(products)
-    return summed
+    kind = "gradients" if parameter.partition_dim == 0 else "products"
+    return kind, parallel_state.get_tensor_model_parallel_group()
 
 
 def _pack_of(_: tuple[Any, ...], words: dict[str, Any]) -> Pack:

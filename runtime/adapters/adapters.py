@@ -38,7 +38,8 @@ class Adapters:
         self, blocks: Sequence[Block], linears: Sequence[str], peers: Peers, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.linears, self._peers, self._dtype, self._device = tuple(linears), peers, dtype, device
-        self._places = [place for block in blocks for site in block.sites for place in site.places]
+        self._sites = [site for block in blocks for site in block.sites]
+        self._places = [place for site in self._sites for place in site.places]
         self._tenants: dict[int, TenantAdapter] = {}
         self._hooks = Hooks(blocks)
 
@@ -87,7 +88,7 @@ class Adapters:
         self._tenants[number] = TenantAdapter(
             adapter,
             train,
-            self._places,
+            self._sites,
             owner=self._peers.owner,
             owners=self._peers.num_owners,
             dtype=self._dtype,

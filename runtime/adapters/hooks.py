@@ -98,11 +98,9 @@ class Hooks:
 
 def _adding(site: Site, running: _Running) -> Any:
     def add(_: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        more = added(arguments[0].flatten(0, -2), site, running.spans, running.dropped)
-        if more is None:
-            return output
-        if isinstance(output, tuple):
-            return output[0] + more.view_as(output[0]), *output[1:]
-        return output + more.view_as(output)
+        y = output[0] if isinstance(output, tuple) else output
+        x_TC, y_TD = arguments[0].flatten(0, -2), y.flatten(0, -2)
+        adapted = added(y_TD, x_TC, site, running.spans, running.dropped).view_as(y)
+        return (adapted, *output[1:]) if isinstance(output, tuple) else adapted
 
     return add

@@ -1,0 +1,26 @@
+"""How the tenants of the lora plugin stand, from what the job that trains them has written: no job is asked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import EvenloadError, shorten
+from .tenants import status
+from .tenants.ranking import rankings
+
+
+def lora(folder: Path) -> dict[str, Any]:
+    """All tenants and sweeps of ``plugins.lora.out``, or of the folder that ``plugins.lora.tenants`` names.
+
+    Raises EvenloadError for a folder without any, and for files that are damaged.
+    """
+    for out in (folder, folder / "out", folder.parent / "out"):
+        if paths := sorted(out.glob(f"*/{status.NAME}")):
+            rows = [asdict(status.read_status(path)) for path in paths]
+            sweeps = rankings(sorted(path for path in out.iterdir() if path.is_dir()))
+            return {"folder": str(out), "tenants": rows, "sweeps": sweeps}
+    detail = f"no */{status.NAME} in it" if folder.is_dir() else "no such folder"
+    do = "give plugins.lora.out or plugins.lora.tenants of a job that has begun"
+    raise EvenloadError(f"no tenant has a status in {shorten(str(folder))}", detail, do)

@@ -1,0 +1,50 @@
+"""Tenants and sweeps as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from .._shared.show import clock, grid
+
+_HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time left")
+
+
+def tables(result: dict[str, Any]) -> Group:
+    """A row a tenant, then a table a sweep with its winner bold; of ``tenants`` and ``sweeps`` of a result."""
+    return Group(_tenants(result["tenants"]), *(_ranking(ranking) for ranking in result["sweeps"]))
+
+
+def _tenants(statuses: list[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            row["name"],
+            row["state"],
+            f"{row['step']:,} of {row['steps']:,}",
+            row["loss"],
+            row["best"],
+            None if row["best"] is None else row["best_step"],
+            f"{row['tokens']:,}",
+            "" if row["left_s"] is None else clock(row["left_s"]),
+        )
+        for row in statuses
+    ]
+    tokens = sum(row["tokens"] for row in statuses)
+    about = [f"{tokens:,} tokens trained; loss: of the last step; best: the lowest loss of held-out samples"]
+    about += [f"{row['name']}: {row['reason']}" for row in statuses if row["reason"]]
+    return grid("tenants", _HEAD, rows, "\n".join(about))
+
+
+def _ranking(ranking: dict[str, Any]) -> Table:
+    rows = [
+        (str(place), row["trial"], row["state"], f"{row['step']:,} of {row['steps']:,}", row["loss"])
+        for place, row in enumerate(ranking["trials"], 1)
+    ]
+    caption = f"loss: {ranking['loss_is']}"
+    caption += (
+        f"\nthe adapter of {ranking['winner']} is in {ranking['best']}" if ranking["best"] else "\nstill going on"
+    )
+    head = ("place", "trial", "state", "step", "loss")
+    return grid(f"sweep {ranking['sweep']}", head, rows, caption, bold=0 if ranking["best"] else None)
