@@ -43,6 +43,11 @@ class TenantDrawing:
         """Whether any tenant has another batch."""
         return any(map(self._draws, self._active()))
 
+    @property
+    def num_open(self) -> int:
+        """Batches that were drawn and not trained on."""
+        return len(self._open)
+
     def __call__(self) -> Draw:
         tenants = [tenant for tenant in self._active() if self._draws(tenant)]
         self._open.append([_Before(tenant, copy.copy(tenant.drawing)) for tenant in tenants])

@@ -6,14 +6,16 @@ at the start count at once. What is wrong with a tenant stands beside its file, 
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core.errors import EvenloadError, shorten
-from ...core.input import reading
-from .._shared.job import logger
+from ....core.errors import EvenloadError, shorten
+from ....core.input import reading
+
+logger = logging.getLogger("evenload")
 
 SUFFIX, ERROR = ".yaml", ".error"
 STOP = "stop"
