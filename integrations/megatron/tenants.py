@@ -44,7 +44,9 @@ class MegatronTenants(TenantHost, MegatronHost):
         self._gate = self.optimizer = None
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        self.frozen = frozenset(name for name, _ in global_parameters(self.model))
+        names = [name for name, _ in global_parameters(self.model)]
+        parts = everyone(names, self._stages) if self.layout.pp > 1 else [names]
+        self.frozen = frozenset(name for part in parts for name in part)
         self.ddp = Float16Module(config, self.model) if self.recipe.train.dtype == "bf16" else self.model
         blocks = blocks_of(self.model, self.recipe, self.tp_rank)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
@@ -57,8 +59,8 @@ class MegatronTenants(TenantHost, MegatronHost):
         dtype = torch.promote_types(DTYPES[self.recipe.train.dtype], torch.float32)
         self.adapters = Adapters(blocks, [name for stage in stages for name in stage], peers, dtype, self.device)
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "adapted_linears": len(self.adapters.linears)}
+    def _describe_reduction(self) -> dict[str, Any]:
+        return {"adapted_linears": len(self.adapters.linears)}
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None

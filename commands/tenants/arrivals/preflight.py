@@ -23,8 +23,9 @@ class Preflight(NamedTuple):
     chain: PlanChain
 
 
-def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
+def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = ()) -> Preflight:
     """Check trainer, layout and base, and that there is a folder of tenants. Raises EvenloadError; starts nothing."""
+    _refuse_of_models(recipe, against)
     folder = folder_of_tenants(recipe)
     names = Folder(folder).names
     recipe, layout = runnable(recipe, world_size)
@@ -44,6 +45,24 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     )
     refuse_other_tokenizer(recipe)
     return Preflight(recipe, PlanChain.of_recipe(recipe, layout))
+
+
+def _refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
+    """Raise EvenloadError for what belongs to the training of a whole model."""
+    refuse_first(
+        (
+            bool(against),
+            "baselines do not train tenants beside evenload",
+            f"--against {','.join(against)}",
+            "leave it out, or compare by `evenload plan`, whose times are predicted",
+        ),
+        (
+            recipe.train.export is not None,
+            "train.export writes a whole model, and tenants leave adapters",
+            f"train.export {recipe.train.export}",
+            "leave it out: each tenant's adapter is in plugins.lora.out",
+        ),
+    )
 
 
 def config_of(recipe: Recipe) -> LoraConfig:

@@ -20,6 +20,7 @@ JOBS = (
     "expert_jobs",
     "score_jobs",
     "pretrained_jobs",
+    "tenant_jobs",
     "user_jobs",
 )
 
