@@ -73,7 +73,9 @@ class TenantHost(Host):
 
     def _gradients(self) -> dict[str, Tensor]:
         """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""
-        return {f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()}
+        return {
+            f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
+        }
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         return math.hypot(*(result.grad_norm for result in self._results.values() if not result.failed))

@@ -1,4 +1,4 @@
-"""A tenant that misbehaves is frozen and named, and the others end bit by bit where they end beside one that behaves."""
+"""A tenant that misbehaves is frozen and named; the others end bit by bit where they end beside one that behaves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def behaving(on_ranks):
 @pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
 def test_a_tenant_that_misbehaves_is_frozen_and_changes_nobody(on_ranks, behaving, size, layout, plans, how):
     said, when = FAULTS[how]
-    for good, bad in zip(behaving(size, plans, layout), on_ranks(size, "beside", how=how, plans=plans, **layout)):
+    results = on_ranks(size, "beside", how=how, plans=plans, **layout)
+    for good, bad in zip(behaving(size, plans, layout), results, strict=True):
         for number, (row, beside) in enumerate(zip(good["rows"], bad["rows"], strict=True)):
             assert not row["failed"]
             assert beside["losses"] == row["losses"]
