@@ -24,6 +24,7 @@ from types import FrameType
 from ..api import load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.rules import refuse_adapters_in_loops
 from ..core.recipe.shipped import file_of
 from ..integrations.run_folder import VARIABLE, RunFolder
 from ._shared.hosts import require
@@ -62,6 +63,7 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
 
 def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequence[str], **variables: str) -> int:
     """`run` without its last line: the processes write into the folder and have further variables."""
+    refuse_adapters_in_loops(recipe)
     require(recipe.trainer)
     if not command or shutil.which(command[0]) is None:
         do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"

@@ -164,9 +164,15 @@ class MegatronHost(Host):
             "pp": self.layout.pp,
             "dp": self.layout.dp,
             "ep": self.layout.ep,
-            "distributed_optimizer": self.ddp.ddp_config.use_distributed_optimizer,
-            "overlap_grad_reduce": self.ddp.ddp_config.overlap_grad_reduce,
+            **self._describe_reduction(),
             "parameters_on_rank": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def _describe_reduction(self) -> dict[str, Any]:
+        config = self.ddp.ddp_config
+        return {
+            "distributed_optimizer": config.use_distributed_optimizer,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
         }
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -45,7 +44,9 @@ class MegatronTenants(TenantHost, MegatronHost):
         self._gate = self.optimizer = None
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        self.frozen = frozenset(name for name, _ in global_parameters(self.model))
+        names = [name for name, _ in global_parameters(self.model)]
+        parts = everyone(names, self._stages) if self.layout.pp > 1 else [names]
+        self.frozen = frozenset(name for part in parts for name in part)
         self.ddp = Float16Module(config, self.model) if self.recipe.train.dtype == "bf16" else self.model
         blocks = blocks_of(self.model, self.recipe, self.tp_rank)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
@@ -58,8 +59,8 @@ class MegatronTenants(TenantHost, MegatronHost):
         dtype = torch.promote_types(DTYPES[self.recipe.train.dtype], torch.float32)
         self.adapters = Adapters(blocks, [name for stage in stages for name in stage], peers, dtype, self.device)
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "adapted_linears": len(self.adapters.linears)}
+    def _describe_reduction(self) -> dict[str, Any]:
+        return {"adapted_linears": len(self.adapters.linears)}
 
     def _run(
         self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
@@ -80,9 +81,8 @@ class MegatronTenants(TenantHost, MegatronHost):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        loss, num_targets = scores.loss, int(scores.targets.sum())
         of_rank = busy.total_s, busy.forward_s, tuple(executed), (SUM_AFTER_PASSES,)
-        return StepResult(loss, num_targets, *of_rank, tenants=tenants)
+        return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
 
 class _BookedForward:
@@ -111,7 +111,7 @@ def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[Block]:
     for name, parameter in global_parameters(model):
         if name.endswith(_LINEARS):
             places = tuple(_places(name, parameter, recipe, tp_rank))
-            sites[name] = Site(modules[id(parameter)], places, *_across(parameter, recipe.parallel.tp))
+            sites[name] = Site(modules[id(parameter)], places, *_sums(parameter, recipe.parallel.tp))
     return [
         Block(layer, _pack_of, tuple(s for n, s in sites.items() if f"layers.{layer.layer_number - 1}." in n))
         for layer in gpt.decoder.layers
@@ -126,15 +126,12 @@ def _places(name: str, parameter: nn.Parameter, recipe: Recipe, tp_rank: int) ->
         yield Place(layer, outputs, inputs, piece.rows, columns, piece.groups, piece.first)
 
 
-def _across(parameter: Any, tp: int) -> tuple[Any, ...]:
+def _sums(parameter: Any, tp: int) -> tuple[Any, ...]:
+    """What tensor-parallel ranks sum, and their group."""
     if tp == 1:
         return ()
-    return (copy_to_tensor_model_parallel_region if parameter.partition_dim == 0 else _summed,)
-
-
-def _summed(products: Tensor) -> Tensor:
-    summed: Tensor = reduce_from_tensor_model_parallel_region(products)
-    return summed
+    kind = "gradients" if parameter.partition_dim == 0 else "products"
+    return kind, parallel_state.get_tensor_model_parallel_group()
 
 
 def _pack_of(_: tuple[Any, ...], words: dict[str, Any]) -> Pack:

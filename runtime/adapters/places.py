@@ -7,9 +7,10 @@ tensor-parallel rank holds a part of each. Tenants know the layers by their Hugg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from ..attention.pack import Pack
 
@@ -46,19 +47,21 @@ class Place(NamedTuple):
         return self.columns != (0, self.inputs)
 
 
-def _alone(products: Tensor) -> Tensor:
-    return products
-
-
 class Site(NamedTuple):
     """A module of the trainer that computes linear layers: y = f(x), or (y, bias), of x [..., inputs]."""
 
     module: nn.Module
     places: tuple[Place, ...]
     """In the order of their runs."""
-    across: Callable[[Tensor], Tensor] = _alone
-    """What tensor parallelism does to x A^T, differentiable: sums it over ranks whose inputs differ, or, where their
-    outputs do, sums its gradient."""
+    sums: Literal["", "products", "gradients"] = ""
+    """What tensor-parallel ranks sum: x A^T, where their inputs differ; its gradient, where their outputs do."""
+    group: dist.ProcessGroup | None = None
+    """Of these ranks."""
+
+    @property
+    def name(self) -> str:
+        """Of its first layer."""
+        return self.places[0].name
 
 
 class Block(NamedTuple):

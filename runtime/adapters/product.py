@@ -1,21 +1,31 @@
 """What adapters add to the output of a module, tenant by tenant: each multiplies its own tokens and no others.
 
-No product runs over tokens of another tenant with a mask: a value that is not finite would go through the mask's zeros.
+    y <- y + s (x A^T) B^T        dB += s dy^T z     dz = s dy B     dA += dz^T x     dx += dz A        z = x A^T
 
-Shape legend: T = slots of a pack, t = those of one tenant, C = inputs, D = outputs, r = rank.
+No product runs over tokens of another tenant with a mask: a value that is not finite would go through the mask's zeros.
+Gradients of matrices are added straight into the tenant's buffer. The matrices A of all layers of a site lie one behind
+the other there, so layers that share an input (queries, keys and values) share the products with x, too.
+
+Shape legend: T = slots of a pack, t = those of one tenant, C = inputs, D = outputs, r = rank, R = all ranks of a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.autograd.function import once_differentiable
 
 from .places import Place, Site
-from .tenant import Pair, TenantAdapter
+from .tenant import Layer, OfSite, TenantAdapter
+
+Dropped = Callable[[Tensor, Place, int], Tensor]
+"""A tensor [t, C] with what dropout keeps of the inputs of a layer, scaled, and zeros; the number is that of the span.
+It is linear in the tensor, so a gradient goes back through it as the inputs went forth."""
 
 
 class Span(NamedTuple):
@@ -26,43 +36,120 @@ class Span(NamedTuple):
     """None: nothing is added."""
 
 
-Dropped = Callable[[Tensor, Place, int], Tensor]
-"""The inputs of a layer, some dropped: of the inputs [t, C], the layer, and which span it is."""
+class _Part(NamedTuple):
+    """A span whose tenant adapts layers of the site."""
+
+    slots: slice
+    of_site: OfSite
+    dropped: Callable[[Tensor, Place], Tensor] | None
 
 
-def added(x_TC: Tensor, site: Site, spans: Sequence[Span], dropped: Dropped | None) -> Tensor | None:
-    """What the tenants' adapters add to a site's output [T, D]; None where nobody has an adapter there."""
-    products: list[Tensor] = []
-    pairs: list[Pair] = []
-    parts_TC = torch.split(x_TC, [span.size for span in spans])
-    for number, (span, x_tC) in enumerate(zip(spans, parts_TC, strict=True)):
-        for place, pair in _adapted(site, span):
-            shown = x_tC if dropped is None else dropped(x_tC, place, number)
-            products.append(linear(shown, pair.a.to(x_TC.dtype)) * pair.scaling)
-            pairs.append(pair)
-    if not products:
-        return None
-    sizes = [product.numel() for product in products]
-    joined = site.across(torch.cat([product.flatten() for product in products]))
-    summed = [part.view_as(product) for part, product in zip(torch.split(joined, sizes), products, strict=True)]
-    outputs = iter([linear(z_tr, pair.b.to(x_TC.dtype)) for z_tr, pair in zip(summed, pairs, strict=True)])
-    return torch.cat([_laid(site, span, outputs, x_TC) for span in spans])
+def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[Span], dropped: Dropped | None) -> Tensor:
+    """The output of a site and what the tenants' adapters add to it; itself where nobody has an adapter there."""
+    parts, first = [], 0
+    for number, (size, tenant) in enumerate(spans):
+        if tenant and (of_site := tenant.sites.get(site.name)):
+            of_span = partial(_of_span, dropped, number) if dropped and tenant.adapter.lora_dropout else None
+            parts.append(_Part(slice(first, first + size), of_site, of_span))
+        first += size
+    if not parts:
+        return y_TD
+    # An input that needs a gradient: the output then has a backward also where nothing before it needs one.
+    output: Tensor = _Added.apply(y_TD, x_TC, x_TC.new_zeros((), requires_grad=True), site, parts)  # type: ignore[no-untyped-call]
+    return output
 
 
-def _adapted(site: Site, span: Span) -> list[tuple[Place, Pair]]:
-    pairs = span.tenant.pairs if span.tenant else {}
-    return [(place, pairs[place.name]) for place in site.places if place.name in pairs]
+def _of_span(dropped: Dropped, number: int, tensor: Tensor, place: Place) -> Tensor:
+    return dropped(tensor, place, number)
 
 
-def _laid(site: Site, span: Span, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
-    """The outputs of a span's layers where the module has them [t, D], zeros where nothing is added."""
-    adapted = {place.name for place, _ in _adapted(site, span)}
-    if not adapted:
-        return like.new_zeros(span.size, sum(place.run * place.groups for place in site.places))
-    runs = [
-        next(outputs).view(span.size, place.groups, place.run)
-        if place.name in adapted
-        else like.new_zeros(span.size, place.groups, place.run)
-        for place in site.places
-    ]
-    return (torch.cat(runs, -1) if len(runs) > 1 else runs[0]).flatten(1)
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, x_TC: Tensor, _: Tensor, site: Site, parts: Sequence[_Part]) -> Tensor:
+        products = [_inner(x_TC[part.slots], part) for part in parts]
+        if site.sums == "products":
+            _sum_over_ranks(products, site)
+        output_TD = y_TD.clone()
+        for part, z_tR in zip(parts, products, strict=True):
+            for layer in part.of_site.layers:
+                _add_outer(output_TD[part.slots], z_tR[:, layer.ranks], layer)
+        ctx.save_for_backward(x_TC, *products)
+        ctx.of_call = site, parts
+        return output_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, *products = ctx.saved_tensors
+        site, parts = ctx.of_call
+        gradients = [_through_b(dy_TD[part.slots], z_tR, part) for part, z_tR in zip(parts, products, strict=True)]
+        if site.sums == "gradients":
+            _sum_over_ranks(gradients, site)
+        dx_TC = torch.zeros_like(x_TC) if ctx.needs_input_grad[1] else None
+        for part, dz_tR in zip(parts, gradients, strict=True):
+            _through_a(x_TC[part.slots], dz_tR, None if dx_TC is None else dx_TC[part.slots], part)
+        return dy_TD, dx_TC, None, None, None
+
+
+def _sum_over_ranks(tensors: Sequence[Tensor], site: Site) -> None:
+    """Sum tensors over the tensor-parallel ranks, in place and at once. Collective."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=site.group)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _inner(x_tC: Tensor, part: _Part) -> Tensor:
+    """x A^T of all layers [t, R]."""
+    if part.dropped is None:
+        return x_tC @ part.of_site.a_RC.to(x_tC.dtype).t()
+    layers = part.of_site.layers
+    return torch.cat([part.dropped(x_tC, one.place) @ one.a_rC.to(x_tC.dtype).t() for one in layers], 1)
+
+
+def _outputs(y_tD: Tensor, place: Place) -> Tensor:
+    """Those of a layer, [t, groups, run]: a view."""
+    return y_tD.view(len(y_tD), place.groups, -1)[:, :, place.first : place.first + place.run]
+
+
+def _add_outer(y_tD: Tensor, z_tr: Tensor, layer: Layer) -> None:
+    """Add s z B^T to the outputs of a layer."""
+    place, b_rD = layer.place, layer.b_Dr.to(z_tr.dtype).t()
+    if place.groups == 1:
+        _outputs(y_tD, place)[:, 0].addmm_(z_tr, b_rD, alpha=layer.scaling)
+    else:
+        outputs = _outputs(y_tD, place)
+        outputs.add_((z_tr @ b_rD).view(outputs.shape), alpha=layer.scaling)
+
+
+def _through_b(dy_tD: Tensor, z_tR: Tensor, part: _Part) -> Tensor:
+    """Add the gradients of all B; the gradient of x A^T [t, R]."""
+    dz_tR = torch.empty_like(z_tR)
+    for layer in part.of_site.layers:
+        dy_tr = _outputs(dy_tD, layer.place).flatten(1)
+        dz_tR[:, layer.ranks] = dy_tr @ layer.b_Dr.to(dy_tr.dtype) * layer.scaling
+        _add_product(layer.db_Dr, dy_tr, z_tR[:, layer.ranks], layer.scaling)
+    return dz_tR
+
+
+def _through_a(x_tC: Tensor, dz_tR: Tensor, dx_tC: Tensor | None, part: _Part) -> None:
+    """Add the gradients of all A, and put that of x into ``dx_tC``, which is zero."""
+    of_site = part.of_site
+    if part.dropped is None:
+        _add_product(of_site.da_RC, dz_tR, x_tC)
+        if dx_tC is not None:
+            torch.mm(dz_tR, of_site.a_RC.to(dz_tR.dtype), out=dx_tC)
+        return
+    for layer in of_site.layers:
+        dz_tr = dz_tR[:, layer.ranks]
+        _add_product(layer.da_rC, dz_tr, part.dropped(x_tC, layer.place))
+        if dx_tC is not None:
+            dx_tC += part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)
+
+
+def _add_product(gradient: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """gradient += factor left^T right, in the gradient's precision."""
+    if gradient.dtype == left.dtype:
+        gradient.addmm_(left.t(), right, alpha=factor)
+    else:
+        gradient.add_(left.t() @ right, alpha=factor)

@@ -1,7 +1,7 @@
 """The adapter of one tenant on one rank: matrices, gradients and Adam over the part that this rank owns.
 
-All matrices lie in one buffer, all gradients in another; autograd adds into views of it. The ranks that hold equal
-parts of the model hold equal matrices, and each owns an equal run of the buffer, whose moments it has alone.
+All matrices lie in one buffer, all gradients in another; products add into views of it (`product`). The ranks that hold
+equal parts of the model hold equal matrices, and each owns an equal run of the buffer, whose moments it has alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import TenantTrain
 from .dropout import key_of
-from .places import Place
+from .places import Place, Site
 from .state import A, AdapterState, B, drawn, part_of, shape_of
 
 
@@ -27,7 +27,9 @@ class Matrix(NamedTuple):
     kind: str
     place: Place
     value: Tensor
-    """A leaf, a view of the buffer; its gradient is a view of the other buffer."""
+    """A view of the buffer."""
+    gradient: Tensor
+    """Likewise."""
 
     @property
     def shared(self) -> bool:
@@ -35,14 +37,26 @@ class Matrix(NamedTuple):
         return self.place.shares_columns if self.kind == A else self.place.shares_rows
 
 
-class Pair(NamedTuple):
-    """The two matrices of a layer."""
+class Layer(NamedTuple):
+    """The matrices of one layer, and their gradients; C: inputs of this rank, D: outputs, r: rank."""
 
-    a: Tensor
-    """[r, inputs of this rank]"""
-    b: Tensor
-    """[outputs of this rank, r]"""
+    place: Place
+    a_rC: Tensor
+    da_rC: Tensor
+    b_Dr: Tensor
+    db_Dr: Tensor
     scaling: float
+    ranks: slice
+    """Where its ranks are among those of the site."""
+
+
+class OfSite(NamedTuple):
+    """The layers of a site that the tenant adapts."""
+
+    a_RC: Tensor
+    """Their matrices A, one behind the other."""
+    da_RC: Tensor
+    layers: tuple[Layer, ...]
 
 
 class TenantAdapter:
@@ -57,7 +71,7 @@ class TenantAdapter:
         self,
         adapter: Adapter,
         train: TenantTrain,
-        places: Sequence[Place],
+        sites: Sequence[Site],
         *,
         owner: int,
         owners: int,
@@ -66,15 +80,16 @@ class TenantAdapter:
         state: AdapterState | None = None,
     ) -> None:
         self.adapter, self.train = adapter, train
-        names = set(adapter.targets([place.name for place in places]))
-        own = [place for place in places if place.name in names]
-        sizes = [shape_of(place, kind, adapter.rank_of(place.name)) for place in own for kind in (A, B)]
-        self.size = sum(rows * columns for rows, columns in sizes)
+        names = set(adapter.targets([place.name for site in sites for place in site.places]))
+        own = {site.name: [place for place in site.places if place.name in names] for site in sites}
+        cuts = [(place, kind) for places in own.values() for kind in (A, B) for place in places]
+        shapes = [shape_of(place, kind, adapter.rank_of(place.name)) for place, kind in cuts]
+        self.size = sum(rows * columns for rows, columns in shapes)
         run = -(-self.size // owners)
         self.values = torch.zeros(run * owners, dtype=dtype, device=device)
         self.gradients = torch.zeros_like(self.values)
-        self.matrices = tuple(self._cut(own, sizes))
-        self.pairs = self._paired()
+        self.matrices = tuple(self._cut(cuts, shapes))
+        self.sites = {name: self._of_site(places) for name, places in own.items() if places}
         self.run = slice(owner * run, (owner + 1) * run)
         self._owned = torch.nn.Parameter(self.values[self.run])
         self._owned.grad = self.gradients[self.run]
@@ -84,44 +99,49 @@ class TenantAdapter:
         self.steps = 0
         self._begin(state)
 
-    def _cut(self, places: Sequence[Place], shapes: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
+    def _cut(self, cuts: Sequence[tuple[Place, str]], shapes: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
         first = 0
-        cuts = [(place, kind) for place in places for kind in (A, B)]
         for (place, kind), shape in zip(cuts, shapes, strict=True):
-            stop = first + shape[0] * shape[1]
-            value = self.values[first:stop].view(shape).requires_grad_()
-            value.grad = self.gradients[first:stop].view(shape)
-            yield Matrix(f"{place.name}.{kind}", kind, place, value)
-            first = stop
+            run = slice(first, first + shape[0] * shape[1])
+            yield Matrix(
+                f"{place.name}.{kind}", kind, place, self.values[run].view(shape), self.gradients[run].view(shape)
+            )
+            first = run.stop
 
-    def _paired(self) -> dict[str, Pair]:
-        values = {matrix.name: matrix.value for matrix in self.matrices}
-        names = dict.fromkeys(matrix.place.name for matrix in self.matrices)
-        return {
-            name: Pair(values[f"{name}.{A}"], values[f"{name}.{B}"], self.adapter.scaling_of(name)) for name in names
-        }
+    def _of_site(self, places: Sequence[Place]) -> OfSite:
+        by_name = {matrix.name: matrix for matrix in self.matrices}
+        layers, first = [], 0
+        for place in places:
+            a, b = (by_name[f"{place.name}.{kind}"] for kind in (A, B))
+            ranks = slice(first, first + len(a.value))
+            scaling = self.adapter.scaling_of(place.name)
+            layers.append(Layer(place, a.value, a.gradient, b.value, b.gradient, scaling, ranks))
+            first = ranks.stop
+        a, width = by_name[f"{places[0].name}.{A}"], layers[0].a_rC.shape[1]
+        begin = a.value.storage_offset()
+        run = slice(begin, begin + first * width)
+        return OfSite(self.values[run].view(first, width), self.gradients[run].view(first, width), tuple(layers))
 
     @torch.no_grad()
     def _begin(self, state: AdapterState | None) -> None:
-        for name, kind, place, value in self.matrices:
+        for name, kind, place, value, _ in self.matrices:
             if state is None:
                 whole = drawn(place, kind, self.adapter.rank_of(place.name), self.train.seed)
             else:
                 whole = state.weights[name]
             value.copy_(part_of(whole, place, kind))
-        if state is not None and state.first:
+        if state is not None and state.steps:
             first, second = (self._packed(whole)[self.run].clone() for whole in (state.first, state.second))
             step, self.steps = torch.tensor(float(state.steps)), state.steps
             self.optimizer.state[self._owned] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def _packed(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """This rank's parts of whole tensors, laid out as the buffer is."""
+        """This rank's parts of whole tensors, laid out as the buffer is; zeros of no tensors."""
         flat = torch.zeros_like(self.values)
-        first = 0
-        for name, kind, place, value in self.matrices:
-            stop = first + value.numel()
-            flat[first:stop] = part_of(whole[name], place, kind).to(flat).flatten()
-            first = stop
+        places = {matrix.name: (matrix.place, matrix.kind) for matrix in self.matrices}
+        for name, part in self.unpacked(flat).items() if whole else ():
+            place, kind = places[name]
+            part.copy_(part_of(whole[name], place, kind))
         return flat
 
     def unpacked(self, flat: Tensor) -> dict[str, Tensor]:
@@ -146,8 +166,7 @@ class TenantAdapter:
         total = self.values.new_zeros((), dtype=torch.float64)
         for matrix in self.matrices:
             if matrix.shared or counts:
-                assert matrix.value.grad is not None
-                total += matrix.value.grad.double().square().sum()
+                total += matrix.gradient.double().square().sum()
         return total
 
     def update(self, rate: float, norm: float) -> None:

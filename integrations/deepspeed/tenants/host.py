@@ -63,9 +63,8 @@ class EngineTenants(TenantHost, EngineHost):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        loss, num_targets = scores.loss, int(scores.targets.sum())
         of_rank = busy.total_s, busy.forward_s, tuple(executor.executed), (SUM_AFTER_PASSES, *branches)
-        return StepResult(loss, num_targets, *of_rank, tenants=tenants)
+        return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
     def _passes(self, *_: Any) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
         raise AssertionError("the passes of tenants are those of _run")

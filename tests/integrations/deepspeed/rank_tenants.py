@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import evenload.plugins  # noqa: F401  registers lora
 import numpy as np
 import torch
 from evenload.core.plan.step_plan import StepPlan, as_lengths

@@ -20,6 +20,8 @@ JOBS = (
     "expert_jobs",
     "score_jobs",
     "pretrained_jobs",
+    "tenant_jobs",
+    "isolation_jobs",
     "user_jobs",
 )
 
