@@ -103,6 +103,11 @@ class Halving:
         scored = sorted((name for name in self._names if name in losses), key=place)
         return scored + [name for name in self._names if name not in losses]
 
+    def loss(self, name: str) -> float | None:
+        """Of a trial: what it ended with, or what it had at the last rung that it came to."""
+        losses = self._losses[name]
+        return self._ended.get(name, losses[max(losses)] if losses else None)
+
     def state(self) -> dict[str, Any]:
         """What a job that is resumed needs, ready for JSON."""
         return {"rung": self._rung, "losses": self._losses, "ended": self._ended, "out": self._out}
