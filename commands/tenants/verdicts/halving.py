@@ -85,6 +85,10 @@ class Halving:
         self._rung += 1
         return verdict
 
+    def out_at(self, name: str) -> int | None:
+        """The rung that a trial did not pass; None: it is in the race."""
+        return self._out.get(name)
+
     @property
     def over(self) -> bool:
         """Whether every trial that is still in the race has ended."""

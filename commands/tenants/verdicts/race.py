@@ -8,51 +8,52 @@ from typing import Any
 
 from ..status import Status, status_of
 from ..tenant import ActiveTenant
-from .halving import Halving, Verdict
+from .halving import Halving
 from .ranking import ranking_of
-from .trials import Sweep, refuse_late_rung
+from .trials import Sweep
 
 
 class Race:
-    """See the module. ``state``: what `state` gave before a job was resumed; ``steps`` of each trial.
-
-    Raises EvenloadError where no rung comes before the last step.
+    """See the module. ``state``: what `state` gave before a job was resumed; ``steps`` of each trial;
+    ``digest``: of the sweep's file.
     """
 
-    def __init__(self, sweep: Sweep, steps: int, state: Mapping[str, Any] | None = None) -> None:
-        refuse_late_rung(sweep.name, sweep.halve_every, steps)
-        self.sweep = sweep
+    def __init__(self, sweep: Sweep, digest: str, steps: int, state: Mapping[str, Any] | None = None) -> None:
+        self.sweep, self._digest = sweep, digest
         self._halving = Halving([trial.name for trial in sweep.trials], sweep.halve_every, steps, state)
         self._names = {trial.name for trial in sweep.trials}
-        self._shown: Any = None
 
     def trials(self, tenants: Iterable[ActiveTenant]) -> list[ActiveTenant]:
         """Those of the tenants that are its trials."""
         return [tenant for tenant in tenants if tenant.name in self._names]
 
     def next_rung(self, tenant: ActiveTenant) -> int:
-        """Steps behind which a trial must wait for a verdict: those of the next rung that is open to it, or all."""
-        later = range(tenant.step + (not self._halving.waits(tenant.name, tenant.step)), tenant.steps)
-        return next((step for step in later if self._halving.waits(tenant.name, step)), tenant.steps)
+        """Steps behind which a trial waits for a verdict, which it may have come to; all of its steps where none is
+        left."""
+        every = self.sweep.halve_every or tenant.steps
+        rungs = range(-(-max(1, tenant.step) // every) * every, tenant.steps, every)
+        return next((step for step in rungs if self._halving.waits(tenant.name, step)), tenant.steps)
 
-    def take_down(self, trials: Iterable[ActiveTenant]) -> None:
-        """Take down how far trials have come, and which of them have ended."""
+    def take_down(self, trials: Iterable[ActiveTenant]) -> bool:
+        """Take down how far trials have come, and which of them have ended; whether that is news."""
+        before = repr(self._halving.state())
         for tenant in trials:
-            loss = self.loss_of(tenant)
-            if tenant.state in ("failed", "left") or (tenant.state in ("done", "stopped") and loss is None):
+            loss, ended = self.loss_of(tenant), tenant.state in ("done", "stopped")
+            if tenant.state in ("failed", "left") or (ended and loss is None):
                 self._halving.fail(tenant.name)
-            elif tenant.state in ("done", "stopped") and loss is not None:
+            elif ended and loss is not None:
                 self._halving.end(tenant.name, loss)
             elif loss is not None and self._halving.waits(tenant.name, tenant.step):
                 self._halving.arrive(tenant.name, tenant.step, loss)
+        return repr(self._halving.state()) != before
 
-    def close(self) -> Verdict | None:
-        """The verdict of the next rung, if every trial in the race has come to it."""
-        return self._halving.close()
+    def close(self) -> bool:
+        """Close the next rung, if every trial in the race has come to it."""
+        return self._halving.close() is not None
 
-    @property
-    def over(self) -> bool:
-        return self._halving.over
+    def out_at(self, name: str) -> int | None:
+        """The rung that a trial did not pass; None: it is in the race."""
+        return self._halving.out_at(name)
 
     def loss_of(self, tenant: ActiveTenant) -> float | None:
         """By which a trial is ranked: the lowest of its evaluations; without any, the mean loss since the last rung."""
@@ -74,7 +75,8 @@ class Race:
             loss = self.loss_of(here[name]) if name in here else self._halving.loss(name)
             if loss is not None and status.state not in ("failed", "left"):
                 losses[name] = loss
-        return ranking_of(self.sweep, self._halving, losses, standing)
+        ranking = ranking_of(self.sweep, self._halving, losses, standing)
+        return {**ranking, "file": self._digest, "race": self.state()}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, ready for JSON."""
