@@ -81,9 +81,8 @@ class MegatronTenants(TenantHost, MegatronHost):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        loss, num_targets = scores.loss, int(scores.targets.sum())
         of_rank = busy.total_s, busy.forward_s, tuple(executed), (SUM_AFTER_PASSES,)
-        return StepResult(loss, num_targets, *of_rank, tenants=tenants)
+        return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
 
 class _BookedForward:

@@ -21,7 +21,7 @@ class Row:
     """Measures of one step of the job; seconds are wall time on the slowest rank."""
 
     step: int
-    tenants: int
+    num_tenants: int
     """That took part."""
     sequences: int
     tokens: int
@@ -41,7 +41,7 @@ def row_of(step: int, planned: Planned, taken: Taken) -> Row:
     plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
     return Row(
         step=step,
-        tenants=len(own_draws(planned.draw)),
+        num_tenants=len(own_draws(planned.draw)),
         sequences=len(plan.lengths),
         tokens=plan.num_tokens,
         targets=taken.result.num_targets,

@@ -21,6 +21,7 @@ JOBS = (
     "score_jobs",
     "pretrained_jobs",
     "tenant_jobs",
+    "isolation_jobs",
     "user_jobs",
 )
 
