@@ -21,7 +21,7 @@ def test_the_table_sets_a_peak_beside_the_share_of_its_rank() -> None:
         {"share_bytes": 100 << 20, "more_bytes": n << 20, "largest_bytes": 40 << 20, "seconds": 1.5} for n in (30, 55)
     ]
     console = Console(file=io.StringIO(), width=140)
-    console.print(pretrained.table({"ranks": ranks, "from_pretrained_s": 0.5}))
+    console.print(pretrained.table({"layout": "ZeRO 0", "ranks": ranks, "from_pretrained_s": 0.5}))
     first, second = (line for line in console.file.getvalue().splitlines() if "1.5 s" in line or "1,500" in line)
     assert "1.30" in first
     assert "1.55" in second
