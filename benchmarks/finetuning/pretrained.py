@@ -3,8 +3,9 @@
     python benchmarks/finetuning/pretrained.py [--layout tp2pp2|zero0|zero3|pp2] [--kv-heads 8] [--quick] [--json]
 
 Makes a llama of 207 million weights (220 with 16 heads for keys and values), opens it on gloo ranks (float32, CPU) and
-says what a rank's memory grows by over the weights that it keeps, at the peak of reading: pages of files that the kernel can take back count. Megatron-Core
-(``tp2pp2``, 4 ranks) reads into a model that stands; DeepSpeed (the others, 2 ranks) makes one as it reads.
+says what a rank's memory grows by over the weights that it keeps, at the peak of reading: pages of files that the
+kernel can take back count. Megatron-Core (``tp2pp2``, 4 ranks) reads into a model that stands; DeepSpeed (the others, 2
+ranks) makes one as it reads.
 """
 
 from __future__ import annotations
