@@ -318,6 +318,10 @@ def _run_ranks(
 
 def _checked(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
+    if recipe.adapts:
+        from .commands.tenants.arrivals.preflight import preflight as preflight_of_tenants
+
+        return preflight_of_tenants(recipe, num_ranks, against).chain.context.layout.world_size
     from .commands._shared.preflight import preflight
 
     ready = preflight(recipe, num_ranks)

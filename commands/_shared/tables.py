@@ -54,7 +54,10 @@ _VARIANT: Columns = {
 
 
 def train(result: Result) -> Group:
-    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed."""
+    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed. Of a
+    run of tenants, a row each."""
+    if "tenants" in result:
+        return tables_of_tenants(result)
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
     shown = closing(result["comparison"], result["host"])
     held_out = tables_of_validation(result["validation"])
