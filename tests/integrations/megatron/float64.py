@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def all_in_float64() -> Any:
-    """Inside, what Transformers and Megatron compute in float32 whatever the model's precision is computed in its own: norms,
-    routers, cross-entropy."""
+    """Inside, norms, routers and cross-entropy are computed in float64 where their inputs are."""
+
     class Float64(TorchFunctionMode):
         def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})

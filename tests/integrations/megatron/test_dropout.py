@@ -1,4 +1,4 @@
-"""Dropout of adapters depends on tenant, step, sample and position, and on no plan; and adapters by another textbook."""
+"""Dropout of adapters depends on tenant, step, sample and position, and on no plan; adapters by another textbook."""
 
 from __future__ import annotations
 
