@@ -17,11 +17,12 @@ from ....core.plan.step_plan import Slice, StepPlan
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import Peers
 from ....runtime.attention.labels import Labels, labels_of
+from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.executor import Executor, StageTrainer
 from ....runtime.stage.offload import layers_of
 from ...foreign_plans import refuse_foreign
-from ...host import Host, Mark, StepResult, TokensOf
+from ...host import Host, Mark, StepResult
 from ...huggingface.models import refuse_unequal_replay
 from ...huggingface.routes import num_experts_of
 from ...scoring import Book, LossBook
