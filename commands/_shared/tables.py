@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
+from ..company.table import table as table_of_company
 from ..experts.table import table as table_of_loads
 from ..sweep import said, written
 from ..tenants.table import tables as tables_of_tenants
@@ -247,7 +248,9 @@ def plan(result: Result) -> Group:
     ]
     table = _table("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
     loads = [table_of_loads(result["loads"])] if "loads" in result else []
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(steps), *loads, *programs)
+    tenants = [table_of_company(result["tenants"])] if "tenants" in result else []
+    pipeline = [_pipeline(pipelines)] if pipelines else []
+    return Group(table, *pipeline, _planners(steps), *tenants, *loads, *programs)
 
 
 _STAGE: Columns = {
