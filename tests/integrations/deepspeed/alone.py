@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 ADAPTERS = (
     Adapter(r=4, lora_alpha=8),
     Adapter(r=8, target_modules=("q_proj", "v_proj", "down_proj")),
-    Adapter(r=16, lora_alpha=32, rank_pattern={"o_proj": 5}, use_rslora=True),
+    Adapter(r=16, lora_alpha=8, rank_pattern={"o_proj": 5}, use_rslora=True),
 )
 TRAIN = TenantTrain(weight_decay=0.1, clip_grad=0.5)
 RATES = {0: 5e-4, 1: 2e-4, 2: 1e-4}

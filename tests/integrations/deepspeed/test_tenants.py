@@ -31,10 +31,17 @@ def test_gradients_are_those_of_each_tenant_alone(on_ranks, stage, recompute, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute"), [(0, False), (2, True), (3, True)])
-def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, stage, recompute):
-    names = ["chains some", "random 2", "random 1"]
-    for told in on_ranks(2, "rank_tenants.trained", stage=stage, names=names, recompute=recompute):
+@pytest.mark.parametrize(
+    ("stage", "more", "names"),
+    [
+        (0, {}, ("chains some", "random 2", "random 1")),
+        (2, {"recompute": True}, ("chains some", "random 2", "random 1")),
+        (3, {"recompute": True}, ("chains some", "random 2", "random 1")),
+        (1, {"pp": 2}, ("1", "2 W", "3 recompute")),
+    ],
+)
+def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, stage, more, names):
+    for told in on_ranks(2, "rank_tenants.trained", stage=stage, names=list(names), **more):
         assert told["absent"] == [True, True]
         assert told["base"]
         assert told["steps"] == [3, 2, 3]
@@ -46,7 +53,24 @@ def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, sta
 @pytest.mark.parametrize(("stage", "recompute"), [(1, False), (3, True)])
 def test_ranks_share_micro_batches_of_tenants(on_ranks, stage, recompute):
     names = ["mixed ring equal", "cp_groups all_to_all", "chains some", "random 3"]
-    for result in on_ranks(4, "rank_tenants.shared_exactness", stage=stage, names=names, recompute=recompute):
+    for result in on_ranks(4, "rank_tenants.exactness", stage=stage, names=names, recompute=recompute):
         for name in names:
             assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
             assert result[name]["gathered"] == 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "recompute", "names"),
+    [
+        (2, False, ("whole", *(str(seed) for seed in range(4)), "5 W")),
+        (2, True, ("whole", "4", "6 recompute")),
+        (4, False, ("whole", "1", "2 idle", "3 shared", "4 shared", "7 W")),
+    ],
+)
+def test_pipelines_train_each_tenant_as_if_alone(on_ranks, size, recompute, names):
+    results = on_ranks(size, "rank_tenants.exactness", stage=1, names=list(names), pp=2, recompute=recompute)
+    for name in names:
+        for result in results:
+            assert result[name]["tenants"] == 3, name
+            assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
