@@ -111,13 +111,17 @@ def refuse_unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 def test_evaluations_change_no_bit_of_training(place: Places) -> None:
     without, evaluated = place("without"), place("evaluated")
     without.trained(acme=ACME, bolt=BOLT)
-    evaluated.trained(acme={**ACME, "evaluate": EVALUATE}, bolt={**BOLT, "evaluate": {**EVALUATE, "every": 3}})
+    scored = {"acme": {**ACME, "evaluate": EVALUATE}, "bolt": {**BOLT, "evaluate": {**EVALUATE, "every": 3}}}
+    evaluated.trained("log.jsonl=log.jsonl", **scored)
     for name in ("acme", "bolt"):
         assert evaluated.rows(name) == without.rows(name)
     series = {name: evaluated.rows(name, evaluations=True) for name in ("acme", "bolt")}
     assert [row["step"] for row in series["acme"]] == [0, 2, 4, 6, 8]
     assert [row["step"] for row in series["bolt"]] == [0, 3, 6, 7]
     assert not without.rows("acme", evaluations=True)
+    lines = [json.loads(line) for line in (evaluated.path / "log.jsonl").read_text().splitlines()]
+    logged = [row["evaluation"]["loss"] for row in lines if row.get("tenant") == "bolt"]
+    assert logged == [row["loss"] for row in series["bolt"]]
     assert series["acme"][0]["loss"] != series["bolt"][0]["loss"], "each has samples of its own batch size"
     best = min(series["acme"], key=lambda row: row["loss"])
     assert [row["best"] for row in series["acme"]][series["acme"].index(best)]
