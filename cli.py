@@ -101,8 +101,11 @@ def bench(
 @app.command()
 def plan(
     recipe: RecipePath,
-    lengths: Annotated[Path, typer.Option("--lengths", help=".npy, .txt, .jsonl or Megatron .idx")],
     overrides: Overrides = None,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option("--lengths", metavar="FILE", help=".npy, .txt, .jsonl or Megatron .idx; of a tenant: NAME=FILE."),
+    ] = None,
     steps: Annotated[str, typer.Option("--steps", metavar="N", help="Global batches to plan.")] = "1",
     nproc: Annotated[
         str | None, typer.Option("--nproc", metavar="N", help="Ranks; default: what parallel.* needs.")
@@ -117,22 +120,24 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
+    from .commands.company.reading import files_of
     from .commands.pictures import draw, refuse
     from .commands.plan import look_ahead, write_plans
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
+    files = files_of(chosen, lengths or ())
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
         from .commands.sweep import sweep as work
 
-        files = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
-        _show("sweep", work(chosen, sweep, lengths, num_steps, num_ranks, files), as_json)
+        taken = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
+        _show("sweep", work(chosen, sweep, files, num_steps, num_ranks, taken), as_json)
         return
     refuse(**pictures)
     record = trace is not None or report is not None
-    outlook = look_ahead(chosen, lengths, num_steps, num_ranks, loads=loads, record=record)
+    outlook = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, record=record)
     if out is not None:
         write_plans(outlook, out)
     draw(outlook, **pictures)
@@ -318,6 +323,10 @@ def _run_ranks(
 
 def _checked(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
+    if recipe.adapts:
+        from .commands.tenants.arrivals.preflight import preflight as preflight_of_tenants
+
+        return preflight_of_tenants(recipe, num_ranks, against).chain.context.layout.world_size
     from .commands._shared.preflight import preflight
 
     ready = preflight(recipe, num_ranks)

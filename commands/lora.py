@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import EvenloadError, shorten
 from .tenants import status
-from .tenants.ranking import rankings
+from .tenants.verdicts.ranking import rankings
 
 
 def lora(folder: Path) -> dict[str, Any]:

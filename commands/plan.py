@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from ..core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ..core.plan_json import file_json
 from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
+from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
+from ..core.recipe.sizes import shape_of
 from ..core.simulate.events import grid
 from ..core.simulate.predict import micro_batch_imbalance
 from ..core.simulate.step import Simulation, simulate
@@ -30,6 +33,8 @@ from ..data.samples.cut import cut
 from ..data.samples.order import SampleOrder
 from ._shared.drawing import Drawing, batch_size, refuse_short_data
 from ._shared.pipelines import describe
+from .company.reading import members_of
+from .company.saving import Company
 from .experts.replay import Replay, loads_for, replay
 
 _MOST_ROWS = 32
@@ -82,6 +87,8 @@ class Outlook:
     """Recorded loads of experts under every planner of layers, where they are given."""
     times: Literal["predicted", "measured"] = "predicted"
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
+    tenants: dict[str, Any] | None = None
+    """Whose samples they are and what planning these tenants together saves (`Company.to_json`)."""
 
     def to_json(self, *, explain: bool = False) -> dict[str, Any]:
         """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
@@ -97,13 +104,14 @@ class Outlook:
                 {"step": number, **_step_json(step, self.chain), **(_program(step.ours.plan) if explain else {})}
                 for number, step in enumerate(self.steps)
             ],
+            **({"tenants": self.tenants} if self.tenants else {}),
             **({"loads": self.loads.to_json()} if self.loads else {}),
         }
 
 
 def look_ahead(
     recipe: Recipe,
-    lengths: Path | Lengths,
+    lengths: Path | Lengths | Mapping[str, Path],
     steps: int,
     num_ranks: int | None = None,
     *,
@@ -113,31 +121,55 @@ def look_ahead(
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
     Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
-    named, to be replayed; ``record`` keeps every step's timeline.
+    named, to be replayed; ``record`` keeps every step's timeline. Of a recipe with tenants ``lengths`` are files by
+    tenant, none: their own data; and steps end with those of all tenants.
     """
     layout = recipe.layout(num_ranks)
-    refuse_idle_ranks(recipe.train, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
     recorded = loads_for(recipe, chain.context, loads) if loads else None
+    if recipe.adapts:
+        return _of_company(recipe, chain, lengths, steps, record)
+    assert not isinstance(lengths, Mapping)
+    refuse_idle_ranks(recipe.train, layout.dp)
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
     refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
     refuse_endless(samples, chain.largest_slice)
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
-    planned = []
-    for _ in range(steps):
-        draw = drawing()
-        batch = as_lengths(draw.lengths)
-        start = time.perf_counter()
-        step_plan = chain.plan(batch)
-        plan_s = time.perf_counter() - start
-        baselines = _baselines(chain, batch, record)
-        planned.append(PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps))
-    # Some baselines share nothing, and a sequence may be too long for them: those alone that can plan every step.
-    known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
-    comparable = (replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
+    planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
-    return Outlook(recipe, chain, samples, tuple(comparable), replayed)
+    return Outlook(recipe, chain, samples, _comparable(planned), replayed)
+
+
+def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Outlook:
+    """The outlook of a recipe with tenants."""
+    if not isinstance(lengths, Mapping):
+        do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+        raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
+    company = Company(members_of(recipe, lengths), chain, shape_of(recipe.model))
+    planned: list[PlannedStep] = []
+    while company.more and len(planned) < steps:
+        planned.append(_planned(company.chain, company.draw(), record))
+    tenants = company.to_json([company.step(step.ours.plan) for step in planned])
+    return Outlook(recipe, company.chain, as_lengths(company.lengths), _comparable(planned), tenants=tenants)
+
+
+def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
+    """A batch as evenload and as every baseline would run it."""
+    batch = as_lengths(draw.lengths)
+    tenants = None if draw.tenants is None else as_lengths(draw.tenants)
+    start = time.perf_counter()
+    step_plan = chain.plan(batch, tenants)
+    plan_s = time.perf_counter() - start
+    baselines = _baselines(chain, batch, tenants, record)
+    return PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps)
+
+
+def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:
+    """The steps beside the baselines that can plan every one of them: some share nothing, and a sequence may be too
+    long for them."""
+    known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
+    return tuple(replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
 
 
 def write_plans(outlook: Outlook, path: Path) -> None:
@@ -162,11 +194,11 @@ def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated
     return Simulated(step_plan, (simulate if record else outcome_of)(step_plan, chain.context))
 
 
-def _baselines(chain: PlanChain, batch: Lengths, record: bool) -> dict[str, Simulated]:
+def _baselines(chain: PlanChain, batch: Lengths, tenants: Lengths | None, record: bool) -> dict[str, Simulated]:
     rows = {}
     for name in chain.baselines_for(batch, "shown"):
         with suppress(EvenloadError):
-            row = _simulated(chain.baseline(name, batch), chain, record)
+            row = _simulated(chain.baseline(name, batch, tenants), chain, record)
             rows[name] = replace(row, ignores=chain.breaks(name, row.plan))
     return rows
 

@@ -31,12 +31,18 @@ Result = dict[str, Any]
 
 
 def sweep(
-    recipe: Recipe, words: list[str], lengths: Path, steps: int, nproc: int | None, files: Mapping[str, Path | None]
+    recipe: Recipe,
+    words: list[str],
+    lengths: Path | Mapping[str, Path],
+    steps: int,
+    nproc: int | None,
+    files: Mapping[str, Path | None],
 ) -> Result:
     """Plan every combination of the words' values. Raises EvenloadError for a bad word, or if nothing can be planned.
 
     Args:
         words: ``key=a,b,c`` each, dotted keys of the recipe.
+        lengths: as of `plan`.
         steps: global batches a combination.
         nproc: ranks of every combination, so that all have the same machines: ``parallel.dp`` takes what the other
             degrees leave unless it is swept. None: the fewest that each needs; then compare per rank.
@@ -47,7 +53,7 @@ def sweep(
             do = f"leave {option} out (--json has all rows), or plan the setting you choose without --sweep"
             raise EvenloadError(f"{option} shows one setting, --sweep plans many", f"{option} {path}", do)
     axes = axes_of(recipe, words)
-    all_lengths = read_lengths(lengths)
+    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     rows: list[Result] = []
     with progress(True) as bars, bars.task("sweep", len(combinations)) as tick:

@@ -26,6 +26,7 @@ from .saving.checkpoints import last_good
 from .saving.exporting import write_export
 from .saving.keeping import keeping
 from .saving.resuming import drawing_after, resume
+from .tenants.training import train_tenants
 from .training.variant import Variant, underway
 from .training.writers import entry_of_step, entry_of_validation, writer
 from .validation.validation import Validation
@@ -36,6 +37,8 @@ Pictures = Mapping[str, Path | None]
 
 def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
+    if recipe.adapts:
+        return train_tenants(recipe)
     return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}))
 
 

@@ -3,8 +3,8 @@
     loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
 
 so each tenant's gradient is that of its own mean loss, whoever else is in the step, since no token's loss depends on
-another tenant's adapter. Its norm, clip, rate and update are
-its own, too; a tenant whose loss or gradient is not finite is not updated, and named.
+another tenant's adapter. Its norm, clip, rate and update are its own, too. A tenant whose loss, gradient or rate is not
+finite, or whose data has other targets than were counted, is not updated, and named; it changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..core.errors import EvenloadError
 from ..core.plan.step_plan import StepPlan
 from ..runtime.adapters.adapters import Adapters
 from ..runtime.attention.labels import Labels
-from .host import Host, Mark, TenantResult, TokensOf
+from ..runtime.attention.pack import TokensOf
+from .host import Host, Mark, TenantResult
 from .scoring import Book, Scores
 from .textbook import AdamState
 
@@ -39,9 +40,8 @@ class TenantHost(Host):
     """What the hosts of all trainers have in common; a subclass makes `adapters` and runs the passes."""
 
     adapters: Adapters
-    _norms: Mapping[int, float] = {}
-    """Of the last step's gradients, by tenant."""
-    _failed: frozenset[int] = frozenset()
+    _results: dict[int, TenantResult]
+    """Of the tenants of the last step; the update adds who fails in it."""
 
     def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
         """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective.
@@ -50,16 +50,23 @@ class TenantHost(Host):
         """
         numbers = sorted(targets)
         self.adapters.sum_gradients(targets)
-        self._norms = self.adapters.norms(numbers)
-        results = {}
+        norms = self.adapters.norms(numbers)
+        self._results = {}
         for number in numbers:
-            loss = float(scores.losses[plan.tenants == number].sum()) / max(1, targets[number])
-            norm = self._norms[number]
+            own = plan.tenants == number
+            loss, norm = float(scores.losses[own].sum()) / max(1, targets[number]), norms[number]
             bad = [what for what, value in (("loss", loss), ("gradient", norm)) if not math.isfinite(value)]
             failed = f"not finite: {', '.join(bad)}" if bad else ""
-            results[number] = TenantResult(loss, targets[number], norm, failed)
-        self._failed = frozenset(number for number, result in results.items() if result.failed)
-        return results
+            if (seen := int(scores.targets[own].sum())) != targets[number]:
+                failed = f"the data has changed: {seen} targets in the step, {targets[number]} counted"
+            self._results[number] = TenantResult(loss, targets[number], norm, failed)
+        return self._results
+
+    def _loss(self) -> float:
+        """Of a target token, in the mean over the tenants of the last step that did not fail."""
+        good = [result for result in self._results.values() if not result.failed]
+        count = sum(result.num_targets for result in good)
+        return sum(result.loss * result.num_targets for result in good) / count if count else math.nan
 
     def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
         self.adapters.begin(plan.tenants)
@@ -67,15 +74,19 @@ class TenantHost(Host):
 
     def _gradients(self) -> dict[str, Tensor]:
         """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""
-        numbers = sorted(self._norms)
-        return {f"{number}.{name}": g for number in numbers for name, g in self.adapters.gradients(number).items()}
+        return {
+            f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
+        }
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        return math.hypot(*self._norms.values())
+        return math.hypot(*(result.grad_norm for result in self._results.values() if not result.failed))
 
     def _update(self, lr: Any) -> float:
-        rates = {number: lr[number] for number in self._norms if number not in self._failed}
-        self.adapters.update(rates, self._norms)
+        for number, result in self._results.items():
+            if not math.isfinite(lr[number]) and not result.failed:
+                self._results[number] = result._replace(failed="not finite: learning rate")
+        good = {number: result.grad_norm for number, result in self._results.items() if not result.failed}
+        self.adapters.update({number: lr[number] for number in good}, good)
         return self._norm({})
 
     def optimizer_states(self) -> dict[str, AdamState]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..core.recipe.sections import Train
+from ..core.recipe.tenant import TenantTrain
 
 _MATRIX = 2
 
@@ -36,11 +37,11 @@ class AdamW:
     """Clipping and AdamW on whole tensors; `states` holds float64 copies of the weights that it began with."""
 
     states: dict[str, AdamState]
-    train: Train
+    train: Train | TenantTrain
     num_steps: int = 0
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], train: Train) -> AdamW:
+    def of(cls, weights: Mapping[str, Tensor], train: Train | TenantTrain) -> AdamW:
         """At its start: both moments are zero. Weights on the CPU."""
         states = {}
         for name, weight in weights.items():

@@ -41,7 +41,7 @@ LONGEST = (
     "integrations/deepspeed/test_experts.py",
     "integrations/megatron/test_experts.py",
     "integrations/megatron/unmodified/test_order.py",
-    "benchmarks/test_faults.py",
+    "benchmarks/faults/test_faults.py",
     "commands/test_check.py",
     "integrations/deepspeed/test_slices.py",
     "integrations/megatron/test_pipeline.py",

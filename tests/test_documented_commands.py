@@ -72,7 +72,8 @@ SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
 ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
 PLANS = [c for c in ASKED if c.startswith("evenload plan")]
-TRAINS = [c for c in ASKED if c not in PLANS]
+READS = [c for c in ASKED if c.startswith("evenload lora")]
+TRAINS = [c for c in ASKED if c not in (*PLANS, *READS)]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "long_tail.jsonl").write_text("\n".join(rows) + "\n")
     lengths = [16 + (k * k * 37) % 3000 + (20000 if k % 97 == 0 else 0) for k in range(1200)]
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    (folder / "runs" / "lora" / "asyncio").mkdir(parents=True)
+    status = {"name": "asyncio", "state": "training", "step": 3, "steps": 80}
+    (folder / "runs" / "lora" / "asyncio" / "status.json").write_text(json.dumps(status))
     return folder
 
 
@@ -102,6 +106,18 @@ def test_a_command_that_plans_runs(command: str, place: Path) -> None:
         [sys.executable, "-m", *shlex.split(command)], cwd=place, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", READS)
+def test_a_command_that_reads_what_a_job_wrote_runs(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert "asyncio" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", TRAINS)
@@ -155,6 +171,6 @@ def test_targets_and_scripts_exist() -> None:
     scripts = {words[1] for words in asked if words[0] == "python" and words[1] != "-c"}
     assert len(scripts) > 5
     assert not [script for script in scripts if not (ROOT / script).exists()]
-    folders = (ROOT / "tests" / "benchmarks").glob("*.py"), (ROOT / "tests" / "hosts").glob("test_benchmarks.py")
+    folders = (ROOT / "tests" / "benchmarks").rglob("*.py"), (ROOT / "tests" / "hosts").glob("test_benchmarks.py")
     tested = "".join(path.read_text() for paths in folders for path in paths)
     assert not [script for script in scripts if Path(script).stem not in tested]

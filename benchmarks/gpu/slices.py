@@ -6,10 +6,10 @@ Part 1: every row of `runtime.attention.blocks` that takes bf16 on this device, 
 of several sizes: relative error of output and gradients against dense attention with an explicit mask in float64.
 
 Part 2: a GPT of about a billion parameters in bf16 through Megatron-Core, one sequence of each length: peak memory,
-tokens/s, and loss and gradients of slices against the whole sequence (`benchmarks/memory.py` says what is compared; two
-runs up to 100,000 tokens, the faster counts). bf16 rounds at 2^-8, so gradients agree to about a percent. What does not
-fit into memory is recorded as such. ``--limit`` starts nothing new after so many seconds. ``--tiny`` tries all of it
-out without a GPU.
+tokens/s, and loss and gradients of slices against the whole sequence (`benchmarks/memory/memory.py` says what is
+compared; two runs up to 100,000 tokens, the faster counts). bf16 rounds at 2^-8, so gradients agree to about a percent.
+What does not fit into memory is recorded as such. ``--limit`` starts nothing new after so many seconds. ``--tiny``
+tries all of it out without a GPU.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def attention(dtype: torch.dtype, device: torch.device, tiny: bool) -> list[dict
 
 
 def memory() -> Any:
-    """The module benchmarks/memory.py; scripts are no package."""
-    name, path = "evenload_benchmark_memory", Path(__file__).resolve().parent.parent / "memory.py"
+    """The module benchmarks/memory/memory.py; scripts are no package."""
+    name, path = "evenload_benchmark_memory", Path(__file__).resolve().parents[1] / "memory" / "memory.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -10,7 +10,7 @@ over its 8 ranks, states divided over these (the paper's FSDP; what that moves i
     DeepSpeed  ZeRO-3, Ulysses over 16 (7B) or 32 ranks, 36 of 30B's layers recomputed, as published; best-fit packs,
                the fastest of 1, 2 and 4 contexts that fits (a guess)
     FlexSP     ZeRO-3, likewise recomputed; in its place evenload's mesh plugin with all-to-all alone on powers of two
-               of ranks, heads not counted: FlexSP's own problem, solved at least as well (benchmarks/mesh.py)
+               of ranks, heads not counted: FlexSP's own problem, solved at least as well (benchmarks/planning/mesh.py)
     Seq1F1B    as the paper has it: chunks of equally many tokens, one number of layers recomputed; the fastest of eight
                sizes, 1K to 128K
     Alg. 1     InfiniPipe's own algorithms as evenload's baseline ``algorithm_1`` runs them

@@ -24,9 +24,10 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...data.samples.order import SampleOrder
 from ...data.sources import Source
-from ...integrations.host import Host, TokensOf
+from ...integrations.host import Host
 from ...patches import bridge_cpu
 from ...runtime.attention.labels import Labels
+from ...runtime.attention.pack import TokensOf
 from ...runtime.files import quiet_when_full
 from ...runtime.watchdog.watchdog import Watchdog, working
 from ...runtime.world.agreement import gather_bytes
@@ -39,18 +40,14 @@ from .preflight import preflight
 logger = logging.getLogger("evenload")
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the verbs train, verify, bench and profile work with, on each rank."""
+class Work:
+    """What a verb's loop works with on each rank, whoever owns the samples."""
 
     recipe: Recipe
     world: World
     host: Host
     chain: PlanChain
-    source: Source
     watchdog: Watchdog
-    held_out: Source | None = None
-    """What `train` validates on."""
 
     @property
     def has_experts(self) -> bool:
@@ -85,14 +82,6 @@ class Job:
         np.maximum.at(out, self._places[:, 0], per_rank)
         return out
 
-    def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
-        """The global batches from the first step on, or from where a checkpoint's state was taken."""
-        lengths, size = self.source.lengths, batch_size(self.recipe)
-        targets = self.source.targets
-        if state is not None:
-            return Drawing.resume(state, lengths, size, self.chain, targets=targets)
-        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain, targets=targets)
-
     def planner(
         self, drawing: Callable[[], Draw], chain: PlanChain | None = None, first: PlanChain | None = None
     ) -> Planner:
@@ -100,6 +89,41 @@ class Job:
         config = self.recipe.planner
         how: Any = {"budget_s": config.budget_ms / 1e3, "background": config.background, "exchange": gather_bytes}
         return Planner(chain or self.chain, drawing, **how, first=first)
+
+    def say_stock(self, verb: str) -> None:
+        """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
+        if not self.chain.links and not self.chain.of_layers:
+            logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
+
+    def tokens_of(self, draw: Draw) -> TokensOf:
+        """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
+        raise NotImplementedError
+
+    def labels_of(self, draw: Draw) -> Labels | None:
+        """The targets of a batch, read as `tokens_of` reads; None where every token is one."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Job(Work):
+    """What the verbs train, verify, bench and profile work with, on each rank."""
+
+    recipe: Recipe
+    world: World
+    host: Host
+    chain: PlanChain
+    source: Source
+    watchdog: Watchdog
+    held_out: Source | None = None
+    """What `train` validates on."""
+
+    def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
+        """The global batches from the first step on, or from where a checkpoint's state was taken."""
+        lengths, size = self.source.lengths, batch_size(self.recipe)
+        targets = self.source.targets
+        if state is not None:
+            return Drawing.resume(state, lengths, size, self.chain, targets=targets)
+        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain, targets=targets)
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
@@ -113,17 +137,10 @@ class Job:
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
 
-    def say_stock(self, verb: str) -> None:
-        """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
-        if not self.chain.links and not self.chain.of_layers:
-            logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
-
     def tokens_of(self, draw: Draw) -> TokensOf:
-        """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
         return lambda index: self.source.tokens(int(draw.samples[index]))
 
     def labels_of(self, draw: Draw) -> Labels | None:
-        """The targets of a batch, read as `tokens_of` reads; None where every token is one."""
         if draw.targets is None:
             return None
         return Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.targets)

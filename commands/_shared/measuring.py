@@ -21,8 +21,9 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw, Planned, Planner
 from ...core.recipe.sections import Train
 from ...core.recipe.tenant import TenantTrain
+from ...integrations.host import Rates
 from .expert_loads import metrics_of
-from .job import Job
+from .job import Work
 from .metrics import Taken
 from .recording import gather_spans
 
@@ -45,8 +46,8 @@ class Follower:
         return replace(self.planner.next(), waited_s=0.0)
 
 
-def measure_step(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
-    """Train one step with all ranks, which line up before it if it is recorded. Collective."""
+def measure_step(job: Work, planned: Planned, step: int, *, record: bool, rates: Rates | None = None) -> Taken:
+    """Train one step with all ranks, which line up before it if it is recorded; ``rates``: of tenants. Collective."""
     if record:
         job.watchdog.at("lining up", step, waits=True)
         job.gather(0.0)
@@ -54,7 +55,7 @@ def measure_step(job: Job, planned: Planned, step: int, *, record: bool) -> Take
     result = job.host.train_step(
         planned.plan,
         job.tokens_of(planned.draw),
-        lr=learning_rate(step, job.recipe.train),
+        lr=learning_rate(step, job.recipe.train) if rates is None else rates,
         labels=job.labels_of(planned.draw),
         mark=lambda where: job.watchdog.at(where, step),
         record=record,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...core.planning.forward_only import forward_only
 from ...core.recipe.pretrained import folder_of
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
+from ...core.recipe.sections import Data
 from ...core.recipe.traits import trainer_called
 from ...data.sources import Source, open_source
 from ...data.tokenizers import holds_tokenizer, open_tokenizer
@@ -44,17 +46,8 @@ class Preflight(NamedTuple):
 
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
-    require_own_loop(recipe.trainer)
-    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), _without_wandb(recipe))
-    if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
-        refuse(trace=recipe.log.trace)
-    layout = recipe.layout(world_size)
+    recipe, layout = runnable(recipe, world_size)
     refuse_idle_ranks(recipe.train, layout.dp)
-    if layout.cp > 1:
-        do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
-        raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
-    if recipe.model.weights is not None:
-        recipe = recipe.changed({"model.weights": str(folder_of(recipe.model.weights))})
     source = open_data(recipe, recipe.data.source)
     validation = recipe.data.validation
     held_out = open_data(recipe, validation.source) if validation is not None else None
@@ -62,34 +55,53 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
     recipe = with_steps(recipe, source)
-    _refuse_other_tokenizer(recipe)
+    refuse_other_tokenizer(recipe)
     chain = PlanChain.of_recipe(recipe, layout)
-    _refuse_longest(source, chain, layout)
+    refuse_longest(source, chain)
     if held_out is not None:
         draws_of(held_out, recipe)
-        _refuse_longest(held_out, forward_only(chain), layout)
+        refuse_longest(held_out, forward_only(chain))
     return Preflight(recipe, source, chain, held_out)
 
 
-def _refuse_longest(source: Source, chain: PlanChain, layout: Layout) -> None:
+def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
+    """A recipe whose trainer and layout can run, with the folder of its weights; its layout. Raises EvenloadError."""
+    require_own_loop(recipe.trainer)
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), _without_wandb(recipe))
+    if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
+        refuse(trace=recipe.log.trace)
+    layout = recipe.layout(world_size)
+    if layout.cp > 1:
+        do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
+        raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
+    if recipe.model.weights is not None:
+        recipe = recipe.changed({"model.weights": str(folder_of(recipe.model.weights))})
+    return recipe, layout
+
+
+def refuse_longest(source: Source, chain: PlanChain) -> None:
     """Raise EvenloadError unless the longest samples of all can be planned: then no later batch has one that cannot."""
     lengths = source.lengths if source.targets is None else source.lengths[source.targets > 0]
-    longest = np.sort(lengths)[-layout.dp_cp_size :]
+    longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
 
 
 def open_data(recipe: Recipe, spec: str) -> Source:
-    """Data under the settings of a recipe, and the tokenizer of the model's folder where no other is named. Raises
+    """Data under the settings of a recipe. Raises EvenloadError."""
+    return open_samples(recipe.data, spec, recipe.model.weights)
+
+
+def open_samples(data: Data, spec: str, weights: Path | None) -> Source:
+    """Data under these settings, and the tokenizer of the model's folder where no other is named. Raises
     EvenloadError."""
-    settings = recipe.data.model_dump(exclude={"source", "validation"})
-    weights = recipe.model.weights
+    settings = data.model_dump(exclude={"source", "validation"})
     if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
         settings["tokenizer"] = str(weights)
     return open_source(spec, **settings)
 
 
-def _refuse_other_tokenizer(recipe: Recipe) -> None:
+def refuse_other_tokenizer(recipe: Recipe) -> None:
     """Raise EvenloadError where the tokenizer beside the weights, which leaves with the model, knows more tokens than
     the model."""
     weights, known = recipe.model.weights, recipe.model.vocab_size

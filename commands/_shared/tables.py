@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
+from ..company.table import table as table_of_company
 from ..experts.table import table as table_of_loads
 from ..sweep import said, written
 from ..tenants.table import tables as tables_of_tenants
@@ -54,7 +55,10 @@ _VARIANT: Columns = {
 
 
 def train(result: Result) -> Group:
-    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed."""
+    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed. Of a
+    run of tenants, a row each."""
+    if "tenants" in result:
+        return tables_of_tenants(result)
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
     shown = closing(result["comparison"], result["host"])
     held_out = tables_of_validation(result["validation"])
@@ -244,7 +248,9 @@ def plan(result: Result) -> Group:
     ]
     table = _table("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
     loads = [table_of_loads(result["loads"])] if "loads" in result else []
-    return Group(table, *([_pipeline(pipelines)] if pipelines else []), _planners(steps), *loads, *programs)
+    tenants = [table_of_company(result["tenants"])] if "tenants" in result else []
+    pipeline = [_pipeline(pipelines)] if pipelines else []
+    return Group(table, *pipeline, _planners(steps), *tenants, *loads, *programs)
 
 
 _STAGE: Columns = {

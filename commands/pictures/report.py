@@ -9,6 +9,7 @@ from string import Template
 import numpy as np
 
 from .._shared.show import mib, percent, seconds
+from ..company import table as company
 from ..plan import Outlook
 from . import sections
 from .facts import Facts, Planner, facts_of
@@ -55,6 +56,7 @@ def page_of(outlook: Outlook) -> str:
         _bound(facts, notes),
         sections.memory(facts),
         _tables(facts),
+        _tenants(facts),
         _loads(facts),
         _fine_print(facts),
     )
@@ -148,6 +150,17 @@ def _steps(facts: Facts) -> Markup:
     more = len(steps) - _MOST_STEPS
     left = [say(f"{more} more steps are in the table of --json.")] if more > 0 else []
     return join(_table("steps", head, rows), *left)
+
+
+def _tenants(facts: Facts) -> Markup:
+    """Whose samples they are, and what company saves; nothing without tenants."""
+    tenants = facts.outlook.tenants
+    if tenants is None:
+        return join()
+    rows = [(False, name, [tag("span", cell) for cell in cells]) for name, *cells in company.rows(tenants)]
+    text = "Predicted. Alone: the step that a tenant would take by itself on all ranks, planned as well."
+    lines = [say(text), *(say(f"{line[0].upper()}{line[1:]}.") for line in company.said(tenants))]
+    return section("tenants", "Tenants", *lines, _table("tenants", company.HEAD, rows))
 
 
 def _loads(facts: Facts) -> Markup:

@@ -13,8 +13,23 @@ _HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time l
 
 
 def tables(result: dict[str, Any]) -> Group:
-    """A row a tenant, then a table a sweep with its winner bold; of ``tenants`` and ``sweeps`` of a result."""
-    return Group(_tenants(result["tenants"]), *(_ranking(ranking) for ranking in result["sweeps"]))
+    """A row a tenant, then a table a sweep with its winner bold; of ``tenants`` and ``sweeps`` of a result. Of a run,
+    what it came to as well."""
+    run = [_run(result["summary"], result["refused"])] if "summary" in result else []
+    return Group(_tenants(result["tenants"]), *(_ranking(ranking) for ranking in result["sweeps"]), *run)
+
+
+def _run(summary: dict[str, Any], refused: dict[str, str]) -> Table:
+    rows: list[tuple[str, Any]] = [
+        ("steps", f"{summary['steps']:,}"),
+        ("tokens, of them targets", f"{summary['tokens']:,}, {summary['targets']:,}"),
+        ("time in steps", clock(summary["train_s"])),
+        ("tokens/s", summary["tokens_per_s"]),
+        ("last checkpoint", summary["checkpoint"] or "none: checkpoint.dir is null"),
+        ("adapters", summary["out"]),
+    ]
+    caption = "\n".join(f"{name} was left out: {error}" for name, error in refused.items())
+    return grid("summary", ("", ""), rows, caption)
 
 
 def _tenants(statuses: list[dict[str, Any]]) -> Table:

@@ -10,7 +10,6 @@ from typing import Any
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import Tenant
-from ...data.samples.batches import BatchSize
 from ...data.sources import Source
 from .._shared.drawing import Drawing
 from .._shared.measuring import learning_rate
@@ -33,6 +32,10 @@ class ActiveTenant:
     """After which it is done."""
     adapter: Adapter
     """``config.adapter``, or that of the folder it goes on from."""
+    file: str = ""
+    """Name of its file: its own, or that of the sweep whose trial it is."""
+    until: int = 0
+    """It takes part up to so many steps, and then waits until there are more."""
     held_out: Source | None = None
     """What it is evaluated on."""
     digest: str = ""
@@ -54,9 +57,8 @@ class ActiveTenant:
     reason: str = ""
     """Why it waits or has ended, where the state does not say."""
 
-    @property
-    def size(self) -> BatchSize:
-        return BatchSize(self.config.train.batch_size)
+    def __post_init__(self) -> None:
+        self.file, self.until = self.file or self.name, self.until or self.steps
 
     @property
     def rate(self) -> float:
@@ -76,8 +78,8 @@ class ActiveTenant:
         self.seconds += step_s
         self.order = draw.state
 
-    def ends(self, state: State, reason: str = "") -> None:
-        """What has become of it."""
+    def becomes(self, state: State, reason: str = "") -> None:
+        """What it does from now on, or what has become of it."""
         self.state, self.reason = state, reason
 
     def status(self) -> dict[str, Any]:

@@ -47,6 +47,9 @@ class Traffic:
     """Share of ``gradient_bytes`` and ``weight_bytes`` that is experts': only every ep-th rank has the same ones."""
     expert_weight_bytes: float = 0.0
     """Weights of experts that a rank takes in for one pass of a micro-batch."""
+    adapter_bytes: float = 0.0
+    """Values of all tenants' adapters: their gradients are summed at the end of a step, however the model's are, and
+    the values come back from the ranks that updated them."""
 
 
 NO_TRAFFIC = Traffic()
@@ -81,6 +84,8 @@ class PlanningContext:
     """None in a dense model."""
     forward_only: bool = False
     """Plans run forward only: backwards move nothing, and no gradients are summed (`core.planning.forward_only`)."""
+    frozen: bool = False
+    """The model stays as it is: it has no weight gradients, and none are summed."""
 
     def runs(self, passes: int) -> bool:
         """Whether passes of a direction (`Direction.passes`) run at all."""

@@ -240,6 +240,14 @@ class Costs(Frozen):
         holding = self.holding(activation_bytes_per_token=kept_bytes_per_token, replay_bytes_per_token=whole)
         return holding.model_copy(update={"backward": self.both, "recompute": True})
 
+    def frozen(self) -> Costs:
+        """The same of a model whose weights stay as they are: a backward leaves out their gradients, and there is no
+        update. Nothing must be recomputed yet."""
+        token_s = self.backward.token_s - self.weights_s(1.0)
+        return self.model_copy(
+            update={"backward": self.backward.model_copy(update={"token_s": token_s}), "update_s": 0.0}
+        )
+
     def kept(self) -> Costs:
         """What `recomputed` started from."""
         names = PassCost.model_fields

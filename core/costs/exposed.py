@@ -13,7 +13,8 @@
     gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded
                    optimizer reduce-scatter, and all-gather of the updated weights; with sharded parameters (ZeRO 3)
                    instead all-gather of weights in every pass and reduce-scatter of gradients in every backward, hidden
-                   by nothing here
+                   by nothing here; of a frozen model none
+    adapters       of tenants: all-reduce of the gradients and all-gather of the updated values at the end of a step
 
 All sizes are those of one pipeline stage of one tensor-parallel rank (`core.costs.context`).
 """
@@ -169,6 +170,8 @@ def gradient_sum_s(context: PlanningContext, stage: int) -> float:
     traffic, total = context.traffic, 0.0
     if context.forward_only:
         return total
+    if context.frozen:
+        return _adapters_s(context, stage)
     for share, n, link in _sharers(context, stage) if traffic.sharding != "parameters" else ():
         gradient_bytes, weight_bytes = share * traffic.gradient_bytes, share * traffic.weight_bytes
         if traffic.sharding == "optimizer":
@@ -178,6 +181,15 @@ def gradient_sum_s(context: PlanningContext, stage: int) -> float:
     return total
 
 
+def _adapters_s(context: PlanningContext, stage: int) -> float:
+    """Seconds of the sum of adapters' gradients over the plane, the gathering of updated values included."""
+    num_bytes, n = context.traffic.adapter_bytes, context.layout.dp_cp_size
+    if not num_bytes or n == 1:
+        return 0.0
+    link = context.cluster.link_among(context.layout.world_ranks(stage, range(n)))
+    return link.all_reduce_s(num_bytes, n) + link.all_gather_s(num_bytes / n, n)
+
+
 def gathering_s(context: PlanningContext, passes: int) -> float:
     """Seconds of weights gathered (and gradients scattered in a backward, ``passes`` 2) in a pass with ZeRO 3."""
     traffic, total = context.traffic, 0.0
@@ -185,7 +197,7 @@ def gathering_s(context: PlanningContext, passes: int) -> float:
         return total
     for share, n, link in _sharers(context, 0) if traffic.sharding == "parameters" else ():
         total += link.all_gather_s(share * traffic.weight_bytes / n, n)
-        total += link.all_gather_s(share * traffic.gradient_bytes / n, n) if passes > 1 else 0.0
+        total += link.all_gather_s(share * traffic.gradient_bytes / n, n) if passes > 1 and not context.frozen else 0.0
     return total
 
 

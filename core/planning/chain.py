@@ -30,6 +30,7 @@ from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
+from ..recipe.rules import refuse_adapters_in_loops
 from ..registry import Plugin, PluginConfig, Prunable
 from ..simulate.step import after_passes_s
 from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
@@ -97,6 +98,7 @@ class PlanChain:
         ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole; else the loop
         runs slices in the order of a plan. Raises EvenloadError.
         """
+        refuse_adapters_in_loops(recipe)
         refuse_first(
             (
                 recipe.sharded_experts,

@@ -134,6 +134,10 @@ class Planner:
         self._ahead = self._begin(self._chain) if self._background and ahead else None
         return Planned(plan, chain, draw, plan_s, waited_s)
 
+    def forget(self) -> None:
+        """Drop the plan that was begun ahead: its batch will be drawn anew. On every rank alike."""
+        self._ahead = None
+
     def use(self, chain: PlanChain) -> None:
         """Plan with another chain from the next plan on that is begun; one that is made ahead stays as it is.
 

@@ -10,7 +10,7 @@ from ..plan.limits import Limits
 from ..recipe.recipe import Recipe
 from ..recipe.shipped import RECIPES
 from ..recipe.sizes import VALUE_BYTES, heads_of, moe_layers_of, shape_of
-from ..recipe.traits import TrainerTraits, trainer_called
+from ..recipe.traits import TrainerTraits, frozen, trainer_called
 from .stock import UNCAPPED
 
 
@@ -22,9 +22,8 @@ def context_of(recipe: Recipe, layout: Layout) -> PlanningContext:
     shape, traffic = shape_of(recipe.model), traffic_of(recipe, layout)
     head_frac = shape.hidden_size * shape.vocab_size / shape.dense_weights
     of_stage = stage_costs(recipe, costs, layout)
-    return PlanningContext(
-        of_stage, layout, cluster.model_copy(update=measured), traffic, head_frac, experts_of(recipe)
-    )
+    machines, experts = cluster.model_copy(update=measured), experts_of(recipe)
+    return PlanningContext(of_stage, layout, machines, traffic, head_frac, experts, frozen=recipe.adapts)
 
 
 def experts_of(recipe: Recipe) -> ExpertContext | None:
@@ -39,19 +38,27 @@ def experts_of(recipe: Recipe) -> ExpertContext | None:
 
 def traits_of(recipe: Recipe) -> TrainerTraits:
     """The recipe's trainer as the recipe sets it up. Raises EvenloadError."""
-    return trainer_called(recipe.trainer).traits(recipe)
+    traits = trainer_called(recipe.trainer).traits(recipe)
+    return frozen(traits, VALUE_BYTES[recipe.train.dtype]) if recipe.adapts else traits
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
-    """The recipe's cost model for the whole model on one device."""
+    """The recipe's cost model for the whole model on one device; cost models are of training whole, and a frozen base
+    leaves out of theirs what it does not do."""
+    shape = shape_of(recipe.model)
     if recipe.costs != "auto":
-        return cost_models.load(recipe.costs, RECIPES / "costs")
-    shape, states = shape_of(recipe.model), traits_of(recipe).states
+        costs = cost_models.load(recipe.costs, RECIPES / "costs")
+        return costs.frozen().holding(**_state_bytes(recipe), update_bytes=0.0) if recipe.adapts else costs
     costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
+    return (costs.frozen() if recipe.adapts else costs).holding(**_state_bytes(recipe))
+
+
+def _state_bytes(recipe: Recipe) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer states, by their fields of a memory record."""
+    weights, states = shape_of(recipe.model).parameters, traits_of(recipe).states
     of_weight = {"fixed_bytes": states.fixed, "sharded_bytes": states.sharded, "gradient_bytes": states.late}
-    memory = {name: float(each * shape.parameters) for name, each in of_weight.items()}
-    memory["gathered_bytes"] = states.gathered_bytes(shape.parameters)
-    return costs.holding(**memory)
+    memory = {name: float(each * weights) for name, each in of_weight.items()}
+    return memory | {"gathered_bytes": states.gathered_bytes(weights)}
 
 
 def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
@@ -139,7 +146,8 @@ def limits_of(recipe: Recipe, context: PlanningContext) -> Limits:
         memory=context.costs.memory,
         heads=heads_of(recipe.model) // layout.tp,
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
-        splits_backward=layout.pp >= traits.fewest_stages_that_split,
+        # Where no weight has a gradient, there is nothing to put off.
+        splits_backward=layout.pp >= traits.fewest_stages_that_split and not recipe.adapts,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
 from .sections import REPLACED, Model, Parallel, Train
+from .sizes import shape_of
 from .traits import trainer_called
 
 
@@ -57,6 +58,7 @@ def refuse_impossible(recipe: Any) -> None:
         *_rules_of_experts(recipe),
         *_rules_of_copies(recipe),
         *_rules_of_freeze(recipe),
+        *_rules_of_adapters(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
         (
             recipe.data.min_length > recipe.data.max_length,
@@ -66,7 +68,8 @@ def refuse_impossible(recipe: Any) -> None:
         ),
         *_rules_of_best(recipe),
     )
-    refuse_idle_ranks(recipe.train, p.dp or 1)
+    if not recipe.adapts:
+        refuse_idle_ranks(recipe.train, p.dp or 1)
 
 
 def _rules_of_extent(train: Train) -> list[Rule]:
@@ -157,6 +160,61 @@ def _rules_of_freeze(recipe: Any) -> list[Rule]:
     detail = f"train.freeze {', '.join(recipe.train.freeze)}; an owner of experts that is sharded"
     do = "set plugins.moe.owners=home, or leave train.freeze out"
     return [(bool(recipe.train.freeze) and recipe.sharded_experts, what, detail, do)]
+
+
+def _adapting(recipe: Any) -> str:
+    """The enabled plugin that trains adapters; empty: none does."""
+    return next((plugin.name for plugin in recipe.enabled() if plugin.adapts), "")
+
+
+def _rules_of_adapters(recipe: Any) -> list[Rule]:
+    """What a frozen base and adapters beside it do not go with."""
+    name, model, p = _adapting(recipe), recipe.model, recipe.parallel
+    if not name:
+        return []
+    has_experts = shape_of(model).experts is not None
+    of_model = f"model.config {model.config}" if model.config else f"model.family {model.family}"
+    beside = f"plugins.{name}.enabled true"
+    return [
+        (
+            has_experts,
+            f"plugins.{name} adapts the linear layers of dense models: experts have no adapters",
+            of_model,
+            f"choose a dense model, or disable plugins.{name}",
+        ),
+        (
+            p.ep > 1,
+            f"plugins.{name} does not go with divided experts",
+            f"parallel.ep {p.ep}",
+            f"set parallel.ep=1, or disable plugins.{name}",
+        ),
+        (
+            bool(recipe.train.freeze),
+            f"plugins.{name} freezes the whole model already",
+            f"train.freeze {', '.join(recipe.train.freeze)}",
+            "leave train.freeze out; a tenant's adapter.target_modules says what is adapted",
+        ),
+        (
+            p.cp > 1,
+            f"plugins.{name} does not go with static context parallelism",
+            f"parallel.cp {p.cp}, {beside}",
+            "set parallel.cp=1 and give its ranks to parallel.dp; plugins.mesh shares long sequences",
+        ),
+    ]
+
+
+def refuse_adapters_in_loops(recipe: Any) -> None:
+    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants."""
+    name = _adapting(recipe)
+    refuse_first(
+        (
+            bool(name),
+            f"plugins.{name} has no place in a training loop of your own, which has one model, one data set and one "
+            "optimizer",
+            f"plugins.{name}.enabled true",
+            f"train tenants with `evenload train`, or set plugins.{name}.enabled=false",
+        )
+    )
 
 
 def _rules_of_copies(recipe: Any) -> list[Rule]:

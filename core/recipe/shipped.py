@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes"
 
 
 def shipped() -> dict[str, Path]:
@@ -18,3 +19,8 @@ def file_of(recipe: str | Path) -> str | Path:
     name goes first."""
     names = shipped()
     return names[str(recipe)] if str(recipe) in names and not os.path.isfile(recipe) else recipe
+
+
+def place_of(path: Path) -> Path:
+    """The place that a recipe names: below where one stands, or else what comes with evenload under that name."""
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..costs.context import Sharding
@@ -45,6 +45,14 @@ class TrainerTraits:
     """A stage of the trainer's own schedule goes on only when its output has arrived."""
     fewest_stages_that_split: int = 1
     """Pipeline stages from which on weight gradients can be passes of their own."""
+
+
+def frozen(traits: TrainerTraits, value_bytes: int) -> TrainerTraits:
+    """The trainer where the model stays as it is: it keeps weights alone, and sums no gradients of them."""
+    divided = traits.sharding == "parameters"
+    states = traits.states._replace(fixed=value_bytes, sharded=value_bytes if divided else 0, late=0)
+    sharding: Sharding = "parameters" if divided else "none"
+    return replace(traits, states=states, sharding=sharding, summed_bytes=0, overlaps_gradients=False)
 
 
 @dataclass(frozen=True)

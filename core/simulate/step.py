@@ -5,7 +5,7 @@ held `costs.memory`. The gradient sum of a stage starts when its last rank has f
 the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and between
 the ranks of a host, and the data loader.
 
-O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchmarks/simulator.py).
+O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchmarks/planning/simulator.py).
 """
 
 from __future__ import annotations

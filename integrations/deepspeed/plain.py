@@ -48,6 +48,20 @@ class PlainModel:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
 
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, Tensor], products: Mapping[str, Tensor]) -> None:
+        """Take these weights, and add to linear layers, by name, these matrices; `gradients` are those of such layers,
+        too."""
+        self.load(weights)
+        for name, product in products.items():
+            parameter = self._parameters[f"{name}.weight"]
+            parameter += product.to(parameter)
+            parameter.requires_grad_(True)
+
+    def of_linears(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of such gradients those of matrices, by the names of their layers."""
+        return {name.removesuffix(".weight"): g for name, g in gradients.items() if g.dim() == 2}
+
     def gradients(
         self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
     ) -> tuple[float, dict[str, Tensor]]:

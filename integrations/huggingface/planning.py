@@ -14,6 +14,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.rules import refuse_adapters_in_loops
 from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, place
 from ...runtime.world.exchange import exchange
@@ -121,6 +122,7 @@ def chain_for(
         whole: samples stay whole.
         micro_batch_size: rows of a stock batch, which plans are compared with.
     """
+    refuse_adapters_in_loops(recipe)
     half = half or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     of_model = for_engine(
         recipe,

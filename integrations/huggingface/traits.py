@@ -25,6 +25,12 @@ def rules(recipe: Recipe) -> list[Rule]:
     of_layers = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
     return [
         (
+            recipe.adapts,
+            "trainer transformers trains no adapters of tenants beside each other",
+            "plugins.lora.enabled true",
+            "use trainer: megatron or deepspeed, or disable it",
+        ),
+        (
             bool(of_layers),
             f"trainer transformers has no plugins.{of_layers}: no rank shares its experts with another",
             f"plugins.{of_layers}.enabled true",

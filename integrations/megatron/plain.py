@@ -36,6 +36,7 @@ from ..host import Host
 from .model.gpt import build_model, transformer_config
 from .model.weights import global_parameters
 from .plain_experts import TextbookRouters, refuse_grouped
+from .pretrained.pieces import Piece, pieces_of
 
 STOCK_ATTENTION = 2048
 """Longest sequence [tokens] that goes through Megatron's own DotProductAttention."""
@@ -54,6 +55,7 @@ class PlainModel:
         dtype = dtype or ("fp32" if recipe.train.dtype == "bf16" else recipe.train.dtype)
         recipe = recipe.changed({"train.recompute": False, "train.dtype": dtype})
         refuse_grouped(recipe)
+        self._recipe = recipe
         self._alone, self._workers = _own_groups(host.layout)
         tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         names = ("pp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
@@ -77,6 +79,37 @@ class PlainModel:
         """Take these weights, by global name; shards are those of this tensor-parallel rank."""
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
+
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, Tensor], products: Mapping[str, Tensor]) -> None:
+        """Take these weights, and add to linear layers, by their Hugging Face names, these whole matrices; `gradients`
+        are those of such layers, too."""
+        self.load(weights)
+        for name, parameter, piece in self._pieces():
+            if (product := products.get(piece.name.removesuffix(".weight"))) is not None:
+                rows = piece.within(parameter)
+                rows += piece.of_whole(product.to(rows)).view_as(rows)
+                self._parameters[name].requires_grad_(True)
+
+    def of_linears(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of such gradients those of linear layers, whole, by their Hugging Face names. Collective."""
+        whole = {}
+        for name, parameter, piece in self._pieces():
+            if name in gradients and parameter.dim() == 2:
+                gradient = gradients[name].new_zeros(piece.shape)
+                rows = piece.of_whole(gradient)
+                own = gradients[name].view(piece.groups, -1, parameter.shape[1])
+                rows += own[:, piece.first : piece.first + len(rows) // piece.groups].reshape(rows.shape)
+                if parameter.tensor_model_parallel:
+                    dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+                whole[piece.name.removesuffix(".weight")] = gradient
+        return whole
+
+    def _pieces(self) -> Iterator[tuple[str, Any, Piece]]:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        for name, parameter in self._parameters.items():
+            for piece in pieces_of(name, parameter, self._recipe, rank):
+                yield name, parameter, piece
 
     def gradients(
         self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None

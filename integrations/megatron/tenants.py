@@ -19,12 +19,12 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.peers import Peers
 from ...runtime.adapters.places import Block, Place, Site
 from ...runtime.attention.labels import Labels
-from ...runtime.attention.pack import Pack
+from ...runtime.attention.pack import Pack, TokensOf
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import everyone
 from ..foreign_plans import refuse_foreign
-from ..host import Mark, StepResult, TokensOf
+from ..host import Mark, StepResult
 from ..scoring import LossBook
 from ..tenants import TenantHost, targets_of_tenants
 from .batch import Batch, LossFunc, run_batch
@@ -44,7 +44,9 @@ class MegatronTenants(TenantHost, MegatronHost):
         self._gate = self.optimizer = None
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        self.frozen = frozenset(name for name, _ in global_parameters(self.model))
+        names = [name for name, _ in global_parameters(self.model)]
+        parts = everyone(names, self._stages) if self.layout.pp > 1 else [names]
+        self.frozen = frozenset(name for part in parts for name in part)
         self.ddp = Float16Module(config, self.model) if self.recipe.train.dtype == "bf16" else self.model
         blocks = blocks_of(self.model, self.recipe, self.tp_rank)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
@@ -79,9 +81,8 @@ class MegatronTenants(TenantHost, MegatronHost):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        loss, num_targets = scores.loss, int(scores.targets.sum())
         of_rank = busy.total_s, busy.forward_s, tuple(executed), (SUM_AFTER_PASSES,)
-        return StepResult(loss, num_targets, *of_rank, tenants=tenants)
+        return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
 
 class _BookedForward:

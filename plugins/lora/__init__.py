@@ -18,5 +18,6 @@ register(
         plan=plan.plan,
         place="slices",
         adapts=True,
+        clashes=("moe",),
     )
 )

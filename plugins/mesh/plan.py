@@ -11,7 +11,7 @@ incoming the plan that came in, of the packing plugin; where sequences are few, 
 
 Objective: least predicted seconds of the step among lawful plans; those predicted to fit into the device first. The
 degree of a sequence is chosen by the seconds that further ranks save and cost, with memory as a cap only; any number of
-ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks/mesh.py).
+ranks, not powers of two. 512 sequences on 64 ranks take about 0.1 s (benchmarks/planning/mesh.py).
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ class Adapters:
         self.linears, self._peers, self._dtype, self._device = tuple(linears), peers, dtype, device
         self._sites = [site for block in blocks for site in block.sites]
         self._places = [place for site in self._sites for place in site.places]
+        sizes = {place.name: (place.outputs, place.inputs) for place in self._places}
+        stages = everyone(sizes, peers.model) if peers.model is not None else [sizes]
+        self._sizes = {name: size for stage in stages for name, size in stage.items()}
+        """Outputs and inputs of every linear layer of the model."""
         self._tenants: dict[int, TenantAdapter] = {}
         self._hooks = Hooks(blocks)
 
@@ -65,13 +69,13 @@ class Adapters:
         if differ := sorted({f"{name}.{kind}" for name in targets for kind in (A, B)} ^ set(state.weights)):
             what = "the adapter to go on with has other layers than the tenant's file"
             raise EvenloadError(what, ", ".join(differ[:4]), "give target_modules as the adapter has them")
-        for place in self._places:
-            for kind in (A, B):
-                weight = state.weights.get(f"{place.name}.{kind}")
-                wanted = whole_shape(place, kind, adapter.rank_of(place.name))
-                if weight is not None and tuple(weight.shape) != wanted:
+        for name in targets:
+            (outputs, inputs), rank = self._sizes[name], adapter.rank_of(name)
+            for kind, wanted in ((A, (rank, inputs)), (B, (outputs, rank))):
+                shape = tuple(state.weights[f"{name}.{kind}"].shape)
+                if shape != wanted:
                     what = "the adapter to go on with is of another base, or another rank"
-                    detail = f"{place.name}.{kind} {tuple(weight.shape)}, wanted {wanted}"
+                    detail = f"{name}.{kind} {shape}, wanted {wanted}"
                     raise EvenloadError(what, detail, "give the rank that the adapter has, and the base it was made on")
 
     def bytes_of(self, adapter: Adapter) -> int:
@@ -98,6 +102,7 @@ class Adapters:
 
     def leave(self, number: int) -> None:
         """Drop a tenant's adapter, between steps, on every rank alike."""
+        self._hooks.forget()
         del self._tenants[number]
 
     def begin(self, tenants: Ints) -> None:
@@ -141,7 +146,7 @@ class Adapters:
         return self._whole(tenant, [tenant.gradients])[0]
 
     def state(self, number: int) -> AdapterState:
-        """A tenant's adapter, whole, on the CPU of rank 0; empty tensors' names elsewhere. Collective."""
+        """A tenant's adapter, whole, on every rank's CPU. Collective."""
         tenant = self._tenants[number]
         moments = self._peers.gather_runs([moment.detach() for moment in tenant.owned_moments()])
         weights, first, second = self._whole(tenant, [tenant.values.detach(), *moments])

@@ -35,6 +35,7 @@ class Hooks:
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._tenants: Sequence[TenantAdapter] = ()
         self._numbers: Sequence[int] = ()
+        self._running: list[_Running] = []
         self._hooks = [hook for block in blocks for hook in self._on(block)]
 
     def begin(self, tenants: Sequence[TenantAdapter]) -> None:
@@ -46,13 +47,21 @@ class Hooks:
             seen[id(tenant)] = numbers[-1] + 1
         self._tenants, self._numbers = tenants, numbers
 
+    def forget(self) -> None:
+        """Hold no tenant any longer: behind the last pass of a step."""
+        self._tenants, self._numbers = (), ()
+        for running in self._running:
+            running.spans, running.dropped = (), None
+
     def remove(self) -> None:
+        self.forget()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._tenants = [], ()
+        self._hooks = []
 
     def _on(self, block: Block) -> list[Any]:
         running = _Running()
+        self._running.append(running)
 
         def enter(module: nn.Module, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
             pack = block.pack_of(arguments, words)

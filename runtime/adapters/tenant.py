@@ -130,19 +130,18 @@ class TenantAdapter:
             else:
                 whole = state.weights[name]
             value.copy_(part_of(whole, place, kind))
-        if state is not None and state.first:
+        if state is not None and state.steps:
             first, second = (self._packed(whole)[self.run].clone() for whole in (state.first, state.second))
             step, self.steps = torch.tensor(float(state.steps)), state.steps
             self.optimizer.state[self._owned] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def _packed(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """This rank's parts of whole tensors, laid out as the buffer is."""
+        """This rank's parts of whole tensors, laid out as the buffer is; zeros of no tensors."""
         flat = torch.zeros_like(self.values)
-        first = 0
-        for name, kind, place, value, _ in self.matrices:
-            stop = first + value.numel()
-            flat[first:stop] = part_of(whole[name], place, kind).to(flat).flatten()
-            first = stop
+        places = {matrix.name: (matrix.place, matrix.kind) for matrix in self.matrices}
+        for name, part in self.unpacked(flat).items() if whole else ():
+            place, kind = places[name]
+            part.copy_(part_of(whole[name], place, kind))
         return flat
 
     def unpacked(self, flat: Tensor) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ the least group that holds the longest sequence beside one degree for all others
 groups at once; moves and swaps out of the busiest group finish. A multiset whose lower bound (rank-seconds over ranks,
 group-seconds over groups, its costliest sequence) is no better than what is known is not tried.
 
-500 sequences on 64 ranks and seven degrees take about 10 ms; benchmarks/mesh.py has the gap to a certified bound. Not
-done: sequences whose ranks overlap, and many degrees (the search weighs pairs of them).
+500 sequences on 64 ranks and seven degrees take about 10 ms; benchmarks/planning/mesh.py has the gap to a certified
+bound. Not done: sequences whose ranks overlap, and many degrees (the search weighs pairs of them).
 """
 
 from __future__ import annotations

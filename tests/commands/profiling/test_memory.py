@@ -15,7 +15,7 @@ from evenload.commands.profiling.memory import COUNTS, Readings, fit_memory_cost
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.plan.limits import Limits, MemoryCost
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory" / "memory.py"
 LENGTH = 100
 PLANTED = MemoryCost(
     pass_bytes=5000.0,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import evenload
 import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
@@ -125,6 +126,13 @@ def test_a_planner_of_slices_that_breaks_a_law_is_noticed() -> None:
     drops = replace(plugin, plan=lambda plan, *_: plan.revised(micro_batches=plan.micro_batches[1:]))
     with pytest.raises(PlanError, match="tokens are missing"):
         replace(of, of_slices=((drops, config),)).plan(as_lengths([500, 500, 500]), as_lengths([1, 1, 2]))
+
+
+def test_tenants_of_a_plan_from_python() -> None:
+    recipe = parse({"plugins": {"lora": {"enabled": True}, "packing": {"enabled": True}}, "parallel": {"dp": 2}})
+    assert evenload.plan(recipe, [30, 20, 10], tenants=[2, 2, 1]).tenants.tolist() == [2, 2, 1]
+    with pytest.raises(EvenloadError, match="not one tenant for each sequence"):
+        evenload.plan(recipe, [30, 20, 10], tenants=[2])
 
 
 def test_slices_of_one_tenant_may_lie_anywhere() -> None:

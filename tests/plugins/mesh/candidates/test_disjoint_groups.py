@@ -13,7 +13,8 @@ from evenload.plugins.mesh.candidates.disjoint_groups import Group, Table, group
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-_spec = importlib.util.spec_from_file_location("bound", Path(__file__).parents[4] / "benchmarks" / "disjoint_bound.py")
+_SCRIPT = Path(__file__).parents[4] / "benchmarks" / "planning" / "disjoint_bound.py"
+_spec = importlib.util.spec_from_file_location("bound", _SCRIPT)
 assert _spec is not None
 assert _spec.loader is not None
 bound = importlib.util.module_from_spec(_spec)

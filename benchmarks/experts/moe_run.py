@@ -1,0 +1,128 @@
+"""The moe plugin beside its baselines in real training, alternating in one run: measured.
+
+    python benchmarks/experts/moe_run.py [--workload real] [--ranks 2] [--against static,eplb,ultraep,moonep] \\
+        [key=value ...]
+                                 [--json] [--out FILE]
+
+Workloads: ``real`` is recipes/moe.yaml as it trains. W0 (balanced), W1 (hot experts) and W2 (hot rank) are those of
+Megatron-LM's pull request 7488: routers choose experts by drawn popularity, a hot one 16 times as popular, the same in
+every variant; what they give a token's experts stays differentiable. ``allowed`` is the baseline's critical path over
+the same with even experts (`commands.experts.critical_path`), what quotas alone can gain; on four ranks and two cores
+the wall clock hides what ranks wait, so there the paths tell, not the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.commands._shared.show import emit, grid
+
+HEAT = 16
+SETTINGS = ("plugins.moe.enabled=true", "train.steps=16")
+
+
+def heat_of(workload: str, num_experts: int, ranks: int) -> Any:
+    """Logarithm of how popular each expert is [experts]."""
+    heat = np.ones(num_experts)
+    if workload == "W1":
+        heat[num_experts // 3] = HEAT
+    elif workload == "W2":
+        heat[: num_experts // ranks] = HEAT
+    return torch.from_numpy(np.log(heat))
+
+
+def force(workload: str, ranks: int) -> None:
+    """Let the routers of this process choose by drawn popularity."""
+    from evenload.patches import bridge_cpu
+
+    bridge_cpu()
+    from evenload.integrations.megatron.model.experts import PlannedRouter
+
+    def choose(router: Any, logits: Any, scores: Any) -> tuple[Any, Any]:
+        heat = heat_of(workload, scores.shape[1], ranks)
+        draw = torch.Generator().manual_seed(int(router.pack.tokens_T.sum()) * 64 + router.layer_number)
+        gumbel = -torch.log(-torch.log(torch.rand(scores.shape, generator=draw, dtype=torch.float64)))
+        chosen = (heat + gumbel).topk(router.topk, dim=-1).indices
+        return logits.gather(1, chosen).softmax(dim=-1), chosen
+
+    PlannedRouter._choose = choose
+
+
+def on_rank(arguments: argparse.Namespace) -> None:
+    if arguments.workload != "real":
+        force(arguments.workload, arguments.ranks)
+    from evenload.api import load_recipe
+    from evenload.commands.bench import bench
+
+    words = (*SETTINGS, f"parallel.ep={arguments.ranks}", f"parallel.dp={arguments.ranks}", *arguments.settings)
+    result = bench(load_recipe("moe", words), tuple(arguments.against.split(",")))
+    if result is not None and int(os.environ["RANK"]) == 0:
+        print(json.dumps(result))
+
+
+def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of all ranks, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks), __file__]
+    command += ["--workload", arguments.workload, "--ranks", str(arguments.ranks), "--against", arguments.against]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    done = subprocess.run(
+        [*command, *arguments.settings], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"workload": arguments.workload, "ranks": arguments.ranks, **result}
+
+
+def table(result: dict[str, Any]) -> Any:
+    head = (
+        "beside",
+        "evenload is faster by",
+        "95 %",
+        "allowed",
+        "of allowed",
+        "critical path s",
+        "even experts",
+        "even",
+        "peak MiB",
+    )
+    rows = []
+    for name, path in result["critical_path"].items():
+        ratio, peak = result["ratio"].get(name), result["peak_activation_bytes"][name] / (1 << 20)
+        shown: tuple[Any, ...] = ("", "", "", "")
+        if ratio is not None:
+            interval = " .. ".join(f"{end:.3f}" for end in ratio["interval"] or ())
+            shown = (f"{ratio['median']:.3f}x", interval, f"{ratio['allowed']:.3f}x", f"{ratio['of_allowed']:.3f}")
+        paths = [f"{path[key]:.3f}" for key in ("critical_s", "evened_experts_s", "evened_s")]
+        rows.append((name, *shown, *paths, f"{peak:.0f}"))
+    return grid(
+        f"{result['workload']}, EP {result['ranks']}, {result['steps']} steps, alternating, measured", head, rows
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=("real", "W0", "W1", "W2"), default="real")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--against", default="static,eplb,ultraep,moonep")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("settings", nargs="*", help="Overrides of recipes/moe.yaml.")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(arguments)
+        return
+    result = benchmark(arguments)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, arguments.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Planned validation beside padded batches of 8 samples on the same host, alternating: measured.
+
+    python benchmarks/finetuning/validation.py [--recipe quickstart] [--ranks 2] [--batches 6] [--repeats 2] \\
+        [key=value ...] [--json] [--out FILE]
+
+Every batch is scored by each variant in turn (`Host.score`): the same weights, the same host, forwards alone.
+
+    padded    as trainers evaluate: 8 samples in their order, padded to the longest of them
+    sorted    the batch's samples sorted by length first, so that 8 of about one length are padded together
+    evenload  the recipe's planners, for forwards alone (`core.planning.forward_only`)
+
+Seconds are those of the slowest rank by the wall clock. Ratios are of the tokens a second of evenload over those of the
+variant on the same batch: their median, and its 95 % interval. ``apart``: the largest relative difference of a
+sequence's loss from evenload's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evenload.commands._shared.show import emit, grid, seconds
+
+SAMPLES = 8
+OURS = "evenload"
+
+
+def plans_of(chain: Any, lengths: Any) -> dict[str, Any]:
+    """By variant the plan of a batch."""
+    from evenload.core.laws import check
+    from evenload.core.plan.rounds import in_rounds
+    from evenload.core.planning.stock import stock_plan
+
+    padded = stock_plan(lengths, chain.limits, SAMPLES)
+    return {
+        "padded": check(in_rounds(padded)),
+        "sorted": check(in_rounds(in_order_of(np.argsort(-lengths, kind="stable"), lengths, chain.limits))),
+        OURS: chain.plan(lengths),
+    }
+
+
+def in_order_of(order: Any, lengths: Any, limits: Any) -> Any:
+    """The padded plan of samples in another order, by their own numbers."""
+    from evenload.core.plan.step_plan import as_lengths
+    from evenload.core.planning.stock import stock_plan
+
+    plan = stock_plan(as_lengths(lengths[order]), limits, SAMPLES)
+    numbered = tuple(
+        m._replace(slices=tuple(s._replace(sequence=int(order[s.sequence])) for s in m.slices))
+        for m in plan.micro_batches
+    )
+    return plan.revised(lengths=lengths, micro_batches=numbered)
+
+
+def measured(job: Any, batches: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each batch and variant. Collective."""
+    from evenload.commands._shared.measuring import in_turn
+    from evenload.core.plan.step_plan import as_lengths
+    from evenload.core.planning.forward_only import forward_only
+
+    drawing, chain, rows = job.drawing(), forward_only(job.chain), []
+    for number in range(batches + 1):
+        draw = drawing()
+        plans = plans_of(chain, as_lengths(draw.lengths))
+        for turn in range(repeats if number else 1):
+            losses: dict[str, Any] = {}
+            took: dict[str, float] = {}
+            for name in in_turn(list(plans), number + turn):
+                job.gather(0.0)  # all begin together
+                begin = time.perf_counter()
+                losses[name] = score(job, plans[name], draw, number).losses
+                took[name] = float(job.gather(time.perf_counter() - begin).max())
+            for name in plans if number else ():  # the first batch warms up
+                apart = float((np.abs(losses[name] - losses[OURS]) / losses[OURS]).max())
+                row = {"batch": number, "variant": name, "seconds": took[name], "tokens": int(draw.lengths.sum())}
+                rows.append({**row, "computed": plans[name].num_padded_tokens, "apart": apart})
+    return rows
+
+
+def score(job: Any, plan: Any, draw: Any, number: int) -> Any:
+    """The losses of a batch. Collective."""
+
+    def mark(where: str) -> None:
+        job.watchdog.at(where, number)
+
+    return job.host.score(plan, job.tokens_of(draw), labels=job.labels_of(draw), mark=mark)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rows come to, by variant."""
+    from evenload.commands._shared.measuring import compare
+
+    own = [row["seconds"] for row in rows if row["variant"] == OURS]
+    result = {}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        of_name = [row for row in rows if row["variant"] == name]
+        result[name] = {
+            "tokens_per_s": sum(row["tokens"] for row in of_name) / sum(row["seconds"] for row in of_name),
+            "seconds": float(np.median([row["seconds"] for row in of_name])),
+            "padding_frac": 1 - sum(row["tokens"] for row in of_name) / sum(row["computed"] for row in of_name),
+            "apart": max(row["apart"] for row in of_name),
+            "over": compare([row["seconds"] for row in of_name], own),
+        }
+    return result
+
+
+def on_rank(asked: argparse.Namespace) -> None:
+    from evenload.api import load_recipe
+    from evenload.commands._shared.job import run_rank
+
+    def work(job: Any) -> dict[str, Any]:
+        rows = measured(job, asked.batches, asked.repeats)
+        about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
+        return {"variants": summary(rows), "rows": rows, **about}
+
+    result = run_rank(load_recipe(asked.recipe, asked.settings), work)
+    if result is not None:
+        print(json.dumps(result))
+
+
+def benchmark(asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """Of all ranks, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), __file__, *words]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def table(result: dict[str, Any]) -> Any:
+    head = ("", "tokens/s", "a batch", "padding", "evenload is faster by", "95 %", "losses apart")
+    rows = []
+    for name, of_name in result["variants"].items():
+        over, interval = of_name["over"], of_name["over"]["interval"]
+        ratio = "" if name == OURS else f"{over['median']:.2f}x"
+        ends = " .. ".join(f"{end:.2f}" for end in interval or ()) if name != OURS else ""
+        padding = f"{100 * of_name['padding_frac']:.0f} %"
+        cells = [name, of_name["tokens_per_s"], seconds(of_name["seconds"]), padding, ratio, ends]
+        rows.append([*cells, f"{of_name['apart']:.0e}"])
+    return grid(f"validation under {result['host']['trainer']}, {result['host']['device']}, measured", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("settings", nargs="*", help="Overrides of the recipe.")
+    asked = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(asked)
+        return
+    result = benchmark(asked, sys.argv[1:])
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tenants of the lora plugin in `plan`: who is planned together, and what that saves."""

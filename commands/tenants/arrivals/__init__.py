@@ -1,0 +1,1 @@
+"""How tenants come: their folder, their data, and whether they fit."""

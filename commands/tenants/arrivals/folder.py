@@ -1,0 +1,125 @@
+"""The folder of tenants, as rank 0 sees it: which files have come, changed or gone since it last looked.
+
+A file counts when two looks have found it alike, so that nobody reads one that is being written; those that are there
+at the start count at once. What is wrong with a tenant stands beside its file, in ``NAME.error``, until it is mended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ....core.errors import EvenloadError, shorten
+from ....core.input import reading
+
+logger = logging.getLogger("evenload")
+
+SUFFIX, ERROR = ".yaml", ".error"
+STOP = "stop"
+"""A file of this name ends the job after the step that runs, as if every tenant had left; it is removed."""
+_Stamp = tuple[int, int, int]
+
+
+class Came(NamedTuple):
+    """A file that is new, or other than it was."""
+
+    name: str
+    text: str
+    error: EvenloadError | None = None
+    """Why it could not be read."""
+
+
+class News(NamedTuple):
+    """What has happened in the folder."""
+
+    came: tuple[Came, ...] = ()
+    gone: tuple[str, ...] = ()
+    stop: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.came or self.gone or self.stop)
+
+
+class Folder:
+    """See the module. Only rank 0 has one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, _Stamp] = {}
+        self._seen: dict[str, _Stamp] | None = None
+        self._warned: set[str] = set()
+
+    def look(self) -> News:
+        """What has happened since the last look; nothing, while the folder itself cannot be read."""
+        try:
+            stamps = self._stamps()
+        except EvenloadError as error:
+            self._warn_once(str(error))
+            return News()
+        before = stamps if self._seen is None else self._seen
+        self._seen = stamps
+        stop = (self.path / STOP).exists()
+        if stop:
+            (self.path / STOP).unlink(missing_ok=True)
+        gone = tuple(name for name in self._known if name not in stamps)
+        settled = {name: stamp for name, stamp in stamps.items() if before.get(name) == stamp}
+        came = tuple(self._read(name) for name, stamp in settled.items() if self._known.get(name) != stamp)
+        self._known = {name: stamp for name, stamp in self._known.items() if name in stamps} | settled
+        for name in gone:
+            self.clear(name)
+        return News(came, gone, stop)
+
+    def complain(self, name: str, error: EvenloadError) -> None:
+        """Write what is wrong with a tenant beside its file."""
+        try:
+            (self.path / f"{name}{ERROR}").write_text(f"{error}\n")
+        except OSError as failed:
+            logger.warning("%s%s cannot be written: %s", name, ERROR, failed.strerror)
+        logger.warning("the tenant %s is left out: %s", shorten(name), error)
+
+    def clear(self, name: str) -> None:
+        """Nothing is wrong with a tenant, or not any more."""
+        with suppress(OSError):
+            (self.path / f"{name}{ERROR}").unlink(missing_ok=True)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tenants whose files are there now. Raises EvenloadError where there is no such folder."""
+        return list(self._stamps())
+
+    def _stamps(self) -> dict[str, _Stamp]:
+        """What tells a file from the one that it was, by name, in the order of names."""
+        stamps = {}
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    name = entry.name.removesuffix(SUFFIX)
+                    if name and name != entry.name and not name.startswith("."):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat()
+                            stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
+                    elif entry.name.endswith(".yml"):
+                        self._warn_once(f"{shorten(entry.name)} is no tenant: a tenant's file ends in {SUFFIX}")
+        except OSError as error:
+            what = f"the folder of tenants {shorten(str(self.path))} cannot be read"
+            raise EvenloadError(what, error.strerror or "", "name a folder in plugins.lora.tenants") from error
+        return stamps
+
+    def _read(self, name: str) -> Came:
+        path = self.path / f"{name}{SUFFIX}"
+        try:
+            content = reading.read_bytes(path, reading.YAML_BYTES, f"the tenant {shorten(name)}", "give a YAML file")
+            return Came(name, content.decode("utf-8"))
+        except EvenloadError as error:
+            return Came(name, "", error)
+        except UnicodeDecodeError as error:
+            detail = shorten(f"no UTF-8: {error}")
+            return Came(name, "", EvenloadError(f"the tenant {shorten(name)} is not YAML", detail, "save it as UTF-8"))
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)

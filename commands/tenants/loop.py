@@ -1,0 +1,182 @@
+"""The training loop of many tenants on one base.
+
+A step plans the union of the tenants' own batches, trains it, and takes down what came of each. Before a step begins
+the ranks agree on what has changed: whose file has come or gone, whose data cannot be read. Then what was drawn and not
+trained on is put back, the crew changes, and the step is drawn anew; so a change counts for the very next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...core.planning.planner import Planned
+from ...integrations.host import TenantResult
+from ...runtime.world.agreement import everyone
+from .._shared.measuring import measure_step
+from .._shared.metrics import Taken
+from ..training.writers import Write
+from .arrivals.folder import STOP, Folder, News
+from .crew import Crew
+from .drawing import TenantDrawing, own_draws
+from .job import TenantJob
+from .records import saving
+from .records.output import LAST, Output
+from .records.rows import Live, Row, entry_of_step, row_of, tenant_row
+from .records.saving import Saved
+from .tenant import ENDED, ActiveTenant
+from .verdicts.verdicts import Verdicts
+
+_LOOK_AGAIN_S = 0.5
+"""Between two looks into the folder while nobody trains."""
+
+
+class Change(NamedTuple):
+    """What the ranks have agreed has happened since the last step."""
+
+    news: News
+    faults: Mapping[int, str]
+    """What is wrong with the data of tenants, by their numbers."""
+
+    def __bool__(self) -> bool:
+        return bool(self.news or self.faults)
+
+
+class Loop:
+    """See the module. ``saved``: the checkpoint to go on from."""
+
+    def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live) -> None:
+        self._job, self._write, self._live = job, write, live
+        self._folder = Folder(job.folder) if job.leads else None
+        self._output = Output(job)
+        self.crew = Crew(job, self._output, self._folder, saved)
+        self.verdicts = Verdicts(job, self._output, self.crew, saved.races if saved else None)
+        self._drawing = TenantDrawing(lambda: self.crew.active)
+        self._planner = job.planner(self._drawing)
+        self.step = saved.step if saved else 0
+        """Steps of the job so far."""
+        self.rows: list[Row] = []
+        self._stops = False
+
+    def run(self) -> None:
+        """Train until every tenant has ended, and none is waited for. Collective."""
+        while not self._stops:
+            planned = self._plan()
+            if change := self._agree(planned):
+                self._heed(change)
+            elif planned is not None:
+                self._train(planned)
+            elif not self._waits():
+                break
+        if not self._stops:
+            self._keep()
+
+    def _plan(self) -> Planned | None:
+        """The plan of the next step, and the one behind it begun; None where nobody has a batch. Collective."""
+        if not (self._drawing.more or self._drawing.num_open):
+            return None
+        self._job.watchdog.at("waiting for the plan", self.step)
+        planned = self._planner.next(ahead=False)
+        if self._drawing.more:
+            self._planner.prepare()
+        return planned
+
+    def _agree(self, planned: Planned | None) -> Change:
+        """What all ranks know together. Collective."""
+        faults = self._job.samples.read(planned, self._job.host.dp_cp_rank) if planned else {}
+        news = self._folder.look() if self._folder else News()
+        self._job.watchdog.at("agreeing on tenants", self.step, waits=True)
+        reports = everyone((news, faults))
+        return Change(reports[0][0], {number: text for _, rank in reversed(reports) for number, text in rank.items()})
+
+    def _heed(self, change: Change) -> None:
+        """Let the crew change. Collective."""
+        self._draw_anew()
+        for number, text in change.faults.items():
+            self.crew.end(self.crew.of_number(number), "failed", text)
+        self.crew.heed(change.news)
+        self.verdicts.race()
+        self.crew.make_place()
+        self._seat()
+        if change.news.stop:
+            self._stop()
+
+    def _train(self, planned: Planned) -> None:
+        """One step of all who take part. Collective."""
+        draws = own_draws(planned.draw)
+        tenants = [self.crew.of_number(number) for number in draws]
+        rates = {tenant.number: tenant.rate for tenant in tenants}
+        taken = measure_step(self._job, planned, self.step, record=False, rates=rates)
+        self._drawing.trained()
+        for tenant in tenants:
+            result = taken.result.tenants[tenant.number]
+            if not result.failed:
+                tenant.took(draws[tenant.number], result.loss, taken.step_s)
+        self._tell(planned, taken, tenants, rates)
+        self.step += 1
+        self._end(tenants, taken.result.tenants)
+        if self.step % self._job.recipe.checkpoint.every == 0:
+            self._keep()
+
+    def _end(self, tenants: Sequence[ActiveTenant], results: Mapping[int, TenantResult]) -> None:
+        """Let those go who are done, have failed or are stopped, and others take their place. Collective."""
+        failed = [tenant for tenant in tenants if results[tenant.number].failed]
+        for tenant in failed:
+            self.crew.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
+        self.verdicts.after([tenant for tenant in tenants if tenant not in failed], self.step)
+        for tenant in tenants:
+            if tenant.state not in ENDED and tenant.step == tenant.steps:
+                self.crew.end(tenant, "done")
+        decided = self.verdicts.race()
+        changed = self.crew.make_place() or decided or any(tenant.state in ENDED for tenant in tenants)
+        if (changed and self._seat()) or decided or failed:
+            self._draw_anew()
+
+    def _seat(self) -> bool:
+        """Let those who wait take part, and begin; whether anybody does. Collective."""
+        anybody = False
+        while self.crew.seat():
+            anybody = True
+            self.verdicts.begin(self.step)
+        return anybody
+
+    def _tell(
+        self, planned: Planned, taken: Taken, tenants: Sequence[ActiveTenant], rates: Mapping[int, float]
+    ) -> None:
+        """Write what the step came to, of all and of each."""
+        row = row_of(self.step, planned, taken)
+        self.rows.append(row)
+        own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
+        self._write(entry_of_step(row, own))
+        for tenant in tenants:
+            self._output.row(tenant, own[tenant.name])
+            self._output.status(tenant, now=False)
+            self._live.tick(tenant)
+
+    def _draw_anew(self) -> None:
+        """What was drawn and not trained on is drawn again, by whoever is there now."""
+        self._drawing.put_back()
+        self._planner.forget()
+
+    def _keep(self) -> None:
+        """Write adapters as they are, and the checkpoint where the recipe names a folder. Collective."""
+        for tenant in self.crew.active:
+            self._output.adapter(tenant, LAST)
+        if self._job.recipe.checkpoint.dir is not None and self.step:
+            more = {"next_number": self.crew.next_number, "races": self.verdicts.state()}
+            saving.save(self._job, self.step, self.crew.tenants, self.crew.adapters(), more)
+
+    def _waits(self) -> bool:
+        """Whether the job stays for tenants to come; then some time has passed."""
+        if self._job.stays:
+            self._job.watchdog.at("waiting for tenants", self.step)
+            time.sleep(_LOOK_AGAIN_S)
+        return self._job.stays
+
+    def _stop(self) -> None:
+        """End the job as it is: whoever takes part goes on when it is started again. Collective."""
+        self._keep()
+        for tenant in self.crew.here:
+            self.crew.end(tenant, "waiting", f"the job was ended by the file {STOP}")
+        self._stops = True

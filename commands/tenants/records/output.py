@@ -1,0 +1,122 @@
+"""What each tenant leaves in ``out/NAME/``: its adapter, the numbers of its steps, and how it stands.
+
+    last/, best/     PEFT folders: the adapter behind its last step, and the one of the lowest loss of an evaluation
+    metrics.jsonl    one object a step, and one an evaluation
+    status.json      `ActiveTenant.status`, never older than a second while it trains
+
+Rank 0 alone writes. Numbers that cannot be written are given up with a warning; an adapter that cannot is its tenant's
+failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ....core.errors import EvenloadError
+from ....core.input import reading
+from ....core.input.json_text import to_json
+from ....integrations.huggingface.folders.adapters import write_adapter
+from ....runtime.adapters.state import AdapterState
+from ....runtime.world.agreement import from_first
+from ..._shared.job import logger
+from ..job import TenantJob
+from ..status import NAME as STATUS
+from ..tenant import ActiveTenant
+
+METRICS = "metrics.jsonl"
+LAST, BEST = "last", "best"
+_FINAL = ("done", "stopped", "dropped", "failed")
+_STATUS_EVERY_S = 1.0
+
+
+class Output:
+    """See the module."""
+
+    def __init__(self, job: TenantJob) -> None:
+        self._job, self._root = job, job.out
+        self._said: dict[str, float] = {}
+        self._given_up: set[str] = set()
+
+    def folder(self, tenant: ActiveTenant) -> Path:
+        return self._root / tenant.name
+
+    def begin(self, tenant: ActiveTenant) -> None:
+        """Go on behind the rows of the steps that the tenant has trained; of a new one there are none."""
+        if self._job.leads:
+            with self._giving_up(tenant):
+                self.folder(tenant).mkdir(parents=True, exist_ok=True)
+                _cut(self.folder(tenant) / METRICS, tenant.step)
+            self.status(tenant)
+
+    def row(self, tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
+        """Add a line to a tenant's numbers; it says ``step``."""
+        if self._job.leads:
+            with self._giving_up(tenant), (self.folder(tenant) / METRICS).open("a") as file:
+                file.write(to_json(dict(row)) + "\n")
+
+    def status(self, tenant: ActiveTenant, *, now: bool = True) -> None:
+        """Say how a tenant stands; unless ``now``, at most once a second."""
+        due = now or time.monotonic() - self._said.get(tenant.name, 0.0) > _STATUS_EVERY_S
+        if self._job.leads and due:
+            self._said[tenant.name] = time.monotonic()
+            with self._giving_up(tenant):
+                path = self.folder(tenant) / STATUS
+                aside = path.with_name(f".{STATUS}")
+                aside.write_text(json.dumps(tenant.status(), indent=1) + "\n")
+                os.replace(aside, path)
+
+    def adapter(self, tenant: ActiveTenant, name: str, state: AdapterState | None = None) -> None:
+        """Write a tenant's adapter as it is into a folder of that name. Collective. Raises EvenloadError."""
+        state = state or self._job.host.adapters.state(tenant.number)
+        base = self._job.recipe.model.weights
+        folder = self.folder(tenant) / name
+        from_first(lambda: write_adapter(folder, tenant.adapter, state.weights, str(base) if base else None))
+
+    def past(self, name: str, digest: str) -> dict[str, Any] | None:
+        """How a tenant of this file has ended in an earlier job; None where it has not, or nobody knows."""
+        with suppress(EvenloadError):
+            status = reading.read_json(self._root / name / STATUS, STATUS, "")
+            if isinstance(status, dict) and status.get("file") == digest and status.get("state") in _FINAL:
+                return status
+        return None
+
+    def _giving_up(self, tenant: ActiveTenant) -> _GivingUp:
+        return _GivingUp(tenant.name, self._given_up)
+
+
+class _GivingUp(suppress):
+    """No log is worth a training run: what the disk refuses is said once a tenant."""
+
+    def __init__(self, name: str, given_up: set[str]) -> None:
+        super().__init__(OSError)
+        self._name, self._given_up = name, given_up
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if isinstance(error, OSError) and self._name not in self._given_up:
+            self._given_up.add(self._name)
+            logger.warning("numbers of the tenant %s are not written, training goes on: %s", self._name, error)
+        return super().__exit__(kind, error, trace)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the rows of the steps before this one: later ones are of a run that was killed behind its checkpoint."""
+    if not path.exists():
+        return
+    rows = [line for line in path.read_text().splitlines() if _is_behind(line, step)]
+    aside = path.with_name(f".{METRICS}")
+    aside.write_text("".join(f"{line}\n" for line in rows))
+    os.replace(aside, path)
+
+
+def _is_behind(line: str, step: int) -> bool:
+    """Whether a line is of the first ``step`` steps, or of an evaluation up to there."""
+    with suppress(ValueError, TypeError, KeyError):
+        row = json.loads(line)
+        return 0 < step >= row["step"] if "evaluation" in row else float(row["step"]) < step
+    return False

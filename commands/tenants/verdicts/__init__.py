@@ -1,0 +1,1 @@
+"""Who goes on: evaluations of tenants, patience, sweeps and their rungs."""

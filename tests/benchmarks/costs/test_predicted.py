@@ -1,0 +1,71 @@
+"""The benchmark of predictions, on results that no trainer has to make."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.api import load_recipe
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "costs" / "predicted.py"
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Any:
+    spec = importlib.util.spec_from_file_location("predicted", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["predicted"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bench(factor: float) -> dict[str, Any]:
+    """What `evenload bench --json` says where every step takes ``factor`` times what was predicted."""
+    times = {"in_order": [1.0, 2.0], "evenload": [0.5, 0.8]}
+    return {
+        "predicted_s": times,
+        "measured_s": {name: [factor * s for s in row] for name, row in times.items()},
+        "busiest_error": {name: [0.01, -0.02] for name in times},
+    }
+
+
+def test_there_are_enough_plans_of_both_trainers_and_their_recipes_are_valid(predicted: Any) -> None:
+    count = {"megatron": 0, "deepspeed": 0}
+    for scenario in predicted.SCENARIOS:
+        count[scenario.trainer] += 2 * len({*scenario.against.split(","), "evenload"})
+        recipe, overrides = predicted.PROFILES[scenario.profile]
+        load_recipe(predicted.RECIPES / recipe, [*predicted.SIZES, *overrides])
+        chosen = load_recipe(predicted.RECIPES / recipe, [*predicted.SIZES, *scenario.overrides])
+        assert chosen.trainer == scenario.trainer
+        assert chosen.min_world_size == (4 if "4 ranks" in scenario.profile else 2)
+    assert min(count.values()) >= 8
+    assert sum(count.values()) >= 20
+
+
+def test_errors_are_those_of_the_steps(predicted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def run(verb: str, recipe: str, overrides: list[str], options: list[str]) -> dict[str, Any]:
+        asked.append((verb, [*overrides, *options]))
+        if verb == "profile":
+            return {key: {} for key in ("source", "passes", "update_s", "links", "fit_error")}
+        return bench(1.25 if recipe == "quickstart.yaml" else 1.0)
+
+    monkeypatch.setattr(predicted, "evenload", run)
+    result = predicted.benchmark(predicted.SCENARIOS, steps=2, repeats=3)
+    assert result["error"]["megatron"]["mean"] == pytest.approx(0.2)
+    assert result["error"]["deepspeed"] == {"plans": 24, "mean": 0.0, "worst": 0.0}
+    assert result["error"]["all"]["plans"] == len(result["rows"]) == 4 * len(predicted.SCENARIOS)
+    # A profile for each set-up, and every bench with the costs that were just written.
+    assert [verb for verb, _ in asked].count("profile") == len(predicted.PROFILES)
+    for (verb, words), (_, before) in zip(asked[1:], asked, strict=False):
+        if verb == "bench":
+            (costs,) = (word.removeprefix("costs=") for word in words if word.startswith("costs="))
+            assert costs in before or f"costs={costs}" in before
+    predicted.plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert predicted.table(result).row_count == 4 * len(predicted.SCENARIOS)

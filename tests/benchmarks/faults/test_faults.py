@@ -1,0 +1,111 @@
+"""The drill: its quick half runs, and its judge finds what is wrong with a job that ended otherwise than it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def drill(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules of benchmarks/faults/drill, which have plain names."""
+    names = ("cases", "plant", "runs", "warm")
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "faults" / "drill"))
+    import runs
+
+    yield runs
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def row_of(case: Any, **changes: Any) -> dict[str, Any]:
+    """What a job leaves that ended as it should."""
+    row = {
+        "mark": "update",
+        "seconds": 1.5,
+        "code": 1 if case.ends else 0,
+        "messages": [f"evenload: rank {case.victim} of 2 is gone: killed by SIGKILL in 'update'"] if case.ends else [],
+        "orphans": [],
+        "resumed": 0,
+        "lost": 0,
+        "repeated": 0,
+        "loss_apart": 0.0,
+    }
+    return {**row, **changes}
+
+
+def case_of(runs: Any, how: str, phase: str = "update") -> Any:
+    from cases import BY_NAME, SETTINGS, Case
+
+    return Case(SETTINGS[0], BY_NAME[phase], how, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"code": None}, "not ended"),
+        ({"code": 2}, "exit code 2"),
+        ({"code": 0}, "exit code 0"),
+        ({"messages": []}, "0 messages"),
+        ({"messages": ["evenload: rank 1 of 2 is gone: killed by SIGKILL in 'update'"] * 2}, "2 messages"),
+        ({"messages": ["evenload: rank 0 of 2 is gone: killed by SIGKILL in 'update'"]}, "another rank"),
+        ({"messages": ["evenload: rank 1 of 2 is gone: killed by SIGKILL in 'forward'"]}, "another phase"),
+        ({"orphans": ["python converter.py"]}, "orphans"),
+        ({"resumed": 1}, "resume failed"),
+        ({"lost": 1}, "samples lost"),
+        ({"repeated": 1}, "samples repeated"),
+        ({"loss_apart": 1e-7}, "losses differ"),
+        ({"seconds": None}, "the fault never happened"),
+    ],
+)
+def test_whatever_is_not_as_it_should_be_is_listed(drill: Any, changes: dict[str, Any], fault: str) -> None:
+    case = case_of(drill, "kill")
+    assert list(drill.faults_of(case, row_of(case))) == []
+    assert any(fault in text for text in drill.faults_of(case, row_of(case, **changes)))
+
+
+def test_a_slow_rank_must_change_nothing(drill: Any) -> None:
+    case = case_of(drill, "slow")
+    assert drill.faults_of(case, row_of(case)) == []
+    assert drill.faults_of(case, row_of(case, code=1)) == ["exit code 1"]
+    assert drill.faults_of(case, row_of(case, messages=["evenload: rank 1 of 2 is gone"])) == ["a message"]
+
+
+def test_messages_are_separated_from_what_is_logged(drill: Any) -> None:
+    text = (
+        'evenload: {"trainer": "megatron"}\n'
+        "evenload: resumed from kept/step00000002 at step 2\n"
+        "evenload: rank 1 of 2 (host) is stuck in 'forward'\n  found: no rank made progress\n  do: see above\n"
+        "evenload: in 'comparing times': the loss or its gradient is not finite\n"
+    )
+    assert [message.splitlines()[0][10:20] for message in drill.messages_of(text)] == ["rank 1 of ", "in 'compar"]
+    assert "do: see above" in drill.messages_of(text)[0]
+
+
+def test_cases_have_names_of_their_own_and_every_quick_one_is_one_of_all(drill: Any) -> None:
+    from cases import SETTINGS, cases_of, quick_cases
+
+    names = [case.name for setting in SETTINGS for case in cases_of(setting, ("all_reduce", "barrier"))]
+    assert len(set(names)) == len(names)
+    assert {case.name for case in quick_cases()} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_jobs_that_fail_end_with_one_message_and_lose_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "faults" / "faults.py"), "--quick", "--json"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["cases"]
+    assert len(rows) >= 9
+    assert [row for row in rows if row["faults"]] == []

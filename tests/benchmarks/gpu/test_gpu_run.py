@@ -1,0 +1,239 @@
+"""`benchmarks/gpu/run.sh` without a GPU: its stages are printed, parse, and end within their limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from evenload.api import load_recipe
+from evenload.core.errors import EvenloadError
+
+Done = subprocess.CompletedProcess[str]
+GPU = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def stages() -> ModuleType:
+    name = "gpu_stages"
+    spec = importlib.util.spec_from_file_location(name, GPU / "stages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_prints_every_stage_and_does_nothing(stages: ModuleType, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [GPU / "run.sh", "--dry-run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    for stage in stages.stages():
+        assert f"{stage.name}, at most" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
+    """Recipes and overrides are accepted, scripts are there, and the GPU tests are found."""
+    asked = set()
+    for stage in stages.stages():
+        words = [word for word in stage.arguments if word != "-P"]
+        if words[:2] == ["-m", "evenload"] and words[2] != "doctor":
+            overrides = [w for w in words[4:] if "=" in w and not w.startswith("-")]
+            recipe = load_recipe(words[3], overrides)
+            assert recipe.min_world_size == 1
+            asked.add((words[2], recipe.trainer, recipe.train.dtype))
+        elif words[0] != "-m":
+            assert Path(words[0]).is_file()
+            asked.add((Path(words[0]).name, "", ""))
+    assert {(verb, trainer) for verb, trainer, _ in asked} == {
+        ("verify", "megatron"),
+        ("verify", "deepspeed"),
+        ("bench", "megatron"),
+        ("bench", "deepspeed"),
+        ("profile", "megatron"),
+        *((name, "") for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py", "experts.py")),
+    }
+    with pytest.raises(EvenloadError):
+        load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
+    assert "tests/integrations/megatron/test_gpu.py" in stages.gpu_tests()
+
+
+def test_a_stage_keeps_its_json_or_its_text(stages: ModuleType, tmp_path: Path) -> None:
+    row = stages.run(stages.Stage("good", ("-c", "print('{\"a\": 1}')"), 20), 20, tmp_path)
+    assert (row["exit_code"], row["result"], row["timed_out"]) == (0, {"a": 1}, False)
+    row = stages.run(stages.Stage("bad", ("-c", "print('some text'); raise SystemExit('why')"), 20), 20, tmp_path)
+    assert row["exit_code"] == 1
+    assert "some text" in row["printed"]
+    assert "why" in row["stderr"]
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_ends_with_all_it_started(stages: ModuleType, tmp_path: Path) -> None:
+    child = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
+    began = time.monotonic()
+    row = stages.run(stages.Stage("hangs", ("-c", child), 3), 3, tmp_path)
+    assert row["timed_out"]
+    assert row["exit_code"] is None
+    assert time.monotonic() - began < 50
+    assert dies_within(30, int(row["result"]))
+
+
+def dies_within(seconds: float, process: int) -> bool:
+    """A killed process may still have to be scheduled once to end."""
+    state, end = Path(f"/proc/{process}/stat"), time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if state.read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_only_lacking_wheels_are_installed(stages: ModuleType, tmp_path: Path) -> None:
+    for name in (
+        "numpy-99.0-py3-none-any.whl",
+        "pydantic_core-9.0-py3-none-any.whl",
+        "nosuch_thing-1.0-py3-none-any.whl",
+    ):
+        (tmp_path / name).touch()
+    assert [wheel.name for wheel in stages.lacking(tmp_path)] == ["nosuch_thing-1.0-py3-none-any.whl"]
+
+
+def test_costs_are_named_after_the_card(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages.costs_name("NVIDIA H200") == "h200"
+    assert stages.costs_name("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
+    (tmp_path / "recipes" / "costs").mkdir(parents=True)
+    (tmp_path / "fitted.yaml").write_text("source: x\n")
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    stages.keep_costs(tmp_path / "fitted.yaml", "h200", tmp_path / "gpu.json")
+    assert (tmp_path / "recipes" / "costs" / "h200.yaml").read_text() == "source: x\n"
+    assert (tmp_path / "h200.yaml").is_file()
+
+
+@pytest.fixture
+def script(scripted: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+    """A script of this folder, run on the CPU by a fork that has Megatron-Core already."""
+    return lambda name, *arguments: scripted("megatron", tmp_path, GPU / name, *arguments)
+
+
+@pytest.mark.slow
+def test_attention_is_measured_against_float64(script: Callable[..., Done]) -> None:
+    done = script("attention.py", "--json", "--device", "cpu", "--tokens", "128")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {row["kernel"] for row in result["rows"]} == {"sdpa"}
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert "failed" not in row
+        assert max(row["error"].values()) < 1e-5
+        assert row["forward_ms"] > 0
+
+
+@pytest.mark.slow
+def test_slices_are_measured_with_every_kernel_there_is(script: Callable[..., Done]) -> None:
+    done = script("slices.py", "--tiny", "--tokens", "320", "--slices", "4", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    ran = {row["kernel"] for row in result["attention"] if "error" in row}
+    assert ran >= {"torch_cpu", "plain"}
+    assert {row["kernel"] for row in result["attention"] if "unavailable" in row} == {"flash_attn", "torch_flash"}
+    assert all(max(row["error"].values()) < 1e-5 for row in result["attention"] if "error" in row)
+    (run,) = result["sequences"]
+    assert [row["variant"] for row in run["rows"]] == ["whole", "recomputed", "sliced", "sliced, replayed"]
+    assert all(row["grad_rel_err"] < 1e-5 and row["tokens_per_s"] > 0 for row in run["rows"])
+
+
+@pytest.mark.slow
+def test_slices_start_nothing_when_time_is_up(script: Callable[..., Done]) -> None:
+    done = script("slices.py", "--tiny", "--tokens", "320", "--limit", "0", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = json.loads(done.stdout)["sequences"]
+    assert {row["failed"] for row in run["rows"]} == {"no time left"}
+
+
+@pytest.mark.slow
+def test_the_places_of_a_ring_are_measured_with_every_engine(script: Callable[..., Done]) -> None:
+    done = script("ring.py", "--tiny", "--tokens", "128", "--places", "3", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    shared = {(row["engine"], row["places"]) for row in result["errors"]}
+    assert {engine for engine, _ in shared} == {"ring", "all_gather", "all_to_all", "hybrid"}
+    limits = {"float64": 1e-12, "float32": 1e-5}
+    assert {row["dtype"] for row in result["errors"]} == set(limits)
+    assert all(max(row["error"].values()) < limits[row["dtype"]] for row in result["errors"])
+    (ring,) = result["rings"]
+    calls = {(b["kind"], b["queries"], b["keys"], b["causal"]): b["calls"] for b in ring["blocks"]}
+    assert sum(count for (kind, _, _, causal), count in calls.items() if kind == "F" and causal) == 3
+    assert sum(count for (kind, _, _, causal), count in calls.items() if kind == "B" and not causal) == 6
+    pairs = sum(n * (q * k - causal * q * (q - 1) / 2) for (kind, q, k, causal), n in calls.items() if kind == "F")
+    assert pairs == 128 * 129 / 2
+    assert set(ring["all_over_whole"]) == set(ring["busiest_over_mean"]) == {"F", "B"}
+
+
+@pytest.mark.slow
+def test_offload_is_measured_share_by_share(script: Callable[..., Done]) -> None:
+    done = script("offload.py", "--tiny", "--tokens", "128", "--shares", "0.5,1", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    first, *rows, last = result["rows"]
+    assert (first["out_bytes"], last["out_bytes"], last["error"]) == (0, 0, 0)
+    assert {row["share"] for row in rows} >= {0.5, 1.0}
+    for row in rows:
+        assert row["error"] == 0
+        assert row["back_bytes"] == row["out_bytes"] <= row["host_bytes"]
+        assert abs(row["out_bytes"] - row["share"] * row["seen_bytes"]) <= 4 * 2 * 128 * 128 / 2
+        assert row["peak_bytes"] < first["peak_bytes"] + row["host_bytes"]
+    assert 0 <= result["best_share"] <= 1
+    assert result["layer_bytes"] == rows[0]["seen_bytes"] / 3
+
+
+@pytest.mark.slow
+def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(script: Callable[..., Done]) -> None:
+    done = script("chunks.py", "--tiny", "--tokens", "512", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["recomputed"] for row in rows] == ["0 of 2", "1 of 2", "2 of 2", "graded"]
+    assert all(row["grad_norm_rel_diff"] < 1e-6 and row["measured_s"] > 0 for row in rows)
+    assert max(abs(row["bytes_error"]) for row in rows) < 0.15
+    for name in ("predicted_bytes", "measured_bytes"):
+        none, some, all_, graded = (row[name] for row in rows)
+        assert none > some > all_
+        assert none > graded > all_
+    none, some, all_, graded = (row["predicted_s"] for row in rows)
+    assert none < some < all_
+    assert none < graded < all_
+
+
+@pytest.mark.slow
+def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script: Callable[..., Done]) -> None:
+    done = script("experts.py", "--tiny", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert [row["equal"] for row in result["planning"]] == [True] * 3
+    assert all(row["each_error"] < 1e-6 and row["grouped_error"] < 1e-6 for row in result["products"])
+    assert "fetch" not in result
+
+
+@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py"])
+def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
+    done = script(name)
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr
+    assert done.stdout == ""

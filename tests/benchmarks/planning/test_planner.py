@@ -1,0 +1,45 @@
+"""The planner benchmark, on sizes that take no time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "planner.py"
+
+
+def planner(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(SCRIPT), "--sizes", "64x4,32x2", "--runs", "2", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "lengths.txt"])
+def test_every_planner_is_measured_on_the_same_batches(tmp_path: Path, source: str) -> None:
+    (tmp_path / "lengths.txt").write_text("\n".join(str(20 + 37 * i % 900) for i in range(50)))
+    given = ["--lengths", source] if source != "synthetic" else []
+    done = planner(*given, "--json", "--out", "planner.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "planner.json").read_text())
+    assert result["lengths"] == source
+    names = ["evenload", "padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"]
+    assert [(r["sequences"], r["planner"]) for r in result["rows"]] == [(k, n) for k in (64, 32) for n in names]
+    for size in (64, 32):
+        rows = {r["planner"]: r for r in result["rows"] if r["sequences"] == size}
+        assert all(r["step_over_bound"] >= 1 - 1e-9 and r["imbalance"] >= 1 for r in rows.values())
+        # Polishing ends within 0.2 % of the bound; in a batch this small another planner may land closer.
+        assert rows["evenload"]["step_over_bound"] <= 1.005 * min(r["step_over_bound"] for r in rows.values())
+        assert len({r["longest_over_mean"] for r in rows.values()}) == 1
+
+
+def test_the_table_says_what_is_predicted(tmp_path: Path) -> None:
+    done = planner(cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout
+    assert "64 x 4" in done.stdout

@@ -1,0 +1,52 @@
+"""Which samples tenants are scored on, and which share a plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.commands.tenants.verdicts.evaluation import HeldOut, held_out_of, readers_of, union_of
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.tenant import Evaluate
+
+
+def source(lengths: list[int], targets: list[int] | None = None, base: int = 0) -> Any:
+    """A stand-in whose sample i holds the id base + i everywhere."""
+
+    def tokens(index: int) -> Any:
+        return np.full(lengths[index], base + index, dtype=np.int64)
+
+    counted = None if targets is None else np.array(targets)
+    return SimpleNamespace(lengths=np.array(lengths), targets=counted, tokens=tokens, labels=tokens)
+
+
+def held_out(number: int, one: Any, batches: int | None = None, size: int = 2) -> HeldOut:
+    return held_out_of(number, one, Evaluate(source="x", batches=batches), size, seed=5)
+
+
+def test_the_same_samples_each_time_and_none_without_a_target() -> None:
+    one = source([5, 1, 7, 8, 9], [4, 0, 6, 0, 8])
+    first, again = held_out(3, one), held_out(3, one)
+    assert [batch.tolist() for batch in first.batches] == [batch.tolist() for batch in again.batches]
+    assert sorted(np.concatenate(first.batches).tolist()) == [0, 2, 4]
+    assert [len(batch) for batch in first.batches] == [2, 1]
+    assert [len(batch) for batch in held_out(3, one, batches=1).batches] == [2]
+    with pytest.raises(EvenloadError, match=r"no sample of evaluate\.source"):
+        held_out(3, source([5, 6], [0, 0]))
+
+
+def test_tenants_that_are_due_together_share_plans() -> None:
+    many, few = source([3, 4, 5, 6, 7]), source([8, 9], [2, 3], base=100)
+    first, second, third = union_of([held_out(4, many), held_out(9, few)])
+    assert first.tenants is not None
+    assert first.tenants.tolist() == [4, 4, 9, 9]
+    assert [draw.tenants.tolist() for draw in (second, third) if draw.tenants is not None] == [[4, 4], [4]]
+    for draw in (first, second, third):
+        tokens_of, labels = readers_of(draw, {4: many, 9: few})
+        assert draw.tenants is not None
+        for index, (number, sample) in enumerate(zip(draw.tenants, draw.samples, strict=True)):
+            assert set(tokens_of(index).tolist()) == {sample + (100 if number == 9 else 0)}
+            assert len(labels.of(index)) == draw.lengths[index]
+            assert labels.targets[index] == (few.targets[sample] if number == 9 else draw.lengths[index] - 1)

@@ -1,0 +1,164 @@
+"""What the ranks of test_tenants.py do: three tenants in company against each trained alone, and planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.integrations.exactness import largest_error, relative_error
+from evenload.integrations.megatron import PlainModel
+from evenload.integrations.textbook_adapter import Alone
+from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.attention.labels import Labels
+from megatron_jobs import hosted, masked, tokens
+from megatron_shared_jobs import sharing
+from megatron_shared_plans import HAND_LENGTHS as LENGTHS
+from megatron_slice_jobs import planned
+
+TARGETS = {"gpt": ("query_key_value", "dense_4h_to_h")}
+"""Of the second tenant, by family."""
+
+
+def adapters_of(family: str, dropout: float = 0.0) -> tuple[Adapter, ...]:
+    """Of ranks 4, 8 and 16, on other layers, with other scalings, of which two differ from layer to layer."""
+    ranks, alphas = {"o_proj": 5, "dense": 5}, {"layers.0.mlp.*": 3.0}
+    targets = TARGETS.get(family, ("q_proj", "v_proj", "down_proj"))
+    return (
+        Adapter(r=4, lora_alpha=8, lora_dropout=dropout),
+        Adapter(r=8, target_modules=targets, use_rslora=True, lora_dropout=dropout / 2),
+        Adapter(r=16, lora_alpha=32, rank_pattern=ranks, alpha_pattern=alphas),
+    )
+
+
+TRAINS = (
+    TenantTrain(weight_decay=0.1, clip_grad=0.5),
+    TenantTrain(weight_decay=0.0, clip_grad=0.0, betas=(0.8, 0.99)),
+    TenantTrain(weight_decay=0.3, clip_grad=1e-3, eps=1e-6),
+)
+RATES = {0: 1e-2, 1: 3e-3, 2: 5e-2}
+TENANTS = (0, 1, 2, 0, 1, 2, 2, 0)
+"""Of the sequences of a batch."""
+
+
+@contextmanager
+def company(world: Any, *, dropout: float = 0.0, **changes: Any) -> Iterator[tuple[Any, list[AdapterState]]]:
+    """A host on which the three tenants train, and what they start from: no matrix is zero."""
+    with hosted(world, plugins__lora={"enabled": True}, **changes) as host:
+        starts = []
+        adapters = adapters_of(host.recipe.model.family, dropout)
+        for number, (adapter, train) in enumerate(zip(adapters, TRAINS, strict=True)):
+            host.adapters.join(number, adapter, train)
+            drawn = host.adapters.state(number).weights
+            host.adapters.leave(number)
+            starts.append(AdapterState(_random(drawn, number), {}, {}, 0))
+            host.adapters.join(number, adapter, train, starts[-1])
+        yield host, starts
+
+
+def _random(drawn: Any, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(drawn[name].shape, generator=generator, dtype=torch.float64) * 0.1 for name in sorted(drawn)
+    }
+
+
+def plan_of(host: Any, which: str | int, lengths: Any = LENGTHS, tenants: Any = TENANTS, **drawn: Any) -> StepPlan:
+    """By name or seed; seeds of 100 and more, and names, are of shared micro-batches."""
+    shares = isinstance(which, str) or which >= 100
+    plan = sharing(host, which, lengths) if shares else planned(host, which, lengths, **drawn)
+    return plan.revised(tenants=as_lengths(tenants[: len(plan.lengths)]))
+
+
+def own_batch(plan: StepPlan, number: int, data: Any, labels: Labels | None) -> tuple[Any, Any, Any]:
+    """Tokens, lengths and labels of a tenant's own sequences."""
+    places = np.flatnonzero(plan.tenants == number).tolist()
+    own = None if labels is None else Labels(lambda i: labels.of(places[i]), labels.targets[places])
+    return lambda i: data(places[i]), plan.lengths[places], own
+
+
+def each_alone(host: Any, starts: list[AdapterState]) -> list[Alone]:
+    """Plain training of each tenant; they share a model."""
+    plain, base = PlainModel(host.recipe, host), host.weights()
+    adapters = adapters_of(host.recipe.model.family)
+    return [
+        Alone.of(plain, base, adapter, train, start.weights)
+        for adapter, train, start in zip(adapters, TRAINS, starts, strict=True)
+    ]
+
+
+def in_company(
+    world: Any, *, plans: list[str | int], drawn: dict[str, Any] | None = None, lengths: Any = LENGTHS, **changes: Any
+) -> list[dict[str, Any]]:
+    """Errors of loss and gradients of each tenant under each plan; half of the tokens of every second one carry no
+    loss."""
+    rows = []
+    with company(world, **changes) as (host, starts):
+        before, alone = host.weights(), each_alone(host, starts)
+        references: dict[Any, Any] = {}
+        for turn, which in enumerate(plans):
+            plan, data = plan_of(host, which, lengths, **(drawn or {})), tokens(lengths)
+            labels = masked(lengths) if turn % 2 else None
+            result, gradients = host.gradients(plan, data, labels)
+            key = labels is None
+            if key not in references:
+                batches = [own_batch(plan, number, data, labels) for number in range(len(alone))]
+                references[key] = [one.gradients(*batch) for one, batch in zip(alone, batches, strict=True)]
+            for number, (loss, expected) in enumerate(references[key]):
+                own = {n.partition(".")[2]: g for n, g in gradients.items() if n.startswith(f"{number}.")}
+                rows.append(
+                    {
+                        "plan": which,
+                        "tenant": number,
+                        "loss": abs(result.tenants[number].loss - loss) / loss,
+                        "grad": largest_error(own, expected).error,
+                        "worst": largest_error(own, expected).name,
+                        "missing": sorted(own.keys() ^ expected.keys()),
+                        "failed": result.tenants[number].failed,
+                    }
+                )
+        alone[0].plain.close()
+        moved = [n for n, weight in host.weights().items() if not torch.equal(weight, before[n])]
+        rows.append({"moved": moved})
+    return rows
+
+
+def three_steps(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str, Any]:
+    """How far adapters and moments are from a textbook's after three steps; tenant 1 has no data in the second."""
+    with company(world, **changes) as (host, starts):
+        before, alone = host.weights(), each_alone(host, starts)
+        kept, worst, norms = True, 0.0, 0.0
+        for number, which in enumerate(plans):
+            tenants = (0, 2) * 4 if number == 1 else TENANTS
+            plan, data = plan_of(host, which, tenants=tenants), tokens(LENGTHS, seed=number)
+            resting = host.adapters.state(1)
+            result = host.train_step(plan, data, lr={tenant: RATES[tenant] for tenant in set(tenants)})
+            for tenant in sorted(set(tenants)):
+                batch = own_batch(plan, tenant, data, None)
+                loss, gradients = alone[tenant].gradients(*batch)
+                norm = alone[tenant].step(gradients, RATES[tenant])
+                worst = max(worst, abs(result.tenants[tenant].loss - loss) / loss)
+                norms = max(norms, abs(result.tenants[tenant].grad_norm - norm) / norm)
+            if number == 1:
+                kept = all(_equal(a, b) for a, b in zip(resting[:3], host.adapters.state(1)[:3], strict=True))
+        errors = {"weights": 0.0, "first": 0.0, "second": 0.0}
+        for tenant, one in enumerate(alone):
+            state = host.adapters.state(tenant)
+            for name, (weight, first, second) in one.optimizer.states.items():
+                errors["first"] = max(errors["first"], relative_error(state.first[name], first))
+                errors["second"] = max(errors["second"], relative_error(state.second[name], second))
+                start = starts[tenant].weights[name]
+                errors["weights"] = max(errors["weights"], relative_error(state.weights[name] - start, weight - start))
+        alone[0].plain.close()
+        moved = [n for n, weight in host.weights().items() if not torch.equal(weight, before[n])]
+        steps = [host.adapters.state(tenant).steps for tenant in range(len(alone))]
+        return {**errors, "loss": worst, "norm": norms, "kept": kept, "moved": moved, "steps": steps}
+
+
+def _equal(first: Any, second: Any) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

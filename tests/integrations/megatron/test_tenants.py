@@ -1,0 +1,79 @@
+"""Three tenants in company, each against plain training of it alone: whole sequences, stock layers, textbook LoRA."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TWO = {"model__num_layers": 2}
+"""Two layers a stage, as in two stages of the model of four layers."""
+LAYOUTS = [
+    pytest.param(1, TWO, [0, 1, 2, 3], id="one"),
+    pytest.param(2, TWO, [0, 1, 2, 3], id="dp2"),
+    pytest.param(2, {"parallel__tp": 2, **TWO}, [0, 1, 2, 3], id="tp2"),
+    pytest.param(2, {"parallel__pp": 2}, [0, 1, 2, 3], id="pp2"),
+    pytest.param(4, {"parallel__tp": 2, "parallel__pp": 2}, [4, 5], id="tp2pp2"),
+]
+SHARED = [
+    pytest.param(2, TWO, ["pairs, ring", "pairs, all_to_all", "together", 100, 101], id="plane2"),
+    pytest.param(
+        4, TWO, ["ring", "all_gather", "all_to_all", "hybrid", "zones, remap", "chain", "growth"], id="plane4"
+    ),
+    pytest.param(4, {"parallel__tp": 2, **TWO}, ["pairs, all_to_all", 102], id="tp2"),
+    pytest.param(4, {"parallel__pp": 2}, ["pairs, ring", 103], id="pp2"),
+]
+
+
+def _exact(results):
+    """Every tenant under every plan gave what it gives alone, and no weight of the base has moved."""
+    for *rows, base in results:
+        assert base["moved"] == []
+        for row in rows:
+            assert row["loss"] < 1e-12, row
+            assert row["grad"] < 1e-9, row
+            assert not row["missing"], row
+            assert not row["failed"], row
+
+
+@pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
+def test_random_plans_give_each_tenant_what_it_gets_alone(on_ranks, size, layout, plans):
+    _exact(on_ranks(size, "in_company", plans=plans, **layout))
+
+
+@pytest.mark.parametrize(("size", "layout", "plans"), SHARED)
+def test_so_do_micro_batches_that_ranks_share(on_ranks, size, layout, plans):
+    _exact(on_ranks(size, "in_company", plans=plans, **layout))
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, TWO), (2, {"parallel__tp": 2, **TWO}), (2, {"parallel__pp": 2})])
+def test_so_it_is_when_the_recipe_recomputes_every_layer(on_ranks, size, layout):
+    drawn = {"recompute": False}
+    _exact(on_ranks(size, "in_company", plans=[0, 1], drawn=drawn, train__recompute=True, **layout))
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
+def test_every_family(on_ranks, family):
+    _exact(on_ranks(2, "in_company", plans=[1, 2], model__family=family, parallel__pp=2))
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "plans"),
+    [
+        pytest.param(1, TWO, [0, 1, 2], id="one"),
+        pytest.param(2, TWO, [0, 1, 2], id="dp2"),
+        pytest.param(4, TWO, ["chain", 3, "zones"], id="dp4"),
+        pytest.param(4, {"parallel__tp": 2, "parallel__pp": 2}, [1, 2, 3], id="tp2pp2"),
+        pytest.param(4, {"parallel__tp": 2, **TWO}, [1, 2, 3], id="dp2tp2"),
+    ],
+)
+def test_three_steps_move_adapters_as_a_textbook_does(on_ranks, size, layout, plans):
+    for result in on_ranks(size, "three_steps", plans=plans, **layout):
+        assert result["loss"] < 1e-9
+        assert result["norm"] < 1e-9
+        assert result["weights"] < 1e-7
+        assert result["first"] < 1e-9
+        assert result["second"] < 1e-9
+        assert result["kept"], "a step without a tenant has changed its adapter"
+        assert result["steps"] == [3, 2, 3]
+        assert result["moved"] == []
