@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ...core.errors import EvenloadError, shorten
 from ...core.recipe.tenant import Tenant, parse_tenant
+from ...integrations.huggingface.folders.adapters import refuse_other_base
 from ...runtime.adapters.state import AdapterState
 from ...runtime.world.agreement import everyone, from_first
 from .._shared.job import logger
@@ -219,7 +220,11 @@ class Crew:
     ) -> tuple[ActiveTenant, AdapterState | None]:
         job, order = self._job, (row["order"] or None) if row else None
         tenant, weights = open_tenant(entrant, number, job.recipe, job.chain, order)
-        state = AdapterState(weights, {}, {}, 0) if weights is not None else None
+        state = None
+        if weights is not None:
+            sizes = job.host.adapters.sizes
+            refuse_other_base(weights, sizes, tenant.adapter.targets(sizes))
+            state = AdapterState(weights, {}, {}, 0)
         if row is not None:
             saving.restore(tenant, row)
             if row["has_adapter"]:
