@@ -52,7 +52,7 @@ class Loop:
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
         self.crew = Crew(job, self._output, self._folder, saved)
-        self.verdicts = Verdicts(job, self._output, self.crew, saved.races if saved else None)
+        self.verdicts = Verdicts(job, self._output, self.crew, write, saved.races if saved else None)
         self._drawing = TenantDrawing(lambda: self.crew.active)
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0

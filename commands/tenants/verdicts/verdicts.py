@@ -13,6 +13,7 @@ from typing import Any
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import from_first
+from ...training.writers import Entry, Write
 from ..crew import Crew
 from ..job import TenantJob
 from ..records.output import BEST, LAST, Output
@@ -28,8 +29,10 @@ logger = logging.getLogger("evenload")
 class Verdicts:
     """See the module. ``saved``: what `state` gave before the job was resumed."""
 
-    def __init__(self, job: TenantJob, output: Output, crew: Crew, saved: Mapping[str, Any] | None = None) -> None:
-        self._job, self._output, self._crew, self._saved = job, output, crew, saved
+    def __init__(
+        self, job: TenantJob, output: Output, crew: Crew, write: Write, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self._job, self._output, self._crew, self._write, self._saved = job, output, crew, write, saved
         self._evaluations = Evaluations(job)
         self._held_out: dict[int, HeldOut] = {}
         self._races: dict[str, Race] = {}
@@ -87,7 +90,9 @@ class Verdicts:
         for tenant in due:
             result = results[tenant.number]
             best = tenant.best is None or result.loss < tenant.best
-            self._output.row(tenant, {"step": tenant.step, "evaluation": _numbers(result, best=best)})
+            row = {"step": tenant.step, "evaluation": _numbers(result, best=best)}
+            self._output.row(tenant, row)
+            self._write(_entry(step, tenant.name, row))
             if not math.isfinite(result.loss):
                 self._crew.end(
                     tenant, "failed", f"the loss of its evaluation is {result.loss} after {tenant.step} steps"
@@ -150,6 +155,13 @@ class Verdicts:
             goes_on |= tenant.step == tenant.until < until
             tenant.until = until
         return goes_on
+
+
+def _entry(step: int, name: str, row: Mapping[str, Any]) -> Entry:
+    """What logs get of a tenant's evaluation, at the number of the job's step that comes next."""
+    shown = {key: row["evaluation"][key] for key in ("loss", "perplexity") if row["evaluation"][key] is not None}
+    scalars = {f"evenload/tenants/{name}/evaluation/{key}": value for key, value in shown.items()}
+    return Entry(step, scalars, {"tenant": name, **row}, always=True)
 
 
 def _numbers(result: Evaluated, *, best: bool) -> dict[str, Any]:
