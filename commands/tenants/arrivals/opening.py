@@ -20,7 +20,6 @@ from ....data.sources import Source
 from ....integrations.huggingface.folders.adapters import read_adapter
 from ..._shared.drawing import Drawing
 from ..._shared.preflight import open_samples, refuse_longest
-from ...validation.draws import scorable
 from ..tenant import ActiveTenant
 
 
@@ -54,7 +53,6 @@ def open_tenant(
     refuse_longest(source, chain)
     held_out = _open(config, config.evaluate.source, recipe) if config.evaluate else None
     if held_out is not None:
-        _refuse_unscorable(held_out)
         refuse_longest(held_out, forward_only(chain))
     size = BatchSize(config.train.batch_size)
     steps = config.train.steps
@@ -93,11 +91,6 @@ def _open(config: Tenant, spec: str, recipe: Recipe) -> Source:
         do = "set data.tokenizer to that of the base"
         raise EvenloadError("the base's vocabulary is smaller than the data's", detail, do)
     return source
-
-
-def _refuse_unscorable(source: Source) -> None:
-    what, detail = "no sample of evaluate.source has a target", f"{len(source.lengths)} samples of {source.name}"
-    refuse_first((not len(scorable(source)), what, detail, "use samples with targets"))
 
 
 def _refuse_short(source: Source, config: Tenant) -> None:
