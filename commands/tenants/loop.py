@@ -137,8 +137,9 @@ class Loop:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.crew.end(tenant, "done")
         decided = self.verdicts.race()
-        changed = self.crew.make_place() or decided or any(tenant.state in ENDED for tenant in tenants)
-        if (changed and self._seat()) or decided or failed:
+        ended = [tenant for tenant in tenants if tenant.state in ENDED]
+        changed = self.crew.make_place() or decided or bool(ended)
+        if (changed and self._seat()) or decided or any(tenant.step < tenant.steps for tenant in ended):
             self._draw_anew()
 
     def _seat(self) -> bool:
