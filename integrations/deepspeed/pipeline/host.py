@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 from torch import Tensor
+
+from deepspeed.utils import groups
 
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.forwards import lower_forwards

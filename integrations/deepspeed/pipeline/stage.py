@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
+
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ....core.plan.action import Action
 from ....core.plan.in_step import Program

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 ROUNDING = 2e-6
@@ -74,3 +77,30 @@ def test_pipelines_train_each_tenant_as_if_alone(on_ranks, size, recompute, name
         for result in results:
             assert result[name]["tenants"] == 3, name
             assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"trainer": "megatron", "parallel": {"tp": 2}}, {"trainer": "deepspeed", "deepspeed": {"zero_stage": 3}}),
+        ({"trainer": "deepspeed", "parallel": {"pp": 2}}, {"trainer": "megatron"}),
+    ],
+)
+def test_a_tenant_goes_on_under_the_other_trainer(world, forge, tmp_path, first, then):
+    spec = importlib.util.spec_from_file_location("other_trainer", Path(__file__).with_name("rank_other_trainer.py"))
+    ranks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ranks)
+    ranks.wrote_folder(tmp_path / "base")
+    losses = []
+    for asked in (
+        {**first, "steps": 4, "write": str(tmp_path / "half")},
+        {**then, "steps": 2, "read": str(tmp_path / "half")},
+    ):
+        folder = tmp_path / asked["trainer"]
+        folder.mkdir()
+        of_trainer = type(world(2))(forge(asked["trainer"]), 2, folder)
+        losses.append(of_trainer.run(ranks.call, {"folder": str(tmp_path / "base"), **asked})[0])
+        of_trainer.close()
+    whole, resumed = losses
+    assert resumed == [pytest.approx(of_step, rel=ROUNDING) for of_step in whole[2:]]
