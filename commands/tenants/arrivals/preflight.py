@@ -26,7 +26,7 @@ class Preflight(NamedTuple):
 
 def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = ()) -> Preflight:
     """Check trainer, layout and base, and that there is a folder of tenants. Raises EvenloadError; starts nothing."""
-    _refuse_of_models(recipe, against)
+    refuse_of_models(recipe, against)
     folder = folder_of_tenants(recipe)
     names = Folder(folder).names
     recipe, layout = runnable(recipe, world_size)
@@ -48,7 +48,7 @@ def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str,
     return Preflight(recipe, PlanChain.of_recipe(recipe, layout))
 
 
-def _refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
+def refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
     """Raise EvenloadError for what belongs to the training of a whole model."""
     refuse_first(
         (
