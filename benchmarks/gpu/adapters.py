@@ -88,7 +88,7 @@ def case_of(hidden: int, tokens: int, tenants: int, rank: int, device: torch.dev
     )
 
 
-def bare(case: Case) -> Variant:
+def base_alone(case: Case) -> Variant:
     x_TC = case.x_TC.clone().requires_grad_()
 
     def run() -> None:
@@ -168,7 +168,7 @@ def _by_autograd(case: Case, leaves: Sequence[Tensor], products: Callable[[], Te
     return Variant(run, lambda: (run(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
 
 
-VARIANTS = {"bare": bare, "evenload": evenload, "loop": loop, "grouped": grouped}
+VARIANTS = {"bare": base_alone, "evenload": evenload, "loop": loop, "grouped": grouped}
 
 
 def errors(case: Case, names: Sequence[str]) -> dict[str, float]:
