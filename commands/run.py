@@ -43,6 +43,12 @@ _PLANNED_LOOPS = {
     "transformers": "train by transformers.Trainer, or by a trainer made from it",
 }
 """What a script must do for its steps to be planned."""
+_OF_OUR_LOOP = ("model", "data", "parallel", "train", "checkpoint", "log", "safety")
+"""Sections of a recipe that a script of one's own answers itself."""
+_PLANNED_WITH = ("train.recompute", "train.micro_batch_size")
+"""Of these, what planners are told about the script all the same."""
+_SHOWN = 6
+"""Keys that a warning names."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,6 +74,10 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
     if not command or shutil.which(command[0]) is None:
         do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"
         raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing behind --", do)
+    if idle := without_effect(recipe):
+        keys = ", ".join(idle[:_SHOWN]) + (f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else "")
+        why = "the script says what is trained, on what and how; `evenload train` honours them"
+        print(f"evenload: warning: the recipe's {keys} have no effect here: {why}", file=sys.stderr)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -77,6 +87,13 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
         **variables,
     }
     return _wait(subprocess.Popen(list(command), env=environment))
+
+
+def without_effect(recipe: Recipe) -> list[str]:
+    """Keys that a recipe sets and that nothing in a script of one's own reads."""
+    chosen = recipe.model_dump(mode="json", exclude_unset=True, include=set(_OF_OUR_LOOP))
+    keys = [f"{section}.{key}" for section in _OF_OUR_LOOP for key in chosen.get(section, {})]
+    return [key for key in keys if key not in _PLANNED_WITH]
 
 
 def planned_steps(folder: RunFolder) -> str:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from ..core.plan.step_plan import Slice, StepPlan
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import Span
 from ..runtime.attention.labels import Labels
+from ..runtime.attention.pack import TokensOf
 from ..runtime.experts.gate import Load
 from ..runtime.measure.busy import BusyClock
 from ..runtime.stage.stage_links import StageLinks
@@ -30,9 +29,6 @@ from ..runtime.world.agreement import Group, everyone
 from ..runtime.world.plane import Plane
 from .scoring import Book, LogitBook, LossBook, Scores
 from .textbook import AdamState
-
-TokensOf = Callable[[int], npt.NDArray[np.int64]]
-"""Token ids int64 [length] of a sequence of the global batch, by its index in the batch."""
 
 Mark = Callable[[str], None]
 """Tells the watchdog where this rank is."""
@@ -97,6 +93,16 @@ class StepResult:
     G holds the waiting for slower ranks, and what lies between spans is waiting or the trainer's own work. A layer that
     is recomputed inside a backward (``train.recompute``) is part of B. Ranks share one origin as well as they have
     entered together: on one machine they share the clock, between machines it is as good as the barrier before."""
+
+
+class Snapshots(ABC):
+    """What a host is, too, whose checkpoints can be written while training goes on (``checkpoint.background``); the
+    traits of other trainers refuse that setting."""
+
+    @abstractmethod
+    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
+        """Copy what `Host.save` would write; the call that writes it, from any thread. Collective, and that call is so
+        over ``group``."""
 
 
 class Host(ABC):
@@ -219,11 +225,6 @@ class Host(ABC):
     @abstractmethod
     def save(self, directory: Path) -> None:
         """Write model and optimizer into an existing empty directory."""
-
-    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
-        """Copy what `save` would write; the call that writes it, from any thread, while training goes on. That call is
-        collective over ``group``."""
-        raise NotImplementedError(f"{type(self).__name__} saves in the foreground")
 
     @abstractmethod
     def load(self, directory: Path) -> None:

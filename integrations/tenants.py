@@ -21,7 +21,8 @@ from ..core.errors import EvenloadError
 from ..core.plan.step_plan import StepPlan
 from ..runtime.adapters.adapters import Adapters
 from ..runtime.attention.labels import Labels
-from .host import Host, Mark, TenantResult, TokensOf
+from ..runtime.attention.pack import TokensOf
+from .host import Host, Mark, TenantResult
 from .scoring import Book, Scores
 from .textbook import AdamState
 

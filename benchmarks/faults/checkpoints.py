@@ -1,10 +1,13 @@
-"""What the hashes of checkpoints cost: saves and loads with them and without, alternating in one run.
+"""What checkpoints cost a run: their hashes, or that they are written before training goes on; alternating in one run.
 
-    python benchmarks/faults/checkpoints.py [RECIPE] [key=value ...] [--repeats 5] [--json FILE]
+    python benchmarks/faults/checkpoints.py [RECIPE] [key=value ...] [--background] [--repeats 5] [--json FILE]
 
 One rank trains a step and saves, again and again; every other save leaves the hashes out. Printed are the medians of a
 step, of a save with and without hashes, and of comparing all hashes before a load, and what hashes add to a run that
 saves every `checkpoint.every` steps.
+
+With ``--background`` every other save is one in the background (`checkpoint.background`), and the next step waits until
+it is written: printed are the seconds by which a save holds up the run.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from evenload.api import load_recipe
 from evenload.commands._shared.job import Job, open_trainer, open_world
 from evenload.commands._shared.show import grid
 from evenload.commands.saving import checkpoints
+from evenload.commands.saving.background import Background
 from evenload.commands.saving.resuming import keep
 from evenload.runtime import files
 from rich.console import Console
@@ -49,7 +53,7 @@ def measure(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
         hashed = repeat % 2 == 1
         files.stamp = hashing if hashed else sizes_alone
         start = time.perf_counter()
-        path = keep(job, folder, repeat, planned)
+        keep(job, folder, repeat, planned)
         if repeat:  # the first warms up
             timed("save with hashes" if hashed else "save without", start)
         if hashed:
@@ -57,17 +61,45 @@ def measure(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
             checkpoints.newest_whole(folder)
             timed("compare hashes", start)
     files.stamp = hashing
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    medians = {name: float(np.median(values)) for name, values in seconds.items()}
-    every = job.recipe.checkpoint.every
+    result = summary(folder, seconds)
+    medians, every = result["seconds"], job.recipe.checkpoint.every
     added = medians["save with hashes"] - medians["save without"]
     run_s = every * medians["step"] + medians["save without"]
-    return {"mib": size / 2**20, "seconds": medians, "all": seconds, "every": every, "added_frac": added / run_s}
+    return {**result, "every": every, "added_frac": added / run_s}
+
+
+def measure_background(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
+    """Seconds by which saves in the foreground and in the background hold up a run."""
+    seconds: dict[str, list[float]] = {"step": [], "save, foreground": [], "save, background": []}
+    planner = job.planner(job.drawing())
+    with Background(job) as background:
+        for repeat in range(2 * repeats + 2):
+            planned = planner.next()
+            started = time.perf_counter()
+            job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=1e-4)
+            stepped = time.perf_counter()
+            is_behind = repeat % 2 == 1
+            keep(job, folder, repeat, planned, background=background if is_behind else None)
+            if repeat > 1:  # the first of each warms up
+                seconds["step"].append(stepped - started)
+                seconds["save, background" if is_behind else "save, foreground"].append(time.perf_counter() - stepped)
+            background.wait()
+    return summary(folder, seconds)
+
+
+def summary(folder: Path, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, beside the size of the checkpoint that was written last."""
+    newest = checkpoints.newest_whole(folder)
+    assert newest is not None
+    size = sum(file.stat().st_size for file in newest[0].rglob("*") if file.is_file())
+    medians = {name: float(np.median(values)) for name, values in seconds.items()}
+    return {"mib": size / 2**20, "seconds": medians, "all": seconds}
 
 
 def table(result: dict[str, Any]) -> Any:
     rows = [(name, f"{value:.3f} s") for name, value in result["seconds"].items()]
-    rows.append((f"hashes add to a run that saves every {result['every']} steps", f"{result['added_frac']:.3%}"))
+    if "added_frac" in result:
+        rows.append((f"hashes add to a run that saves every {result['every']} steps", f"{result['added_frac']:.3%}"))
     return grid(f"checkpoints of {result['mib']:.0f} MiB on one rank", ("", "median"), rows, "")
 
 
@@ -75,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("words", nargs="*", metavar="key=value")
+    parser.add_argument("--background", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -84,7 +117,8 @@ def main() -> None:
         open_world(recipe) as (world, watchdog),
         open_trainer(recipe, world, watchdog) as job,
     ):
-        result = measure(job, Path(folder), arguments.repeats)
+        measured = measure_background if arguments.background else measure
+        result = measured(job, Path(folder), arguments.repeats)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
     Console(width=120).print(table(result))

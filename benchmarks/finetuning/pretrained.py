@@ -1,10 +1,11 @@
-"""Weights of a Hugging Face folder on Megatron-Core's ranks: memory of a rank, and time beside `from_pretrained`.
+"""Weights of a Hugging Face folder on a trainer's ranks: memory of a rank, and time beside `from_pretrained`.
 
-    python benchmarks/finetuning/pretrained.py [--quick] [--json]
+    python benchmarks/finetuning/pretrained.py [--layout tp2pp2|zero0|zero3|pp2] [--kv-heads 8] [--quick] [--json]
 
-Makes a llama of 220 million weights, opens it on 4 gloo ranks (TP 2 x PP 2, float32, CPU) and says what a rank's memory
-grows by while weights are read into a model that stands, at its peak: pages of files that the kernel can take back
-count, too.
+Makes a llama of 207 million weights (220 with 16 heads for keys and values), opens it on gloo ranks (float32, CPU) and
+says what a rank's memory grows by over the weights that it keeps, at the peak of reading: pages of files that the
+kernel can take back count. Megatron-Core (``tp2pp2``, 4 ranks) reads into a model that stands; DeepSpeed (the others, 2
+ranks) makes one as it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,23 @@ import torch
 import torch.multiprocessing as mp
 from evenload.commands._shared.show import emit, grid, mib, seconds, stdout_aside
 
-RANKS = 4
+
+class Layout(NamedTuple):
+    """Who reads, on how many ranks."""
+
+    trainer: str
+    num_ranks: int
+    sections: dict[str, dict[str, int]]
+    """Of the recipe."""
+    name: str
+
+
+LAYOUTS = {
+    "tp2pp2": Layout("megatron", 4, {"parallel": {"tp": 2, "pp": 2}}, "Megatron-Core, TP 2 x PP 2"),
+    "zero0": Layout("deepspeed", 2, {"deepspeed": {"zero_stage": 0}}, "DeepSpeed, ZeRO 0"),
+    "zero3": Layout("deepspeed", 2, {"deepspeed": {"zero_stage": 3}}, "DeepSpeed, ZeRO 3"),
+    "pp2": Layout("deepspeed", 2, {"deepspeed": {"zero_stage": 0}, "parallel": {"pp": 2}}, "DeepSpeed, PP 2"),
+}
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
 
@@ -31,9 +48,9 @@ class Read(NamedTuple):
     share_bytes: int
     """Of the weights that the rank holds."""
     more_bytes: int
-    """By which its memory grew at the peak."""
+    """By which its memory grew beyond that share at the peak."""
     largest_bytes: int
-    """Of its largest tensor."""
+    """Of its largest tensor, as the model has it."""
     seconds: float
 
 
@@ -42,7 +59,7 @@ def make(folder: Path, sizes: dict[str, int], vocabulary: int) -> float:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=vocabulary)
+    config = transformers.LlamaConfig(**sizes, vocab_size=vocabulary)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     started = time.perf_counter()
     transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -54,62 +71,106 @@ def _memory(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def on_rank(rank: int, folder: str, out: Any) -> None:
-    """Open the folder on one of `RANKS`; what reading took goes to ``out``."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    torch.set_num_threads(1)
-    from evenload.patches import bridge_cpu
+class Reading:
+    """Measures one reading of weights; a context, entered where the rank's memory is what it was before."""
 
-    bridge_cpu()
-    from evenload.api import load_plugins
-    from evenload.core.recipe.recipe import parse
+    def __enter__(self) -> Reading:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before, self._started = _memory("VmRSS"), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.grew_bytes, self.seconds = _memory("VmHWM") - self._before, time.perf_counter() - self._started
+
+
+def of_megatron(out: Any, rank: int) -> None:
+    """From now on a host says what reading into its model takes."""
     from evenload.integrations.megatron import host as hosts
-    from evenload.runtime.world.world import init_world
 
-    load_plugins()
-    world, read = init_world(), hosts.read_pretrained
+    read = hosts.read_pretrained
 
     def measured(model: Any, *rest: Any) -> None:
         for parameter in model.parameters():
             parameter.data.zero_()  # its pages are there
-        Path("/proc/self/clear_refs").write_text("5")
-        before, started = _memory("VmRSS"), time.perf_counter()
-        read(model, *rest)
+        with Reading() as reading:
+            read(model, *rest)
         sizes = [p.nbytes for p in model.parameters()]
-        out[rank] = Read(sum(sizes), _memory("VmHWM") - before, max(sizes), time.perf_counter() - started)
+        out[rank] = Read(sum(sizes), reading.grew_bytes, max(sizes), reading.seconds)
 
     hosts.read_pretrained = measured
-    host = hosts.MegatronHost(parse({"model": {"weights": folder}, "parallel": {"tp": 2, "pp": 2}}), world)
+
+
+def of_deepspeed(out: Any, rank: int) -> None:
+    """From now on a host says what making and reading its model takes."""
+    from evenload.integrations.deepspeed import model as models
+
+    read = models.read_model
+
+    def measured(*asked: Any) -> Any:
+        with Reading() as reading:
+            model = read(*asked)
+        weights = [p for p in model.parameters() if not p.is_meta]
+        share = sum(getattr(p, "ds_tensor", p).nbytes for p in weights)
+        largest = max(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in weights)
+        out[rank] = Read(share, reading.grew_bytes - share, largest, reading.seconds)
+        return model
+
+    models.read_model = measured
+
+
+def on_rank(rank: int, layout: Layout, folder: str, out: Any) -> None:
+    """Open the folder on one of the ranks; what reading took goes to ``out``."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(layout.num_ranks), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=layout.num_ranks)
+    from evenload.patches import bridge_cpu
+
+    bridge_cpu()
+    from evenload.api import load_plugins
+    from evenload.commands._shared.job import open_host
+    from evenload.core.recipe.recipe import parse
+    from evenload.runtime.world.world import init_world
+
+    load_plugins()
+    world = init_world()
+    (of_megatron if layout.trainer == "megatron" else of_deepspeed)(out, rank)
+    host = open_host(parse({"trainer": layout.trainer, "model": {"weights": folder}, **layout.sections}), world)
     torch.distributed.barrier()
     host.close()
 
 
-def benchmark(sizes: dict[str, int], vocabulary: int) -> dict[str, Any]:
+def benchmark(sizes: dict[str, int], vocabulary: int, layout: str = "tp2pp2") -> dict[str, Any]:
     """Bytes and seconds of every rank, and the seconds that Transformers takes."""
+    asked = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         their_s, ranks = make(Path(folder), sizes, vocabulary), manager.dict()
-        mp.spawn(on_rank, (folder, ranks), RANKS)
-        return {"ranks": [ranks[rank]._asdict() for rank in range(RANKS)], "from_pretrained_s": their_s}
+        mp.spawn(on_rank, (asked, folder, ranks), asked.num_ranks)
+        rows = [ranks[rank]._asdict() for rank in range(asked.num_ranks)]
+        return {"layout": asked.name, "ranks": rows, "from_pretrained_s": their_s}
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("rank", "share", "more at its peak", "largest tensor", "peak over share", "seconds")
+    head = ("rank", "share", "more at its peak", "in all", "largest tensor", "peak over share", "seconds")
     rows = []
     for rank, row in enumerate(result["ranks"]):
-        over = 1 + row["more_bytes"] / row["share_bytes"]
-        sizes = [mib(row[key]) for key in ("share_bytes", "more_bytes", "largest_bytes")]
-        rows.append([str(rank), *sizes, f"{over:.2f}", seconds(row["seconds"])])
+        share, more = row["share_bytes"], row["more_bytes"]
+        sizes = [mib(size) for size in (share, more, share + more, row["largest_bytes"])]
+        rows.append([str(rank), *sizes, f"{1 + more / share:.2f}", seconds(row["seconds"])])
     note = f"from_pretrained of the whole model in one process: {seconds(result['from_pretrained_s'])}"
-    return grid("reading a folder of weights on TP 2 x PP 2, float32, measured", head, rows, note)
+    return grid(f"reading a folder of weights, {result['layout']}, float32, measured", head, rows, note)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=LAYOUTS, default="tp2pp2")
+    parser.add_argument("--kv-heads", type=int, default=8, help="Of keys and values, beside 16 for queries.")
     parser.add_argument("--quick", action="store_true", help="A model of 0.1 M weights: whether it runs.")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    sizes, vocabulary = (QUICK, 512) if asked.quick else (SIZES, 32000)
     with stdout_aside():
-        result = benchmark(QUICK, 512) if asked.quick else benchmark(SIZES, 32000)
+        result = benchmark({**sizes, "num_key_value_heads": asked.kv_heads}, vocabulary, asked.layout)
     emit(result, asked.json, table)
 
 

@@ -1,8 +1,7 @@
 """Planned validation beside padded batches of 8 samples on the same host, alternating: measured.
 
     python benchmarks/finetuning/validation.py [--recipe quickstart] [--ranks 2] [--batches 6] [--repeats 2] \\
-        [key=value ...]
-                                    [--json] [--out FILE]
+        [key=value ...] [--json] [--out FILE]
 
 Every batch is scored by each variant in turn (`Host.score`): the same weights, the same host, forwards alone.
 

@@ -24,9 +24,10 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...data.samples.order import SampleOrder
 from ...data.sources import Source
-from ...integrations.host import Host, TokensOf
+from ...integrations.host import Host
 from ...patches import bridge_cpu
 from ...runtime.attention.labels import Labels
+from ...runtime.attention.pack import TokensOf
 from ...runtime.files import quiet_when_full
 from ...runtime.watchdog.watchdog import Watchdog, working
 from ...runtime.world.agreement import gather_bytes

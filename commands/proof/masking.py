@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.aliases import Ints
-from ...integrations.host import TokensOf
 from ...runtime.attention.labels import Labels
-from ...runtime.attention.pack import IGNORE
+from ...runtime.attention.pack import IGNORE, TokensOf
 
 _BEYOND = 0.2
 """How far beyond 0 and 1 the share of a prompt is drawn, before it is cut to what a prompt can be."""

@@ -1,10 +1,10 @@
 """Checkpoints that are written while training goes on: ``checkpoint.background``.
 
-When one is due every rank copies what it has of the model and the optimizer (`Host.snapshot`); a thread of each rank
-then writes the copy, compares with its peers whether that worked, hashes the files and commits the checkpoint, exactly
-as a checkpoint in the foreground is. Their exchanges have a process group of their own, beside those of training. One
-checkpoint is written at a time: where the next is due before, training waits. What fails is raised by all ranks in the
-same step, or at the end of the run, which waits too.
+When one is due every rank copies what it has of the model and the optimizer (`Snapshots.snapshot`); a thread of each
+rank then writes the copy, compares with its peers whether that worked, hashes the files and commits the checkpoint,
+exactly as a checkpoint in the foreground is. Their exchanges have a process group of their own, beside those of
+training. One checkpoint is written at a time: where the next is due before, training waits. What fails is raised by all
+ranks in the same step, or at the end of the run, which waits too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...integrations.host import Snapshots
 from .._shared.job import Job
 from . import checkpoints
 
@@ -24,7 +25,8 @@ class Background:
     """Writes the checkpoints of a job; a context. Making one is collective, and so are its methods."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        assert isinstance(job.host, Snapshots), "the rules of its trainer refuse checkpoint.background"
+        self._job, self._host = job, job.host
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Path] | None = None
@@ -41,7 +43,7 @@ class Background:
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""
         self.wait()
-        write = checkpoints.begin(root, step, lambda directory: self._job.host.snapshot(directory, self._group))
+        write = checkpoints.begin(root, step, lambda directory: self._host.snapshot(directory, self._group))
         self._writing = self._pool.submit(checkpoints.finish, root, step, state, write, keep, self._group)
 
     def look(self) -> None:

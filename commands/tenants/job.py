@@ -11,9 +11,9 @@ from pathlib import Path
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Draw
 from ...core.recipe.recipe import Recipe
-from ...integrations.host import TokensOf
 from ...integrations.tenants import TenantHost
 from ...runtime.attention.labels import Labels
+from ...runtime.attention.pack import TokensOf
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.world import World
 from .._shared.job import Work, logger, open_host

@@ -23,7 +23,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.labels import Labels, labels_of
-from ...runtime.attention.pack import build_pack
+from ...runtime.attention.pack import TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
@@ -34,7 +34,7 @@ from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..foreign_plans import refuse_foreign
 from ..freezing import freeze
-from ..host import Host, Mark, StepResult, TokensOf
+from ..host import Host, Mark, Snapshots, StepResult
 from ..scoring import Book, evaluating
 from ..textbook import AdamState
 from .batch import Batch, LossFunc, PlannedBatches
@@ -55,7 +55,7 @@ from .setup import check_host, check_recipe
 from .stage import MegatronStage
 
 
-class MegatronHost(Host):
+class MegatronHost(Host, Snapshots):
     """Trains a recipe's model on this process's part of the world.
 
     Raises EvenloadError, before anything is built, for what Megatron-Core or this integration cannot honour.

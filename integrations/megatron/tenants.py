@@ -19,12 +19,12 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.peers import Peers
 from ...runtime.adapters.places import Block, Place, Site
 from ...runtime.attention.labels import Labels
-from ...runtime.attention.pack import Pack
+from ...runtime.attention.pack import Pack, TokensOf
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import everyone
 from ..foreign_plans import refuse_foreign
-from ..host import Mark, StepResult, TokensOf
+from ..host import Mark, StepResult
 from ..scoring import LossBook
 from ..tenants import TenantHost, targets_of_tenants
 from .batch import Batch, LossFunc, run_batch

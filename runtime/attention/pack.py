@@ -39,6 +39,7 @@ PADDING = -1
 
 Tokens = npt.NDArray[Any]
 TokensOf = Callable[[int], Tokens]
+"""Token ids [length], integers, of a sequence of the global batch, by its index in the batch."""
 
 
 class SegmentRun(NamedTuple):

@@ -58,6 +58,21 @@ def test_a_wrong_request_is_refused(recipe):
     assert start(recipe, "no-such-command").returncode == 2
 
 
+def test_settings_of_our_own_loop_are_said_to_have_no_effect(recipe, capfd):
+    run_command(recipe, [sys.executable, "-c", "pass"])
+    assert "no effect" not in capfd.readouterr().err
+    recipe.write_text(
+        "model: {num_layers: 3, num_attention_heads: 8}\ndata: {source: docs.jsonl, validation: {source: held.jsonl}}\n"
+        "train: {lr: 1e-3, recompute: true, micro_batch_size: 2, steps: 4, seed: 1}\nlog: {every: 5}\n"
+        "plugins: {packing: {enabled: true}}\nplanner: {budget_ms: 9}\n"
+    )
+    run_command(recipe, [sys.executable, "-c", "pass"])
+    said = (
+        "model.num_layers, model.num_attention_heads, data.source, data.validation, train.steps, train.seed and 2 more"
+    )
+    assert f"the recipe's {said} have no effect here" in capfd.readouterr().err.splitlines()[0]
+
+
 def test_a_process_that_does_not_import_the_trainer_is_left_alone(recipe):
     done = start(recipe, sys.executable, "-c", QUIET)
     assert done.returncode == 0, done.stderr

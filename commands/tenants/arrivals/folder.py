@@ -53,8 +53,12 @@ class Folder:
         self._warned: set[str] = set()
 
     def look(self) -> News:
-        """What has happened since the last look. Raises EvenloadError where the folder is gone."""
-        stamps = self._stamps()
+        """What has happened since the last look; nothing, while the folder itself cannot be read."""
+        try:
+            stamps = self._stamps()
+        except EvenloadError as error:
+            self._warn_once(str(error))
+            return News()
         before = stamps if self._seen is None else self._seen
         self._seen = stamps
         stop = (self.path / STOP).exists()
@@ -98,7 +102,7 @@ class Folder:
                             status = entry.stat()
                             stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
                     elif entry.name.endswith(".yml"):
-                        self._say_ignored(entry.name)
+                        self._warn_once(f"{shorten(entry.name)} is no tenant: a tenant's file ends in {SUFFIX}")
         except OSError as error:
             what = f"the folder of tenants {shorten(str(self.path))} cannot be read"
             raise EvenloadError(what, error.strerror or "", "name a folder in plugins.lora.tenants") from error
@@ -115,7 +119,7 @@ class Folder:
             detail = shorten(f"no UTF-8: {error}")
             return Came(name, "", EvenloadError(f"the tenant {shorten(name)} is not YAML", detail, "save it as UTF-8"))
 
-    def _say_ignored(self, name: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning("%s is no tenant: a tenant's file ends in %s", shorten(name), SUFFIX)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)

@@ -9,8 +9,8 @@ from ....core.errors import EvenloadError, shorten
 from ....core.planning.planner import Draw, Planned
 from ....data.sources import Source
 from ....data.targets import IGNORE
-from ....integrations.host import TokensOf
 from ....runtime.attention.labels import Labels
+from ....runtime.attention.pack import TokensOf
 from ..drawing import labels_in
 
 

@@ -22,9 +22,9 @@ from ....core.planning.planner import Draw, Planned
 from ....core.recipe.tenant import Evaluate
 from ....data.samples.order import SampleOrder
 from ....data.sources import Source
-from ....integrations.host import TokensOf
 from ....integrations.scoring import Scores
 from ....runtime.attention.labels import Labels
+from ....runtime.attention.pack import TokensOf
 from ..._shared.job import Job
 from ...validation.draws import scorable
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "finetuning" / "pretrained.py"
@@ -21,8 +26,24 @@ def test_the_table_sets_a_peak_beside_the_share_of_its_rank() -> None:
         {"share_bytes": 100 << 20, "more_bytes": n << 20, "largest_bytes": 40 << 20, "seconds": 1.5} for n in (30, 55)
     ]
     console = Console(file=io.StringIO(), width=140)
-    console.print(pretrained.table({"ranks": ranks, "from_pretrained_s": 0.5}))
+    console.print(pretrained.table({"layout": "ZeRO 0", "ranks": ranks, "from_pretrained_s": 0.5}))
     first, second = (line for line in console.file.getvalue().splitlines() if "1.5 s" in line or "1,500" in line)
     assert "1.30" in first
     assert "1.55" in second
     assert "500 ms" in console.file.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "num_ranks", "part"), [("zero3", 2, 2), ("tp2pp2", 4, 4)])
+def test_every_rank_says_what_it_keeps(layout: str, num_ranks: int, part: int) -> None:
+    words = [sys.executable, str(PATH), "--quick", "--layout", layout, "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = json.loads(done.stdout)["ranks"]
+    assert len(ranks) == num_ranks
+    # An embedding and an output layer of 512 x 64, two layers of four projections and an MLP, five norms.
+    whole_bytes = 4 * (2 * 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128) + 5 * 64)
+    for row in ranks:
+        assert whole_bytes / part <= row["share_bytes"] < 1.05 * whole_bytes / part
+        assert row["more_bytes"] > 0

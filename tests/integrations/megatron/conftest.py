@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 JOBS = (
+    "float64",
     "random_plans",
     "shared_plans",
     "jobs",
@@ -22,6 +23,8 @@ JOBS = (
     "pretrained_jobs",
     "tenant_jobs",
     "isolation_jobs",
+    "peft_jobs",
+    "dropout_jobs",
     "user_jobs",
 )
 
@@ -45,6 +48,15 @@ def call(job: str, arguments: dict[str, Any]) -> Any:
 @pytest.fixture(scope="session")
 def trainer() -> str:
     return "megatron"
+
+
+@pytest.fixture(scope="session")
+def all_in_float64() -> Callable[[], Any]:
+    """A context in which Transformers computes everything in float64 whose tensors are."""
+    spec = importlib.util.spec_from_file_location("megatron_float64", Path(__file__).with_name("float64.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.all_in_float64
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ DENSE = [name for name in FAMILIES if "moe" not in name and name != "mixtral"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> Path:
+def folders(tmp_path_factory: Any, all_in_float64: Any) -> Path:
     """A folder of each family as Transformers saves it, with samples and the logits that Transformers gives for them in
     float64."""
     import torch
@@ -66,32 +66,13 @@ def folders(tmp_path_factory: Any) -> Path:
         kind = transformers.AutoModelForCausalLM
         model = kind.from_pretrained(root / family, dtype=torch.float64, attn_implementation="sdpa")
         model.config._experts_implementation = "eager"
-        with torch.no_grad(), _all_in_float64():
+        with torch.no_grad(), all_in_float64():
             torch.save((samples, [model(ids[None]).logits[0] for ids in samples]), root / family / "logits.pt")
     return root
 
 
 def _lengths() -> tuple[int, ...]:
     return (37, 64, 26, 29, 41, 9, 5, 2)
-
-
-def _all_in_float64() -> Any:
-    """Transformers computes norms and routers in float32 whatever the model's precision; here in its own."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Float64(TorchFunctionMode):
-        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            casts = (torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax)
-            if function in casts and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-                if function is torch.Tensor.float:
-                    return args[0]
-                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-                kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
-            return function(*args, **kwargs)
-
-    return Float64()
 
 
 CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
