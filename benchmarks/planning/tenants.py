@@ -3,9 +3,9 @@
     python benchmarks/planning/tenants.py [--tenants 4] [--samples 2,4,8,16] [--ranks 2,4] [--draws 48] [--rank 16]
                                           [--quick] [--json] [--out FILE]
 
-Every tenant draws so many samples a step. "saving" is the sum of the steps that the chain plans for each tenant alone on
-all ranks, over the step that it plans for all of them, both summed over the draws; "at most" is the same sum over the
-least that any plan of them all could take, where the chain certifies one. Both are planned by the same plugins.
+Every tenant draws so many samples a step. "saving" is the sum of the steps that the chain plans for each tenant alone
+on all ranks, over the step that it plans for all of them, both summed over the draws; "at most" is the same sum over
+the certified lower bound of them all together, where the chain has one. The same plugins plan both.
 
     packing      sequences on single ranks, long ones in slices
     mesh         the same, and long sequences on several ranks, which helps a tenant that is alone
@@ -150,7 +150,7 @@ def table(result: dict[str, Any]) -> Any:
     lines = [(*map(str, key), *(cell(rows.get(each)) for each in samples)) for key, rows in by_setting.items()]
     head = ("planner", "lengths", "costs", "ranks", *(f"{each} samples" for each in samples))
     about = f"{result['tenants']} tenants, adapters of rank {result['adapter_rank']}"
-    caption = "one after another over all together, each planned as well; in brackets the most of any plan; predicted"
+    caption = "one after another over all together, each planned as well; in brackets at most, by the bound; predicted"
     return grid(f"tenants in shared steps: {about}", head, lines, caption)
 
 
