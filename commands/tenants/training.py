@@ -12,15 +12,16 @@ from .._shared.job import hand_over, logger, open_world
 from .._shared.show import progress
 from ..saving.checkpoints import last_good
 from ..training.writers import writer
-from .arrivals.preflight import say_without_effect
+from .arrivals.preflight import refuse_of_models, say_without_effect
 from .job import TenantJob, open_trainer
 from .loop import Loop
 from .records import saving
 from .records.rows import Live, totals
 
 
-def train_tenants(recipe: Recipe) -> dict[str, Any] | None:
+def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
     """Train on this rank until all tenants have ended. Lists every tenant and every step."""
+    refuse_of_models(recipe, against)
     with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
         if job.leads:
             say_without_effect(recipe)
@@ -45,7 +46,7 @@ def _trained(job: TenantJob) -> dict[str, Any]:
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
         "tenants": [*crew.past.values(), *(tenant.status() for tenant in crew.tenants)],
         "refused": {name: str(error) for name, error in crew.bad.items()},
-        "sweeps": [],
+        "sweeps": list(loop.verdicts.rankings.values()),
         "steps": [asdict(row) for row in loop.rows],
     }
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ....core.errors import EvenloadError, refuse_first, shorten
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
+from ....core.recipe.shipped import place_of
 from ....plugins.lora.config import LoraConfig
 from ..._shared.preflight import refuse_other_tokenizer, runnable
 from .folder import Folder
@@ -25,7 +26,7 @@ class Preflight(NamedTuple):
 
 def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = ()) -> Preflight:
     """Check trainer, layout and base, and that there is a folder of tenants. Raises EvenloadError; starts nothing."""
-    _refuse_of_models(recipe, against)
+    refuse_of_models(recipe, against)
     folder = folder_of_tenants(recipe)
     names = Folder(folder).names
     recipe, layout = runnable(recipe, world_size)
@@ -47,7 +48,7 @@ def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str,
     return Preflight(recipe, PlanChain.of_recipe(recipe, layout))
 
 
-def _refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
+def refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
     """Raise EvenloadError for what belongs to the training of a whole model."""
     refuse_first(
         (
@@ -78,7 +79,7 @@ def folder_of_tenants(recipe: Recipe) -> Path:
     if folder is None:
         do = "set plugins.lora.tenants to a folder with a YAML file for each tenant"
         raise EvenloadError("nobody says where the tenants are", "plugins.lora.tenants null", do)
-    return folder
+    return place_of(folder)
 
 
 _OF_TENANTS = {
