@@ -108,10 +108,10 @@ def step_s(chain: PlanChain, lengths: Ints) -> tuple[float, float]:
 def row_of(setting: Setting, tenants: int, samples: int, draws: int, adapter: Adapter) -> dict[str, Any]:
     """All draws of a setting with so many samples of each tenant."""
     rng = np.random.default_rng(0)
-    bare, shape = chain_of(setting)
-    together = alone = bare
+    known, shape = chain_of(setting)
+    together = alone = known
     if setting.costs == "frozen":
-        together, alone = (with_tenants(bare, shape, [TenantLoad(adapter, 1)] * count) for count in (tenants, 1))
+        together, alone = (with_tenants(known, shape, [TenantLoad(adapter, 1)] * count) for count in (tenants, 1))
     together_s = alone_s = bound_s = 0.0
     certified = True
     for _ in range(draws):
