@@ -121,7 +121,15 @@ def test_each_trains_as_it_does_alone(place: Place, whole: Place) -> None:
     place.same_as(whole, "bolt", 8)
 
 
-@pytest.mark.parametrize("layout", [("parallel.dp=2",), ("parallel.tp=2", "parallel.dp=null")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.dp=2",),
+        ("parallel.tp=2", "parallel.dp=null"),
+        ("parallel.pp=3", "parallel.dp=null", "plugins.pipeline.enabled=true"),
+        ("trainer=deepspeed", "parallel.dp=2", "deepspeed.zero_stage=3"),
+    ],
+)
 def test_a_job_that_is_killed_goes_on_with_every_tenant_on_another_layout(
     place: Place, whole: Place, layout: tuple[str, ...]
 ) -> None:
