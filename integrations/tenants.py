@@ -78,7 +78,7 @@ class TenantHost(Host):
             f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
         }
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         return math.hypot(*(result.grad_norm for result in self._results.values() if not result.failed))
 
     def _update(self, lr: Any) -> float:

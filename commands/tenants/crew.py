@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from ...core.errors import EvenloadError, shorten
 from ...core.recipe.tenant import Tenant, parse_tenant
+from ...integrations.huggingface.folders.adapters import refuse_other_base
 from ...runtime.adapters.state import AdapterState
 from ...runtime.world.agreement import everyone, from_first
 from .._shared.job import logger
@@ -24,6 +26,7 @@ from .records import saving
 from .records.output import LAST, Output
 from .records.saving import Saved
 from .tenant import ENDED, ActiveTenant, State
+from .verdicts.trials import Sweep, refuse_late_rung, sweep_of
 
 Result = TypeVar("Result")
 
@@ -40,6 +43,8 @@ class Crew:
         self.bad: dict[str, EvenloadError] = {}
         """What is wrong with files that are there, by name."""
         self.next_number = saved.next_number if saved else 1
+        self.sweeps: dict[str, tuple[Sweep, str]] = {}
+        """Those that files ask for, with the digests of the files, by name."""
         self._renewed: set[str] = set()
         """Names of files that were removed in this run: who comes under such a name begins anew."""
         self._states: dict[int, AdapterState | None] = {}
@@ -71,7 +76,7 @@ class Crew:
 
     def seat(self) -> bool:
         """Let those who wait for memory take part, as far as there is any; whether anybody does. Collective."""
-        waiting = [tenant for tenant in self.here if tenant.number in self._states]
+        waiting = self._for_memory
         for place, tenant in enumerate(waiting):
             if missing := self._missing_bytes(tenant):
                 for one in waiting[place:]:
@@ -83,6 +88,38 @@ class Crew:
             self._job.samples.sources[tenant.number] = tenant.source
             self._becomes(tenant, "training")
         return bool(waiting)
+
+    @property
+    def _for_memory(self) -> list[ActiveTenant]:
+        """Those who wait for memory, and for nothing else."""
+        return [tenant for tenant in self.here if tenant.number in self._states and tenant.step < tenant.until]
+
+    def make_place(self) -> bool:
+        """Let those who take part and wait for a verdict make way for those who wait for memory; whether anybody does.
+        Collective."""
+        resting = [one for one in self.active if one.step == one.until] if self._for_memory else []
+        for tenant in resting:
+            state = self._job.host.adapters.state(tenant.number)
+            self.end(tenant, "waiting", "for the other trials of its sweep")
+            if tenant.state == "waiting":
+                self._states[tenant.number] = state
+        return bool(resting)
+
+    def adapters(self) -> dict[str, Callable[[], AdapterState]]:
+        """What gives the adapters, whole, of those who have not ended and have begun, by name; collective calls."""
+        host = self._job.host.adapters
+        parts: dict[str, Callable[[], AdapterState]] = {}
+        for tenant in self.here:
+            kept = self._states.get(tenant.number)
+            if tenant.number in host.numbers:
+                parts[tenant.name] = partial(host.state, tenant.number)
+            elif kept is not None:
+                parts[tenant.name] = partial(_same, kept)
+        return parts
+
+    def is_renewed(self, file: str) -> bool:
+        """Whether a file was removed in this run, so that who comes by it begins anew."""
+        return file in self._renewed
 
     def end(self, tenant: ActiveTenant, state: State, reason: str = "") -> None:
         """A tenant takes part no longer; its adapter is written out as it is. Collective."""
@@ -130,11 +167,27 @@ class Crew:
         """Raises EvenloadError, on all ranks alike, for a tenant that cannot be trained."""
         if came.error is not None:
             raise came.error
-        opened = [self._open(entrant) for entrant in entrants_of(came, digest) if not self._is_past(entrant)]
+        config = parse_tenant(came.text, came.name)
+        sweep = sweep_of(came.name, config) if config.sweep is not None else None
+        entrants = entrants_of(came.name, config, digest, sweep)
+        self._refuse_same_names(entrants)
+        opened = [self._open(entrant) for entrant in entrants if not self._is_past(entrant)]
+        for tenant, _ in opened:
+            refuse_late_rung(came.name, sweep.halve_every if sweep else None, tenant.steps)
+        if sweep:
+            self.sweeps[came.name] = sweep, digest
         for tenant, state in opened:
             self._states[tenant.number] = state
             self.tenants.append(tenant)
             self._output.begin(tenant)
+
+    def _refuse_same_names(self, entrants: list[Entrant]) -> None:
+        """Raise EvenloadError where a tenant of another file has one of these names."""
+        files = {tenant.name: tenant.file for tenant in self.tenants}
+        for entrant in entrants:
+            if files.get(entrant.name, entrant.file) != entrant.file:
+                detail = f"of {files[entrant.name]}.yaml and {entrant.file}.yaml"
+                raise EvenloadError(f"two tenants are called {entrant.name}", detail, "rename one of the files")
 
     def _is_past(self, entrant: Entrant) -> bool:
         """Whether a tenant has ended in an earlier run, which is then said of it. Collective."""
@@ -167,7 +220,11 @@ class Crew:
     ) -> tuple[ActiveTenant, AdapterState | None]:
         job, order = self._job, (row["order"] or None) if row else None
         tenant, weights = open_tenant(entrant, number, job.recipe, job.chain, order)
-        state = AdapterState(weights, {}, {}, 0) if weights is not None else None
+        state = None
+        if weights is not None:
+            sizes = job.host.adapters.sizes
+            refuse_other_base(weights, sizes, tenant.adapter.targets(sizes))
+            state = AdapterState(weights, {}, {}, 0)
         if row is not None:
             saving.restore(tenant, row)
             if row["has_adapter"]:
@@ -193,10 +250,15 @@ class Crew:
         return max(0.0, most - room_bytes(self._job.chain, longest))
 
 
-def entrants_of(came: Came, digest: str) -> list[Entrant]:
-    """The tenants that a file describes. Raises EvenloadError."""
-    config: Tenant = parse_tenant(came.text, came.name)
-    return [Entrant(came.name, came.name, config, digest)]
+def entrants_of(file: str, config: Tenant, digest: str, sweep: Sweep | None) -> list[Entrant]:
+    """The tenants that a file describes: itself, or the trials of its sweep."""
+    if sweep is None:
+        return [Entrant(file, file, config, digest)]
+    return [Entrant(trial.name, file, trial.tenant, digest) for trial in sweep.trials]
+
+
+def _same(state: AdapterState) -> AdapterState:
+    return state
 
 
 def _together(act: Callable[[], Result]) -> Result:

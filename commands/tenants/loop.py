@@ -25,7 +25,8 @@ from .records import saving
 from .records.output import LAST, Output
 from .records.rows import Live, Row, entry_of_step, row_of, tenant_row
 from .records.saving import Saved
-from .tenant import ActiveTenant
+from .tenant import ENDED, ActiveTenant
+from .verdicts.verdicts import Verdicts
 
 _LOOK_AGAIN_S = 0.5
 """Between two looks into the folder while nobody trains."""
@@ -50,6 +51,7 @@ class Loop:
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
         self.crew = Crew(job, self._output, self._folder, saved)
+        self.verdicts = Verdicts(job, self._output, self.crew, write, saved.races if saved else None)
         self._drawing = TenantDrawing(lambda: self.crew.active)
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
@@ -94,7 +96,9 @@ class Loop:
         for number, text in change.faults.items():
             self.crew.end(self.crew.of_number(number), "failed", text)
         self.crew.heed(change.news)
-        self.crew.seat()
+        self.verdicts.race()
+        self.crew.make_place()
+        self._seat()
         if change.news.stop:
             self._stop()
 
@@ -116,15 +120,26 @@ class Loop:
             self._keep()
 
     def _end(self, tenants: Sequence[ActiveTenant], results: Mapping[int, TenantResult]) -> None:
-        """Let those go who are done or have failed, and others take their place. Collective."""
+        """Let those go who are done, have failed or are stopped, and others take their place. Collective."""
         failed = [tenant for tenant in tenants if results[tenant.number].failed]
         for tenant in failed:
             self.crew.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
-        done = [tenant for tenant in tenants if tenant not in failed and tenant.step == tenant.steps]
-        for tenant in done:
-            self.crew.end(tenant, "done")
-        if (failed or done) and (self.crew.seat() or failed):
+        self.verdicts.after([tenant for tenant in tenants if tenant not in failed], self.step)
+        for tenant in tenants:
+            if tenant.state not in ENDED and tenant.step == tenant.steps:
+                self.crew.end(tenant, "done")
+        decided = self.verdicts.race()
+        changed = self.crew.make_place() or decided or any(tenant.state in ENDED for tenant in tenants)
+        if (changed and self._seat()) or decided or failed:
             self._draw_anew()
+
+    def _seat(self) -> bool:
+        """Let those who wait take part, and begin; whether anybody does. Collective."""
+        anybody = False
+        while self.crew.seat():
+            anybody = True
+            self.verdicts.begin(self.step)
+        return anybody
 
     def _tell(
         self, planned: Planned, taken: Taken, tenants: Sequence[ActiveTenant], rates: Mapping[int, float]
@@ -149,7 +164,8 @@ class Loop:
         for tenant in self.crew.active:
             self._output.adapter(tenant, LAST)
         if self._job.recipe.checkpoint.dir is not None and self.step:
-            saving.save(self._job, self.step, self.crew.tenants, self.crew.next_number)
+            more = {"next_number": self.crew.next_number, "races": self.verdicts.state()}
+            saving.save(self._job, self.step, self.crew.tenants, self.crew.adapters(), more)
 
     def _waits(self) -> bool:
         """Whether the job stays for tenants to come; then some time has passed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,6 +45,11 @@ class Status:
 
 
 _STATUS = TypeAdapter(Status)
+
+
+def status_of(row: Mapping[str, Any]) -> Status:
+    """What a job says of a tenant (`ActiveTenant.status`)."""
+    return Status(**{field.name: row[field.name] for field in fields(Status) if field.name in row})
 
 
 def read_status(path: Path) -> Status:

@@ -45,7 +45,7 @@ def _trained(job: TenantJob) -> dict[str, Any]:
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
         "tenants": [*crew.past.values(), *(tenant.status() for tenant in crew.tenants)],
         "refused": {name: str(error) for name, error in crew.bad.items()},
-        "sweeps": [],
+        "sweeps": list(loop.verdicts.rankings.values()),
         "steps": [asdict(row) for row in loop.rows],
     }
 

@@ -39,8 +39,9 @@ def open_host(recipe: Recipe, world: World) -> Host:
 
         return PipelineHost(recipe, world)
     from .host import DeepSpeedHost
+    from .tenants.host import DeepSpeedTenants
 
-    return DeepSpeedHost(recipe, world)
+    return DeepSpeedTenants(recipe, world) if recipe.adapts else DeepSpeedHost(recipe, world)
 
 
 def __getattr__(name: str) -> Any:

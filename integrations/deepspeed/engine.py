@@ -55,30 +55,42 @@ def make_engine(model: torch.nn.Module, recipe: Recipe, world_size: int) -> Any:
     return engine
 
 
-class Reduction:
-    """What `one_reduction` has to be told while the ``num_backwards`` backwards of this rank in a step run."""
+class Releases:
+    """The counters by which ZeRO 3 releases what a backward has gathered. A forward sets them, and each of several
+    backwards in a row wants them as they were then. Other stages have none."""
 
-    def __init__(self, engine: Any, num_backwards: int) -> None:
-        self.num_backwards, self.started = num_backwards, 0
-        self._engine = engine
-        self._sharded = int(engine.zero_optimization_stage()) == 3
-        self._counts: dict[torch.nn.Module, int] = {}
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._counts: dict[Any, int] = {}
 
     def after_forward(self) -> None:
         """To be called after each forward that will have a backward."""
-        if self._sharded and not self._counts:
+        if not self._counts:
             # The same after every such forward: how many inputs of the module need gradients.
-            modules = self._engine.module.modules()
+            modules: Iterator[Any] = self._module.modules()
             self._counts = {m: m.ds_grads_remaining for m in modules if hasattr(m, "ds_grads_remaining")}
 
     def before_backward(self) -> None:
         """To be called before each backward."""
+        for module, count in self._counts.items():
+            module.ds_grads_remaining = count
+
+
+class Reduction(Releases):
+    """What `one_reduction` has to be told while the ``num_backwards`` backwards of this rank in a step run."""
+
+    def __init__(self, engine: Any, num_backwards: int) -> None:
+        super().__init__(engine.module)
+        self.num_backwards, self.started = num_backwards, 0
+        self._engine = engine
+        self._sharded = int(engine.zero_optimization_stage()) == 3
+
+    def before_backward(self) -> None:
         self.started += 1
         if self._sharded:
             self._engine.set_gradient_accumulation_boundary(self.started == self.num_backwards)
             self._engine.optimizer.clear_backward_seen_flag()
-            for module, count in self._counts.items():
-                module.ds_grads_remaining = count  # type: ignore[assignment]
+        super().before_backward()
 
 
 @contextmanager

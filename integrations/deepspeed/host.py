@@ -24,7 +24,8 @@ import torch
 from ...core.errors import EvenloadError
 from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.forwards import forwards_in_step, lower_forwards
-from ...core.plan.program import lower
+from ...core.plan.in_step import Program
+from ...core.plan.program import Dummies, lower
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
@@ -67,11 +68,9 @@ class DeepSpeedHost(EngineHost):
         self.dp_cp_rank = world.rank
         model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
         refuse_unsupported(model.config, recipe.data.max_length)
-        own = dict(model.named_parameters())
-        self.frozen = freeze(recipe.train.freeze, own, [list(own)])
         if recipe.train.recompute:
             recompute_layers(model)
-        self.engine = make_engine(model, recipe, world.size)
+        self._open_engine(model)
         self.stage = int(self.engine.zero_optimization_stage())
         self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
         if self._experts is not None:
@@ -84,6 +83,12 @@ class DeepSpeedHost(EngineHost):
         self.busy_waits = exchanges and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
         self._recorder: Recorder | None = None
+
+    def _open_engine(self, model: Any) -> None:
+        """Freeze what stays as it is, and put DeepSpeed's engine around the model."""
+        own = dict(model.named_parameters())
+        self.frozen = freeze(self.recipe.train.freeze, own, [list(own)])
+        self.engine = make_engine(model, self.recipe, self.world.size)
 
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.engine.module.named_parameters())
@@ -125,17 +130,7 @@ class DeepSpeedHost(EngineHost):
     ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
-        program = lower(plan, 0, self.dp_cp_rank, "in step" if self._all_in_step else "idle")
-        added = sum(action.op.micro_batch < 0 for action in program) if self._all_in_step else 0
-        if added and not self._warned_of_dummies:
-            self._warned_of_dummies = True
-            log.warning(
-                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
-                "%d are dummies that keep it in step",
-                added,
-                len(program),
-                self.dp_cp_rank,
-            )
+        program, added = self._program_of(plan, "idle")
         if self._gated:
             self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
         plane = self._plane_of(plan)
@@ -159,7 +154,24 @@ class DeepSpeedHost(EngineHost):
             mark("gradient reduction")
             with clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
-        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *([DUMMIES] if added else []))
+        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *added)
+
+    def _program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
+        """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any."""
+        if not self._all_in_step:
+            return lower(plan, 0, self.dp_cp_rank, otherwise), ()
+        program = lower(plan, 0, self.dp_cp_rank, "in step")
+        added = sum(action.op.micro_batch < 0 for action in program)
+        if added and not self._warned_of_dummies:
+            self._warned_of_dummies = True
+            log.warning(
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "%d are dummies that keep it in step",
+                added,
+                len(program),
+                self.dp_cp_rank,
+            )
+        return program, (DUMMIES,) if added else ()
 
     def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)

@@ -91,6 +91,14 @@ def recompute_layers(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
+def enable_recomputing(model: Any, blocks: Sequence[Any]) -> None:
+    """Let the decoder layers of a model recompute where they are asked to. Raises EvenloadError as above."""
+    if not hasattr(blocks[0], "_gradient_checkpointing_func"):
+        recompute_layers(model)
+        for block in blocks:
+            block.gradient_checkpointing = False
+
+
 @contextmanager
 def recomputing(blocks: Sequence[Any], layers: int) -> Iterator[None]:
     """Forwards inside keep the inputs alone of the first ``layers`` decoder layers, and the activations of the others.

@@ -22,9 +22,9 @@ from ...runtime.world.plane import Plane
 from ..huggingface import attention
 from ..huggingface.routes import Recorder
 from ..scoring import Book, token_losses
-from .engine import Reduction
+from .engine import Releases
 from .expert_gate import GatedExperts
-from .model import recompute_layers, recomputing
+from .model import enable_recomputing, recomputing
 
 
 class Batch(NamedTuple):
@@ -84,7 +84,7 @@ class EngineStage(PackStage):
     def __init__(
         self,
         engine: Any,
-        reduction: Reduction | None,
+        reduction: Releases | None,
         recorder: Recorder | None,
         gated: GatedExperts | None,
         **of_step: Any,
@@ -115,7 +115,7 @@ class EngineStage(PackStage):
         # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
         says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
         with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
-            loss = loss_sum(self._engine, loaded.pack)
+            loss = self._loss_of(loaded.pack)
         self._reduction.after_forward()
         return self._weighed(loss, loaded.pack)
 
@@ -124,14 +124,14 @@ class EngineStage(PackStage):
         self._reduction.before_backward()
         self._engine.backward(graph.output, scale_wrt_gas=False)
 
+    def _loss_of(self, pack: Pack) -> Tensor:
+        """The sum of the token losses of a pack, from a forward that will have a backward."""
+        return loss_sum(self._engine, pack)
+
     def _checkpointed(self) -> Sequence[Any]:
         """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
-        blocks: Sequence[Any] = self.blocks
-        if not hasattr(blocks[0], "_gradient_checkpointing_func"):
-            recompute_layers(self._engine.module)
-            for block in blocks:
-                block.gradient_checkpointing = False
-        return blocks
+        enable_recomputing(self._engine.module, self.blocks)
+        return self.blocks
 
 
 def loss_sum(model: Any, pack: Pack) -> Tensor:

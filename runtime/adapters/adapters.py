@@ -42,7 +42,7 @@ class Adapters:
         self._places = [place for site in self._sites for place in site.places]
         sizes = {place.name: (place.outputs, place.inputs) for place in self._places}
         stages = everyone(sizes, peers.model) if peers.model is not None else [sizes]
-        self._sizes = {name: size for stage in stages for name, size in stage.items()}
+        self.sizes = {name: size for stage in stages for name, size in stage.items()}
         """Outputs and inputs of every linear layer of the model."""
         self._tenants: dict[int, TenantAdapter] = {}
         self._hooks = Hooks(blocks)
@@ -70,7 +70,7 @@ class Adapters:
             what = "the adapter to go on with has other layers than the tenant's file"
             raise EvenloadError(what, ", ".join(differ[:4]), "give target_modules as the adapter has them")
         for name in targets:
-            (outputs, inputs), rank = self._sizes[name], adapter.rank_of(name)
+            (outputs, inputs), rank = self.sizes[name], adapter.rank_of(name)
             for kind, wanted in ((A, (rank, inputs)), (B, (outputs, rank))):
                 shape = tuple(state.weights[f"{name}.{kind}"].shape)
                 if shape != wanted:

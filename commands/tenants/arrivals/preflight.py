@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ....core.errors import EvenloadError, refuse_first, shorten
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
+from ....core.recipe.shipped import place_of
 from ....plugins.lora.config import LoraConfig
 from ..._shared.preflight import refuse_other_tokenizer, runnable
 from .folder import Folder
@@ -87,7 +88,7 @@ def folder_of_tenants(recipe: Recipe) -> Path:
     if folder is None:
         do = "set plugins.lora.tenants to a folder with a YAML file for each tenant"
         raise EvenloadError("nobody says where the tenants are", "plugins.lora.tenants null", do)
-    return folder
+    return place_of(folder)
 
 
 _OF_TENANTS = {

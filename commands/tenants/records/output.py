@@ -108,13 +108,15 @@ def _cut(path: Path, step: int) -> None:
     """Keep the rows of the steps before this one: later ones are of a run that was killed behind its checkpoint."""
     if not path.exists():
         return
-    rows = [line for line in path.read_text().splitlines() if _step_of(line) < step]
+    rows = [line for line in path.read_text().splitlines() if _is_behind(line, step)]
     aside = path.with_name(f".{METRICS}")
     aside.write_text("".join(f"{line}\n" for line in rows))
     os.replace(aside, path)
 
 
-def _step_of(line: str) -> float:
+def _is_behind(line: str, step: int) -> bool:
+    """Whether a line is of the first ``step`` steps, or of an evaluation up to there."""
     with suppress(ValueError, TypeError, KeyError):
-        return float(json.loads(line)["step"])
-    return float("inf")
+        row = json.loads(line)
+        return 0 < step >= row["step"] if "evaluation" in row else float(row["step"]) < step
+    return False

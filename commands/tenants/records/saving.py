@@ -8,7 +8,7 @@ Tensors are whole, so a tenant goes on with another layout, world or trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class Saved(NamedTuple):
     """Rows of tenants by their names."""
     next_number: int
     folder: Path
+    races: Mapping[str, Any]
+    """How far sweeps have come, by name."""
 
     def adapter(self, name: str, steps: int) -> AdapterState:
         """The adapter of a tenant with its moments. Raises EvenloadError."""
@@ -47,20 +49,31 @@ class Saved(NamedTuple):
         return AdapterState(weights, _of_kind(moments, _FIRST), _of_kind(moments, _SECOND), steps)
 
 
-def save(job: TenantJob, step: int, tenants: Iterable[ActiveTenant], next_number: int) -> None:
-    """Write a checkpoint after so many steps of the job. Collective. Raises RankError, and the last one stays."""
+def save(
+    job: TenantJob,
+    step: int,
+    tenants: Iterable[ActiveTenant],
+    adapters: Mapping[str, Callable[[], AdapterState]],
+    more: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint after so many steps of the job. Collective. Raises RankError, and the last one stays.
+
+    Args:
+        adapters: what gives the adapters of tenants that go on, by name.
+        more: ``next_number`` and ``races`` of `Saved`.
+    """
     root = job.recipe.checkpoint.dir
     assert root is not None
-    present = [tenant for tenant in tenants if tenant.number in job.host.adapters.numbers]
+    rows = {tenant.name: row_of(tenant, tenant.name in adapters) for tenant in tenants}
+    kept = {tenant.name: tenant for tenant in tenants}
 
     def write(directory: Path) -> None:
-        for tenant in present:
-            state = job.host.adapters.state(tenant.number)
+        for name, adapter in adapters.items():
+            state = adapter()
             if job.leads:
-                _write(directory / tenant.name, tenant, state, job.recipe.model.weights)
+                _write(directory / name, kept[name], state, job.recipe.model.weights)
 
-    rows = {tenant.name: row_of(tenant, tenant in present) for tenant in tenants}
-    state = {"tenants": rows, "next_number": next_number, "recipe": job.recipe.model_dump(mode="json")}
+    state = {"tenants": rows, "recipe": job.recipe.model_dump(mode="json"), **more}
     with job.watchdog.working("saving the checkpoint", step):
         checkpoints.save(root, step, state, write, job.recipe.checkpoint.keep)
 
@@ -79,7 +92,7 @@ def resume(job: TenantJob) -> Saved | None:
         do = "choose another checkpoint.dir, or set checkpoint.resume=false"
         raise EvenloadError("the checkpoint holds a model and no tenants", str(folder), do)
     logger.info("resumed from %s at step %d", folder, state["step"])
-    return Saved(state["step"], state["tenants"], state["next_number"], folder)
+    return Saved(state["step"], state["tenants"], state["next_number"], folder, state["races"])
 
 
 def row_of(tenant: ActiveTenant, has_adapter: bool) -> dict[str, Any]:

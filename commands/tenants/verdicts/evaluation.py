@@ -25,7 +25,7 @@ from ....data.sources import Source
 from ....integrations.scoring import Scores
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
-from ..._shared.job import Job
+from ..._shared.job import Work
 from ...validation.draws import scorable
 
 
@@ -78,7 +78,7 @@ def union_of(due: Sequence[HeldOut]) -> list[Draw]:
 class Evaluations:
     """Scores tenants of a job, all ranks together."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Work) -> None:
         self._job = job
         self._waiting: deque[Draw] = deque()
         self._planner = job.planner(self._waiting.popleft, forward_only(job.chain))

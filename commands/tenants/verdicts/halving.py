@@ -85,6 +85,10 @@ class Halving:
         self._rung += 1
         return verdict
 
+    def out_at(self, name: str) -> int | None:
+        """The rung that a trial did not pass; None: it is in the race."""
+        return self._out.get(name)
+
     @property
     def over(self) -> bool:
         """Whether every trial that is still in the race has ended."""
@@ -102,6 +106,11 @@ class Halving:
 
         scored = sorted((name for name in self._names if name in losses), key=place)
         return scored + [name for name in self._names if name not in losses]
+
+    def loss(self, name: str) -> float | None:
+        """Of a trial: what it ended with, or what it had at the last rung that it came to."""
+        losses = self._losses[name]
+        return self._ended.get(name, losses[max(losses)] if losses else None)
 
     def state(self) -> dict[str, Any]:
         """What a job that is resumed needs, ready for JSON."""

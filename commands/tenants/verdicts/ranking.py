@@ -73,6 +73,14 @@ def write_ranking(out: Path, ranking: dict[str, Any], adapter: Path | None) -> d
     return ranking
 
 
+def race_in(out: Path, name: str, digest: str) -> dict[str, Any] | None:
+    """How far the race of a sweep of this file had come in an earlier job; None where nobody knows."""
+    path = out / name / NAME
+    ranking = _read(path) if reading.is_file(path) else {}
+    race: dict[str, Any] | None = ranking.get("race") if ranking.get("file") == digest else None
+    return race
+
+
 def rankings(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """The rankings in these folders of tenants, where there are any. Raises EvenloadError for a damaged one."""
     return [_read(folder / NAME) for folder in folders if reading.is_file(folder / NAME)]

@@ -18,6 +18,11 @@ def is_due(evaluate: Evaluate, done: int, steps: int) -> bool:
     return done % evaluate.every == 0 or done == steps
 
 
+def next_due(evaluate: Evaluate, done: int, steps: int) -> int:
+    """Steps behind which the next evaluation comes."""
+    return min(steps, (done // evaluate.every + 1) * evaluate.every)
+
+
 def without_gain(evaluate: Evaluate, done: int, best_step: int, steps: int) -> int:
     """Evaluations up to this step since the one of lowest loss, which was behind ``best_step``."""
     last = done == steps and done % evaluate.every != 0 and best_step < done

@@ -74,16 +74,6 @@ def sweep_of(name: str, tenant: Tenant) -> Sweep:
     return Sweep(name, trials, halve_every)
 
 
-def refuse_same_names(sweep: Sweep, others: Iterable[str]) -> None:
-    """Raise EvenloadError where a trial is called as another tenant is, or as the sweep itself."""
-    others = set(others)
-    for trial in sweep.trials:
-        if trial.name in others:
-            do = f"rename {trial.name}.yaml, or the sweep"
-            detail = f"a trial of the sweep {sweep.name} and another tenant"
-            raise EvenloadError(f"two tenants are called {trial.name}", detail, do)
-
-
 def refuse_late_rung(name: str, halve_every: int | None, steps: int) -> None:
     """Raise EvenloadError where no rung comes before the last step."""
     if halve_every is not None and halve_every >= steps:

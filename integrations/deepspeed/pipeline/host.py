@@ -49,10 +49,8 @@ class PipelineHost(EngineHost):
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(recipe, world)
         module = build_stage(recipe, self.layout, world.rank, world.device)
-        own = module.global_parameters()
-        self.frozen = freeze(recipe.train.freeze, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
         self._grid_before = groups.mpu
-        self.engine = make_engine(module, recipe, self.layout.dp)
+        self._open_engine(module)
         self.module: StageModule = self.engine.module
         self.stage = int(self.engine.zero_optimization_stage())
         self.pipeline_stage = int(self.engine.stage_id)
@@ -63,6 +61,12 @@ class PipelineHost(EngineHost):
         self._rows = rows_of_all(grid.dp_group)
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
+
+    def _open_engine(self, module: StageModule) -> None:
+        """Freeze what stays as it is, and put DeepSpeed's engine around the stage. Collective."""
+        own = module.global_parameters()
+        self.frozen = freeze(self.recipe.train.freeze, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
+        self.engine = make_engine(module, self.recipe, self.layout.dp)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "parameters": self.module.num_weights}

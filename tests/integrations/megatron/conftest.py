@@ -22,6 +22,7 @@ JOBS = (
     "score_jobs",
     "pretrained_jobs",
     "tenant_jobs",
+    "soak_jobs",
     "isolation_jobs",
     "peft_jobs",
     "dropout_jobs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from evenload.commands.tenants.verdicts.trials import MOST_TRIALS, refuse_same_names, sweep_of
+from evenload.commands.tenants.verdicts.trials import MOST_TRIALS, sweep_of
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 
@@ -74,10 +74,3 @@ def test_a_wrong_sweep_is_one_message_about_its_tenant(name: str) -> None:
     assert "tenant acme" in caught.value.what
     assert caught.value.found
     assert caught.value.do
-
-
-def test_a_trial_may_not_be_called_as_another_tenant() -> None:
-    sweep = sweep_of("acme", tenant({"train.lr": [1e-3, 1e-4]}))
-    refuse_same_names(sweep, ["acme", "other"])
-    with pytest.raises(EvenloadError, match=r"two tenants are called acme\.lr=0\.001"):
-        refuse_same_names(sweep, ["acme.lr=0.001"])

@@ -1,0 +1,39 @@
+"""Passes of a frozen model without pipeline stages: losses by sequence, gradients for adapters alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....runtime.attention.pack import Pack
+from ....runtime.stage.executor import Graph
+from ...scoring import Book, token_losses
+from ..engine import Releases
+from ..stage import EngineStage, call_of
+
+
+def booked_loss(logits_TV: Tensor, pack: Pack, book: Book) -> Tensor:
+    """The sum of the token losses of a pack, which are taken down by sequence."""
+    losses_T = token_losses(logits_TV, pack)
+    book.add(losses_T.detach(), pack)
+    return losses_T.sum()
+
+
+class FrozenStage(EngineStage):
+    """See the module; ``book`` takes the losses down."""
+
+    def __init__(self, engine: Any, book: Book, **of_step: Any) -> None:
+        self._releases = Releases(engine.module)
+        super().__init__(engine, self._releases, None, None, weight=1.0, **of_step)
+        self._losses, self._offload = book, engine.optimizer
+
+    def _loss_of(self, pack: Pack) -> Tensor:
+        return booked_loss(self._engine.module(**call_of(pack)).logits[0], pack, self._losses)
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        self._releases.before_backward()
+        torch.autograd.backward(graph.output)
+        if self._offload is not None:
+            self._offload.release_backward_leftovers()

@@ -1,0 +1,230 @@
+"""Jobs of tenants: who comes, goes, fails or is killed, each trains as it would alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from evenload.api import load_recipe
+from evenload.commands.tenants.arrivals.room import room_bytes
+from evenload.core.planning.chain import PlanChain
+
+pytestmark = pytest.mark.slow
+Forged = Callable[..., Any]
+
+RECIPE = {
+    "trainer": "megatron",
+    "model": {"weights": "tiny-llama"},
+    "parallel": {"dp": 1},
+    "plugins": {
+        "packing": {"enabled": True, "max_tokens": 2048},
+        "lora": {"enabled": True, "tenants": "tenants", "out": "out"},
+    },
+    "checkpoint": {"dir": "checkpoints", "every": 2},
+}
+ACME: dict[str, Any] = {
+    "data": {"source": "python-docstrings", "max_length": 256},
+    "adapter": {"r": 4, "lora_dropout": 0.1},
+    "train": {"steps": 6, "batch_size": 3, "lr": 2e-3, "lr_schedule": "cosine", "warmup_steps": 2},
+}
+BOLT: dict[str, Any] = {
+    "data": {"source": "python-stdlib", "max_length": 192},
+    "adapter": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "train": {"steps": 8, "batch_size": 2, "seed": 7, "lr": 1e-3, "weight_decay": 0.1},
+}
+CORE: dict[str, Any] = {
+    "data": {"source": "python-docstrings-held-out", "max_length": 128},
+    "adapter": {"r": 2, "target_modules": ["down_proj"]},
+    "train": {"steps": 5, "batch_size": 4, "lr": 1e-3},
+}
+ALL = {"acme": ACME, "bolt": BOLT, "core": CORE}
+
+BEFORE_STEP = """
+import json, os, signal
+from pathlib import Path
+from evenload.commands.tenants import loop
+_train = loop.Loop._train
+def train(self, planned):
+    if self._job.leads:
+        happens(self, self.step)
+    _train(self, planned)
+loop.Loop._train = train
+def happens(self, step):
+    tenants = Path("tenants")
+"""
+"""Code that rank 0 runs before each step of the job: lines that follow, indented."""
+
+
+class Place:
+    """A folder in which a job runs."""
+
+    def __init__(self, path: Path, forged: Forged) -> None:
+        self.path, self.tenants, self.out, self._forged = path, path / "tenants", path / "out", forged
+        self.tenants.mkdir()
+        (path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+
+    def put(self, **tenants: dict[str, Any]) -> None:
+        for name, tenant in tenants.items():
+            (self.tenants / f"{name}.yaml").write_text(yaml.safe_dump(tenant))
+
+    def run(self, *words: str, happens: str = "", ranks: int = 0) -> Any:
+        planted = BEFORE_STEP + happens if happens else ""
+        return self._forged(self.path, "train", "r.yaml", *words, "--json", planted=planted, ranks=ranks)
+
+    def trained(self, *words: str, happens: str = "", ranks: int = 0) -> dict[str, Any]:
+        done = self.run(*words, happens=happens, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def series(self, name: str) -> tuple[list[list[int]], list[float]]:
+        """Samples and losses of a tenant's steps."""
+        lines = (self.out / name / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "loss" in row]
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        return [row["samples"] for row in rows], [row["loss"] for row in rows]
+
+    def same_as(self, other: Place, name: str, steps: int) -> None:
+        """The first steps of a tenant had the same samples here and there, and the same losses to rounding."""
+        (samples, losses), (samples_there, losses_there) = self.series(name), other.series(name)
+        assert len(losses) >= steps
+        assert samples[:steps] == samples_there[:steps]
+        assert losses[:steps] == pytest.approx(losses_there[:steps], rel=2e-6)
+
+
+def states(result: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    return {tenant["name"]: (tenant["state"], tenant["step"]) for tenant in result["tenants"]}
+
+
+@pytest.fixture
+def place(tmp_path: Path, forged: Forged) -> Place:
+    return Place(tmp_path, forged)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, forged: Forged) -> Place:
+    """All three together, never disturbed."""
+    place = Place(tmp_path_factory.mktemp("whole"), forged)
+    place.put(**ALL)
+    result = place.trained()
+    assert states(result) == {"acme": ("done", 6), "bolt": ("done", 8), "core": ("done", 5)}
+    return place
+
+
+def test_each_trains_as_it_does_alone(place: Place, whole: Place) -> None:
+    place.put(bolt=BOLT)
+    place.trained()
+    place.same_as(whole, "bolt", 8)
+
+
+@pytest.mark.parametrize("layout", [("parallel.dp=2",), ("parallel.tp=2", "parallel.dp=null")])
+def test_a_job_that_is_killed_goes_on_with_every_tenant_on_another_layout(
+    place: Place, whole: Place, layout: tuple[str, ...]
+) -> None:
+    """Killed behind step 5, it goes on behind step 4; acme has two steps left, bolt four, core one."""
+    place.put(**ALL)
+    killed = place.run(happens="    if step == 5: os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert killed.returncode != 0
+    assert [len(place.series(name)[0]) for name in ALL] == [5, 5, 5]
+    result = place.trained(*layout)
+    assert result["summary"]["steps"] == 4
+    assert states(result) == {"acme": ("done", 6), "bolt": ("done", 8), "core": ("done", 5)}
+    for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
+    again = place.trained(*layout)
+    assert again["summary"]["steps"] == 0
+    assert states(again) == states(result)
+
+
+def test_tenants_come_leave_fail_and_are_wrong_and_nobody_else_notices(place: Place, whole: Place) -> None:
+    place.put(acme=ACME, bolt=BOLT, nan={"data": CORE["data"], "train": {"lr": 1e24, "steps": 50}})
+    place.put(wrong={**CORE, "adapter": {"target_modules": ["none_proj"]}}, left={**BOLT, "train": {"steps": 50}})
+    (place.path / "core.yaml").write_text(yaml.safe_dump(CORE))
+    happens = (
+        "    if step == 1: os.rename('core.yaml', tenants / 'core.yaml')\n"
+        "    if step == 3: (tenants / 'left.yaml').unlink()\n"
+        "    if step == 4: (tenants / 'wrong.yaml').unlink()\n"
+        "    Path('wrong.said').write_text(Path('tenants/wrong.error').read_text()) if step == 2 else None\n"
+    )
+    result = place.trained("parallel.dp=2", happens=happens)
+    ended = states(result)
+    assert {name: ended[name] for name in ("acme", "bolt", "core")} == {
+        "acme": ("done", 6),
+        "bolt": ("done", 8),
+        "core": ("done", 5),
+    }
+    assert [row["num_tenants"] for row in result["steps"]][:2] == [4, 4]
+    for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
+    assert ended["left"] == ("left", 4)
+    assert (place.out / "left" / "last" / "adapter_model.safetensors").exists()
+    assert ended["nan"][0] == "failed"
+    reason = next(tenant["reason"] for tenant in result["tenants"] if tenant["name"] == "nan")
+    assert reason.startswith("not finite: ")
+    assert (place.out / "nan" / "last" / "adapter_model.safetensors").exists()
+    assert "none_proj" in (place.path / "wrong.said").read_text()
+    assert not (place.tenants / "wrong.error").exists()
+    logged = json.loads((place.out / "core" / "status.json").read_text())
+    assert (logged["state"], logged["steps"], logged["left_s"]) == ("done", 5, None)
+
+
+def test_one_whose_data_change_under_it_fails_alone(place: Place, whole: Place) -> None:
+    rows = [json.dumps({"tokens": [5, 6, 7, 8 + i]}) for i in range(20)]
+    (place.path / "own.jsonl").write_text("\n".join(rows) + "\n")
+    own = {"data": {"source": "own.jsonl"}, "train": {"steps": 40, "batch_size": 2}}
+    place.put(core=CORE, own=own)
+    result = place.trained(happens="    if step == 2: os.truncate('own.jsonl', 30)\n")
+    assert states(result)["core"] == ("done", 5)
+    assert states(result)["own"] == ("failed", 3)
+    assert "own.jsonl" in next(tenant["reason"] for tenant in result["tenants"] if tenant["name"] == "own")
+    place.same_as(whole, "core", 5)
+
+
+def test_who_does_not_fit_waits_in_order(place: Place, whole: Place) -> None:
+    """Room for acme, 26,880 weights with gradients and moments; not for bolt's 10,752 beside it; core stands behind."""
+    place.put(**ALL, huge={**CORE, "adapter": {"r": 64}})
+    recipe = load_recipe(place.path / "r.yaml")
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    cluster = chain.context.cluster
+    memory_bytes = cluster.memory_bytes + (16 * (26_880 + 5_000) - room_bytes(chain, 256)) / 0.9
+    small = {**cluster.model_dump(mode="json"), "memory_bytes": memory_bytes}
+    (place.path / "small.yaml").write_text(yaml.safe_dump(small))
+    result = place.trained("cluster=small.yaml")
+    assert states(result) == {"acme": ("done", 6), "bolt": ("done", 8), "core": ("done", 5)}
+    assert [row["num_tenants"] for row in result["steps"]] == [1] * 6 + [2] * 5 + [1] * 3
+    assert "does not fit into memory" in result["refused"]["huge"]
+    assert "6.08 MiB are missing on a rank" in result["refused"]["huge"]
+    for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
+
+
+def test_a_job_that_waits_takes_later_tenants_and_ends_when_it_is_told(place: Place, whole: Place) -> None:
+    (place.path / "core.yaml").write_text(yaml.safe_dump(CORE))
+    planted = (
+        "import os, time\nfrom pathlib import Path\nfrom evenload.commands.tenants import loop\n"
+        "waits, turns = loop.Loop._waits, []\n"
+        "def _waits(self):\n"
+        "    turns.append(1)\n"
+        "    if self._job.leads and len(turns) == 2: os.rename('core.yaml', 'tenants/core.yaml')\n"
+        "    if self._job.leads and self.step == 5: Path('tenants/stop').touch()\n"
+        "    return waits(self)\n"
+        "loop.Loop._waits = _waits\n"
+    )
+    done = place._forged(place.path, "train", "r.yaml", "plugins.lora.wait=true", "--json", planted=planted)
+    assert done.returncode == 0, done.stderr
+    assert states(json.loads(done.stdout)) == {"core": ("done", 5)}
+    place.same_as(whole, "core", 5)
+
+
+def test_without_any_tenant_there_is_one_message(place: Place) -> None:
+    done = place.run()
+    assert done.returncode == 2
+    assert "there is no tenant to train" in done.stderr
+    place.put(wrong={"data": {"source": "none.jsonl"}})
+    done = place.run()
+    assert done.returncode == 2
+    assert "no tenant can be trained; the first one, wrong: " in done.stderr
