@@ -94,8 +94,11 @@ def bench(
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
 
-    runs = number_of_word(repeats, "--repeats", REPEATS)
-    _run_ranks("bench", load_recipe(recipe, overrides or ()), nproc, as_json, _names(against), repeats=runs)
+    runs, chosen = number_of_word(repeats, "--repeats", REPEATS), load_recipe(recipe, overrides or ())
+    if chosen.adapts:
+        do = "use `evenload plan`, which says what company saves, predicted; or disable plugins.lora"
+        raise EvenloadError("bench trains one model by several plans, and no tenants", "plugins.lora.enabled true", do)
+    _run_ranks("bench", chosen, nproc, as_json, _names(against), repeats=runs)
 
 
 @app.command()

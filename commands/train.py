@@ -38,7 +38,7 @@ Pictures = Mapping[str, Path | None]
 def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
-        return train_tenants(recipe)
+        return train_tenants(recipe, against)
     return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}))
 
 

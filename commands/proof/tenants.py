@@ -29,7 +29,7 @@ from .._shared.hosts import integration
 from .._shared.job import hand_over, open_world
 from ..tenants.arrivals.folder import Folder
 from ..tenants.arrivals.opening import Entrant, open_tenant
-from ..tenants.arrivals.preflight import config_of
+from ..tenants.arrivals.preflight import config_of, folder_of_tenants
 from ..tenants.drawing import next_of, union
 from ..tenants.job import TenantJob, open_trainer
 from .alone import Beside
@@ -111,10 +111,9 @@ def entrants_of(recipe: Recipe) -> Sequence[Entrant]:
     """The tenants of the recipe's folder; where it names none, three on the recipe's own data. Collective.
 
     Raises EvenloadError for a file that describes none."""
-    folder = config_of(recipe).tenants
-    if folder is None:
+    if config_of(recipe).tenants is None:
         return list(_built_in(recipe))
-    files = from_first(lambda: Folder(folder).look().came)
+    files = from_first(lambda: Folder(folder_of_tenants(recipe)).look().came)
     for file in files:
         if file.error is not None:
             raise file.error

@@ -47,6 +47,7 @@ class Crew:
         """Those that files ask for, with the digests of the files, by name."""
         self._renewed: set[str] = set()
         """Names of files that were removed in this run: who comes under such a name begins anew."""
+        self._looked = False
         self._states: dict[int, AdapterState | None] = {}
         """What adapters of tenants that wait begin with."""
 
@@ -70,9 +71,18 @@ class Crew:
             self._renewed.add(name)
             for tenant in [tenant for tenant in self.here if tenant.file == name]:
                 self.end(tenant, "left", "its file was removed")
+        if not self._looked:
+            self._say_gone({came.name for came in news.came})
         for came in news.came:
             self._receive(came)
         self.tenants.sort(key=lambda tenant: tenant.number)
+
+    def _say_gone(self, files: set[str]) -> None:
+        """Who was under way in the checkpoint, and whose file is not there any more, has left."""
+        self._looked = True
+        for name, row in (self._saved.tenants if self._saved else {}).items():
+            if row["state"] not in ENDED and row["file"] not in files:
+                self.past[name] = self._output.gone(row)
 
     def seat(self) -> bool:
         """Let those who wait for memory take part, as far as there is any; whether anybody does. Collective."""
@@ -179,6 +189,7 @@ class Crew:
         for tenant, state in opened:
             self._states[tenant.number] = state
             self.tenants.append(tenant)
+            self.past.pop(tenant.name, None)
             self._output.begin(tenant)
 
     def _refuse_same_names(self, entrants: list[Entrant]) -> None:

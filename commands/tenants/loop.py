@@ -16,6 +16,7 @@ from ...integrations.host import TenantResult
 from ...runtime.world.agreement import everyone
 from .._shared.measuring import measure_step
 from .._shared.metrics import Taken
+from ..training.variant import underway
 from ..training.writers import Write
 from .arrivals.folder import STOP, Folder, News
 from .crew import Crew
@@ -61,16 +62,23 @@ class Loop:
 
     def run(self) -> None:
         """Train until every tenant has ended, and none is waited for. Collective."""
-        while not self._stops:
-            planned = self._plan()
-            if change := self._agree(planned):
-                self._heed(change)
-            elif planned is not None:
-                self._train(planned)
-            elif not self._waits():
-                break
+        goes_on = True
+        while goes_on:
+            with underway(self._job, begun=bool(self.rows)):
+                goes_on = self._turn()
         if not self._stops:
             self._keep()
+
+    def _turn(self) -> bool:
+        """Heed a change, train a step, or wait; whether the job goes on. Collective."""
+        planned = self._plan()
+        if change := self._agree(planned):
+            self._heed(change)
+        elif planned is not None:
+            self._train(planned)
+        else:
+            return self._waits()
+        return not self._stops
 
     def _plan(self) -> Planned | None:
         """The plan of the next step, and the one behind it begun; None where nobody has a batch. Collective."""
@@ -129,8 +137,9 @@ class Loop:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.crew.end(tenant, "done")
         decided = self.verdicts.race()
-        changed = self.crew.make_place() or decided or any(tenant.state in ENDED for tenant in tenants)
-        if (changed and self._seat()) or decided or failed:
+        ended = [tenant for tenant in tenants if tenant.state in ENDED]
+        changed = self.crew.make_place() or decided or bool(ended)
+        if (changed and self._seat()) or decided or any(tenant.step < tenant.steps for tenant in ended):
             self._draw_anew()
 
     def _seat(self) -> bool:

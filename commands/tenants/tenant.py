@@ -17,7 +17,7 @@ from .status import ENDED as ENDED
 from .status import State as State
 
 
-@dataclass
+@dataclass(eq=False)
 class ActiveTenant:
     """Changes from step to step, on every rank alike."""
 
@@ -38,6 +38,8 @@ class ActiveTenant:
     """It takes part up to so many steps, and then waits until there are more."""
     held_out: Source | None = None
     """What it is evaluated on."""
+    data: str = ""
+    """Fingerprint of its source."""
     digest: str = ""
     """Of its file: another one is another tenant."""
     order: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class ActiveTenant:
 
     def __post_init__(self) -> None:
         self.file, self.until = self.file or self.name, self.until or self.steps
+        self.data = self.source.fingerprint
 
     @property
     def rate(self) -> float:
@@ -79,7 +82,9 @@ class ActiveTenant:
         self.order = draw.state
 
     def becomes(self, state: State, reason: str = "") -> None:
-        """What it does from now on, or what has become of it."""
+        """What it does from now on, or what has become of it: then its data are let go."""
+        if state in ENDED and self.state not in ENDED:
+            del self.source, self.drawing, self.held_out
         self.state, self.reason = state, reason
 
     def status(self) -> dict[str, Any]:

@@ -12,15 +12,16 @@ from .._shared.job import hand_over, logger, open_world
 from .._shared.show import progress
 from ..saving.checkpoints import last_good
 from ..training.writers import writer
-from .arrivals.preflight import say_without_effect
+from .arrivals.preflight import refuse_of_models, say_without_effect
 from .job import TenantJob, open_trainer
 from .loop import Loop
 from .records import saving
 from .records.rows import Live, totals
 
 
-def train_tenants(recipe: Recipe) -> dict[str, Any] | None:
+def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
     """Train on this rank until all tenants have ended. Lists every tenant and every step."""
+    refuse_of_models(recipe, against)
     with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
         if job.leads:
             say_without_effect(recipe)

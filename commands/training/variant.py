@@ -17,7 +17,7 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
 from .._shared.drawing import num_waiting
-from .._shared.job import Job
+from .._shared.job import Job, Work
 from .._shared.measuring import OURS, compare, learning_rate, measure_step
 from .._shared.metrics import Row, Taken, summary
 from .._shared.refitting import PredictedStep, Refitting, predict_step
@@ -115,7 +115,7 @@ class Variant:
 
 
 @contextmanager
-def underway(job: Job, *, begun: bool) -> Iterator[None]:
+def underway(job: Work, *, begun: bool) -> Iterator[None]:
     """Once a step has been trained, what refuses the next one is work that failed and no wrong request: a RankError."""
     try:
         yield

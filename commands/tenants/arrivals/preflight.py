@@ -29,7 +29,7 @@ def preflight(
 ) -> Preflight:
     """Check trainer, layout and base, and, if any are needed, that there is a folder of tenants. Raises EvenloadError;
     starts nothing."""
-    _refuse_of_models(recipe, against)
+    refuse_of_models(recipe, against)
     if needs_tenants:
         _refuse_no_tenant(recipe)
     recipe, layout = runnable(recipe, world_size)
@@ -57,7 +57,7 @@ def _refuse_no_tenant(recipe: Recipe) -> None:
     )
 
 
-def _refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
+def refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:
     """Raise EvenloadError for what belongs to the training of a whole model."""
     refuse_first(
         (

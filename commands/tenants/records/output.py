@@ -49,7 +49,7 @@ class Output:
     def begin(self, tenant: ActiveTenant) -> None:
         """Go on behind the rows of the steps that the tenant has trained; of a new one there are none."""
         if self._job.leads:
-            with self._giving_up(tenant):
+            with _GivingUp(tenant.name, self._given_up):
                 self.folder(tenant).mkdir(parents=True, exist_ok=True)
                 _cut(self.folder(tenant) / METRICS, tenant.step)
             self.status(tenant)
@@ -57,7 +57,7 @@ class Output:
     def row(self, tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
         """Add a line to a tenant's numbers; it says ``step``."""
         if self._job.leads:
-            with self._giving_up(tenant), (self.folder(tenant) / METRICS).open("a") as file:
+            with _GivingUp(tenant.name, self._given_up), (self.folder(tenant) / METRICS).open("a") as file:
                 file.write(to_json(dict(row)) + "\n")
 
     def status(self, tenant: ActiveTenant, *, now: bool = True) -> None:
@@ -65,11 +65,7 @@ class Output:
         due = now or time.monotonic() - self._said.get(tenant.name, 0.0) > _STATUS_EVERY_S
         if self._job.leads and due:
             self._said[tenant.name] = time.monotonic()
-            with self._giving_up(tenant):
-                path = self.folder(tenant) / STATUS
-                aside = path.with_name(f".{STATUS}")
-                aside.write_text(json.dumps(tenant.status(), indent=1) + "\n")
-                os.replace(aside, path)
+            self._write_status(tenant.status())
 
     def adapter(self, tenant: ActiveTenant, name: str, state: AdapterState | None = None) -> None:
         """Write a tenant's adapter as it is into a folder of that name. Collective. Raises EvenloadError."""
@@ -78,6 +74,23 @@ class Output:
         folder = self.folder(tenant) / name
         from_first(lambda: write_adapter(folder, tenant.adapter, state.weights, str(base) if base else None))
 
+    def gone(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """How a tenant of a checkpoint's row stands whose file was removed while no job ran."""
+        status = {key: row[key] for key in ("name", "step", "steps", "best", "best_step", "tokens", "seconds")}
+        status |= {"state": "left", "reason": "its file was removed while no job ran", "left_s": None}
+        status |= {"loss": row["losses"][-1] if row["losses"] else None, "file": row["digest"]}
+        if self._job.leads:
+            self._write_status(status)
+        return status
+
+    def _write_status(self, status: Mapping[str, Any]) -> None:
+        with _GivingUp(status["name"], self._given_up):
+            path = self._root / status["name"] / STATUS
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{STATUS}")
+            aside.write_text(json.dumps(status, indent=1) + "\n")
+            os.replace(aside, path)
+
     def past(self, name: str, digest: str) -> dict[str, Any] | None:
         """How a tenant of this file has ended in an earlier job; None where it has not, or nobody knows."""
         with suppress(EvenloadError):
@@ -85,9 +98,6 @@ class Output:
             if isinstance(status, dict) and status.get("file") == digest and status.get("state") in _FINAL:
                 return status
         return None
-
-    def _giving_up(self, tenant: ActiveTenant) -> _GivingUp:
-        return _GivingUp(tenant.name, self._given_up)
 
 
 class _GivingUp(suppress):

@@ -98,14 +98,14 @@ def resume(job: TenantJob) -> Saved | None:
 def row_of(tenant: ActiveTenant, has_adapter: bool) -> dict[str, Any]:
     """What a checkpoint says of a tenant."""
     row = {key: getattr(tenant, key) for key in _KEPT}
-    data = {"order": dict(tenant.order), "data": tenant.source.fingerprint, "losses": tenant.losses[-_MOST_LOSSES:]}
+    data = {"order": dict(tenant.order), "data": tenant.data, "losses": tenant.losses[-_MOST_LOSSES:]}
     return {**row, **data, "state": tenant.state, "reason": tenant.reason, "has_adapter": has_adapter}
 
 
 def restore(tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
     """Bring a tenant, whose file and data are those of before, to where a checkpoint has it. Raises EvenloadError."""
-    if tenant.source.fingerprint != row["data"]:
-        detail = f"fingerprint {row['data']} in the checkpoint, {tenant.source.fingerprint} now"
+    if tenant.data != row["data"]:
+        detail = f"fingerprint {row['data']} in the checkpoint, {tenant.data} now"
         do = "restore the data, or change the tenant's file, so that it begins anew"
         raise EvenloadError("the data are not those of the checkpoint", detail, do)
     for key in ("until", "step", "best", "best_step", "tokens", "seconds", "order"):

@@ -10,23 +10,22 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core.errors import EvenloadError
 from ....core.planning.forward_only import forward_only
 from ....core.planning.planner import Draw, Planned
 from ....core.recipe.tenant import Evaluate
 from ....data.samples.order import SampleOrder
 from ....data.sources import Source
 from ....integrations.scoring import Scores
-from ....runtime.attention.labels import Labels
-from ....runtime.attention.pack import TokensOf
+from ....runtime.world.agreement import everyone
 from ..._shared.job import Work
 from ...validation.draws import scorable
+from ..arrivals.reading import Samples
 
 
 class HeldOut(NamedTuple):
@@ -52,11 +51,8 @@ class Evaluated(NamedTuple):
 
 
 def held_out_of(number: int, source: Source, evaluate: Evaluate, batch_size: int, seed: int) -> HeldOut:
-    """The batches of a tenant's evaluations. Raises EvenloadError where no sample has a target."""
+    """The batches of a tenant's evaluations, of samples that have a target."""
     numbers = scorable(source)
-    if not len(numbers):
-        detail = f"{len(source.lengths)} samples of {evaluate.source}"
-        raise EvenloadError("no sample of evaluate.source has a target", detail, "use samples with targets")
     count = len(numbers) if evaluate.batches is None else min(len(numbers), evaluate.batches * batch_size)
     taken, _ = SampleOrder(len(numbers), seed).take(count)
     samples = numbers[taken]
@@ -79,19 +75,24 @@ class Evaluations:
     """Scores tenants of a job, all ranks together."""
 
     def __init__(self, job: Work) -> None:
-        self._job = job
+        self._job, self._samples = job, Samples()
         self._waiting: deque[Draw] = deque()
         self._planner = job.planner(self._waiting.popleft, forward_only(job.chain))
         self._plans: tuple[tuple[int, ...], list[Planned]] = ((), [])
         """Of the tenants that were scored together last: often the same ones are due again."""
 
-    def run(self, due: Sequence[HeldOut], step: int) -> dict[int, Evaluated]:
-        """The losses of tenants by their numbers, after so many steps of the job. Collective."""
-        begin = time.perf_counter()
-        sources = {one.number: one.source for one in due}
-        parts = [(planned.draw, self._score(planned, sources, step)) for planned in self._planned(due, step)]
-        seconds = time.perf_counter() - begin
-        return {one.number: _sum_of(one.number, parts, seconds) for one in due}
+    def run(self, due: Sequence[HeldOut], step: int) -> tuple[dict[int, Evaluated], dict[int, str]]:
+        """The losses of tenants by their numbers, after so many steps of the job, and what is wrong with the samples of
+        those that have none. Collective."""
+        begin, faults = time.perf_counter(), dict[int, str]()
+        while True:
+            able = [one for one in due if one.number not in faults]
+            self._samples.sources = {one.number: one.source for one in able}
+            parts, more = self._scored(self._planned(able, step), step) if able else ([], {})
+            if not more:
+                seconds = time.perf_counter() - begin
+                return {one.number: _sum_of(one.number, parts, seconds) for one in able}, faults
+            faults |= more
 
     def _planned(self, due: Sequence[HeldOut], step: int) -> list[Planned]:
         numbers = tuple(one.number for one in due)
@@ -101,23 +102,22 @@ class Evaluations:
             self._plans = numbers, [self._planner.next(ahead=left > 1) for left in range(len(self._waiting), 0, -1)]
         return self._plans[1]
 
-    def _score(self, planned: Planned, sources: Mapping[int, Source], step: int) -> Scores:
-        tokens_of, labels = readers_of(planned.draw, sources)
-        return self._job.host.score(
-            planned.plan,
-            tokens_of,
-            labels=labels,
-            mark=lambda where: self._job.watchdog.at(f"evaluation, {where}", step),
-        )
-
-
-def readers_of(draw: Draw, sources: Mapping[int, Source]) -> tuple[TokensOf, Labels]:
-    """What reads tokens and labels of a batch of several tenants, by the sources of their numbers."""
-    assert draw.tenants is not None
-    assert draw.targets is not None
-    owners, samples = draw.tenants.tolist(), draw.samples.tolist()
-    labels = Labels(lambda index: sources[owners[index]].labels(samples[index]), draw.targets)
-    return (lambda index: sources[owners[index]].tokens(samples[index])), labels
+    def _scored(self, plans: Sequence[Planned], step: int) -> tuple[list[tuple[Draw, Scores]], dict[int, str]]:
+        """The losses of batches; or what is wrong with samples of tenants, by number, where any cannot be read."""
+        job, parts = self._job, list[tuple[Draw, Scores]]()
+        for planned in plans:
+            faults = self._samples.read(planned, job.host.dp_cp_rank)
+            job.watchdog.at("agreeing on the samples of an evaluation", step, waits=True)
+            if any(reports := everyone(faults)):
+                return [], {number: text for of_rank in reversed(reports) for number, text in of_rank.items()}
+            scores = job.host.score(
+                planned.plan,
+                self._samples.tokens_of(planned.draw),
+                labels=self._samples.labels_of(planned.draw),
+                mark=lambda where: job.watchdog.at(f"evaluation, {where}", step),
+            )
+            parts.append((planned.draw, scores))
+        return parts, {}
 
 
 def _targets(source: Source) -> NDArray[np.int64]:

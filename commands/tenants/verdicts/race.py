@@ -24,8 +24,8 @@ class Race:
         self._names = {trial.name for trial in sweep.trials}
 
     def trials(self, tenants: Iterable[ActiveTenant]) -> list[ActiveTenant]:
-        """Those of the tenants that are its trials."""
-        return [tenant for tenant in tenants if tenant.name in self._names]
+        """Those of the tenants, in the order in which they came, that are its trials; of a name the last one."""
+        return list({tenant.name: tenant for tenant in tenants if tenant.name in self._names}.values())
 
     def next_rung(self, tenant: ActiveTenant) -> int:
         """Steps behind which a trial waits for a verdict, which it may have come to; all of its steps where none is

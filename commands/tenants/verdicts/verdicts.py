@@ -83,24 +83,32 @@ class Verdicts:
         return {name: race.state() for name, race in self._races.items()}
 
     def _evaluate(self, due: list[ActiveTenant], step: int) -> None:
-        """Score tenants, keep adapters of lowest loss, and end those whose loss is not finite. Collective."""
+        """Score tenants, keep adapters of lowest loss, and end those that have no loss, or none that is finite.
+        Collective."""
         if not due:
             return
-        results = self._evaluations.run([self._held_out_of(tenant) for tenant in due], step)
+        results, faults = self._evaluations.run([self._held_out_of(tenant) for tenant in due], step)
         for tenant in due:
-            result = results[tenant.number]
-            best = tenant.best is None or result.loss < tenant.best
-            row = {"step": tenant.step, "evaluation": _numbers(result, best=best)}
-            self._output.row(tenant, row)
-            self._write(_entry(step, tenant.name, row))
-            if not math.isfinite(result.loss):
-                self._crew.end(
-                    tenant, "failed", f"the loss of its evaluation is {result.loss} after {tenant.step} steps"
-                )
-            elif best:
-                tenant.best, tenant.best_step = result.loss, tenant.step
-                self._keep_best(tenant)
-            self._output.status(tenant)
+            if tenant.number in faults:
+                self._crew.end(tenant, "failed", faults[tenant.number])
+            else:
+                self._note(tenant, results[tenant.number], step)
+        here = {tenant.number for tenant in self._crew.here}
+        self._held_out = {number: one for number, one in self._held_out.items() if number in here}
+
+    def _note(self, tenant: ActiveTenant, result: Evaluated, step: int) -> None:
+        """Take down an evaluation, and keep the adapter if its loss is the lowest. Collective."""
+        best = math.isfinite(result.loss) and (tenant.best is None or result.loss < tenant.best)
+        row = {"step": tenant.step, "evaluation": _numbers(result, best=best)}
+        self._output.row(tenant, row)
+        self._write(_entry(step, tenant.name, row))
+        if not math.isfinite(result.loss):
+            reason = f"the loss of its evaluation is {result.loss} after {tenant.step} steps"
+            self._crew.end(tenant, "failed", reason)
+        elif best:
+            tenant.best, tenant.best_step = result.loss, tenant.step
+            self._keep_best(tenant)
+        self._output.status(tenant)
 
     def _keep_best(self, tenant: ActiveTenant) -> None:
         try:
@@ -170,7 +178,7 @@ def _numbers(result: Evaluated, *, best: bool) -> dict[str, Any]:
     return {
         "loss": result.loss if finite else None,
         "perplexity": perplexity(result.loss) if finite else None,
-        "best": best and finite,
+        "best": best,
         "sequences": result.sequences,
         "tokens": result.tokens,
         "targets": result.targets,

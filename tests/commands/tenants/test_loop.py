@@ -121,7 +121,15 @@ def test_each_trains_as_it_does_alone(place: Place, whole: Place) -> None:
     place.same_as(whole, "bolt", 8)
 
 
-@pytest.mark.parametrize("layout", [("parallel.dp=2",), ("parallel.tp=2", "parallel.dp=null")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.dp=2",),
+        ("parallel.tp=2", "parallel.dp=null"),
+        ("parallel.pp=3", "parallel.dp=null", "plugins.pipeline.enabled=true"),
+        ("trainer=deepspeed", "parallel.dp=2", "deepspeed.zero_stage=3"),
+    ],
+)
 def test_a_job_that_is_killed_goes_on_with_every_tenant_on_another_layout(
     place: Place, whole: Place, layout: tuple[str, ...]
 ) -> None:
@@ -228,3 +236,70 @@ def test_without_any_tenant_there_is_one_message(place: Place) -> None:
     done = place.run()
     assert done.returncode == 2
     assert "no tenant can be trained; the first one, wrong: " in done.stderr
+
+
+def test_a_job_that_is_stopped_goes_on_and_who_has_ended_is_not_trained_again(place: Place, whole: Place) -> None:
+    """Two more: one leaves while no job runs, one is put in again and begins anew."""
+    place.put(**ALL, short={**CORE, "train": {"steps": 2}}, away={**CORE, "train": {"steps": 50}})
+    stopped = place.trained(happens="    if step == 3: (tenants / 'stop').touch()\n")
+    ended = states(stopped)
+    assert ended.pop("short") == ("done", 2)
+    assert set(ended.values()) == {("waiting", 4)}
+    assert (place.out / "acme" / "last" / "adapter_config.json").exists()
+    (place.tenants / "away.yaml").unlink()
+    happens = (
+        "    if step == 5: (tenants / 'short.yaml').rename('short.yaml')\n"
+        "    if step == 6: Path('short.yaml').rename(tenants / 'short.yaml')\n"
+        "    if step == 6: (tenants / 'acme.yaml').touch()\n"
+    )
+    result = place.trained("parallel.dp=2", happens=happens)
+    assert states(result) == {
+        "acme": ("done", 6),
+        "bolt": ("done", 8),
+        "core": ("done", 5),
+        "short": ("done", 2),
+        "away": ("left", 4),
+    }
+    assert len(states(result)) == len(result["tenants"])
+    for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
+    assert json.loads((place.out / "away" / "status.json").read_text())["state"] == "left"
+    # acme and core have two steps and one left, bolt four; short has two, behind all of them.
+    assert [row["num_tenants"] for row in result["steps"]] == [3, 2, 1, 1, 1, 1]
+
+
+def test_without_a_checkpoint_who_is_done_stays_done_unless_the_job_begins_anew(place: Place) -> None:
+    place.put(core=CORE)
+    place.trained("checkpoint.dir=null")
+    again = place.trained("checkpoint.dir=null")
+    assert (again["summary"]["steps"], states(again)) == (0, {"core": ("done", 5)})
+    anew = place.trained("checkpoint.dir=null", "checkpoint.resume=false")
+    assert (anew["summary"]["steps"], states(anew)) == (5, {"core": ("done", 5)})
+    place.put(core={**CORE, "train": {**CORE["train"], "steps": 3}})
+    other = place.trained("checkpoint.dir=null")
+    assert (other["summary"]["steps"], states(other)) == (3, {"core": ("done", 3)})
+
+
+def test_settings_that_tenants_have_themselves_are_said_to_be_without_effect(place: Place) -> None:
+    place.put(core={**CORE, "train": {"steps": 1}})
+    done = place.run("train.lr=0.1", "train.steps=7", "data.max_length=64", "planner.refit=true")
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stderr.splitlines() if "have no effect" in line)
+    assert "data.max_length, planner.refit, train.lr, train.steps have no effect where tenants are trained" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--against", "stock"), "baselines do not train tenants beside evenload"),
+        (("train.export=exported",), "train.export writes a whole model, and tenants leave adapters"),
+        (("model.weights=null",), "nobody says how large the vocabulary of the base is"),
+        (("plugins.lora.tenants=null",), "nobody says where the tenants are"),
+        (("plugins.lora.tenants=nowhere",), "the folder of tenants"),
+    ],
+)
+def test_what_a_job_of_tenants_cannot_do_is_refused_by_name(place: Place, words: tuple[str, ...], what: str) -> None:
+    place.put(core=CORE)
+    done = place.run(*words)
+    assert done.returncode == 2
+    assert what in done.stderr

@@ -87,6 +87,10 @@ def test_data_that_cannot_be_trained_on_are_refused(base: tuple[Recipe, PlanChai
     assert "3 samples, train.batch_size 8" in text
     held_out = {"source": rows(large, [9], token=300)}
     assert "vocabulary" in refusal(base, data={"source": rows(few, [9] * 9)}, evaluate=held_out)
+    masked = tmp_path / "masked.jsonl"
+    masked.write_text(json.dumps({"input_ids": [1, 2, 3], "labels": [-100] * 3}) + "\n")
+    text = refusal(base, data={"source": rows(few, [9] * 9)}, evaluate={"source": str(masked)})
+    assert "masked.jsonl has no target" in text
 
 
 def test_an_adapter_that_goes_on_must_be_the_one_of_the_file(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
-from evenload.commands.tenants.verdicts.evaluation import HeldOut, held_out_of, readers_of, union_of
-from evenload.core.errors import EvenloadError
+from evenload.commands.tenants.arrivals.reading import Samples
+from evenload.commands.tenants.verdicts.evaluation import HeldOut, held_out_of, union_of
 from evenload.core.recipe.tenant import Evaluate
 
 
@@ -33,8 +32,6 @@ def test_the_same_samples_each_time_and_none_without_a_target() -> None:
     assert sorted(np.concatenate(first.batches).tolist()) == [0, 2, 4]
     assert [len(batch) for batch in first.batches] == [2, 1]
     assert [len(batch) for batch in held_out(3, one, batches=1).batches] == [2]
-    with pytest.raises(EvenloadError, match=r"no sample of evaluate\.source"):
-        held_out(3, source([5, 6], [0, 0]))
 
 
 def test_tenants_that_are_due_together_share_plans() -> None:
@@ -44,8 +41,11 @@ def test_tenants_that_are_due_together_share_plans() -> None:
     assert first.tenants.tolist() == [4, 4, 9, 9]
     assert [draw.tenants.tolist() for draw in (second, third) if draw.tenants is not None] == [[4, 4], [4]]
     for draw in (first, second, third):
-        tokens_of, labels = readers_of(draw, {4: many, 9: few})
+        samples = Samples()
+        samples.sources = {4: many, 9: few}
+        tokens_of, labels = samples.tokens_of(draw), samples.labels_of(draw)
         assert draw.tenants is not None
+        assert labels is not None
         for index, (number, sample) in enumerate(zip(draw.tenants, draw.samples, strict=True)):
             assert set(tokens_of(index).tolist()) == {sample + (100 if number == 9 else 0)}
             assert len(labels.of(index)) == draw.lengths[index]

@@ -224,6 +224,31 @@ def test_a_sweep_that_is_killed_between_rungs_comes_to_the_same_end(
     assert result["summary"]["steps"] == (6 if "checkpoints" in checkpoint else 8)
 
 
+GONE = """
+from pathlib import Path
+from evenload.commands.tenants import loop
+_train = loop.Loop._train
+def train(self, planned):
+    if self.step == 3 and self._job.leads:
+        Path("held_out.jsonl").write_text("gone")
+    _train(self, planned)
+loop.Loop._train = train
+"""
+
+
+def test_held_out_samples_that_change_end_their_tenant_and_nobody_else(place: Places) -> None:
+    job, alone = place("job"), place("alone")
+    rows = [{"input_ids": [(7 * i + k) % 250 for k in range(20 + i)]} for i in range(9)]
+    (job.path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    acme = {**ACME, "evaluate": {"source": "held_out.jsonl", "every": 2}}
+    result = job.trained(acme=acme, bolt={**BOLT, "evaluate": EVALUATE}, planted=GONE)
+    assert states(result) == {"acme": ("failed", 4), "bolt": ("done", 7)}
+    (reason,) = (tenant["reason"] for tenant in result["tenants"] if tenant["name"] == "acme")
+    assert "held_out.jsonl" in reason
+    alone.trained(bolt=BOLT)
+    refuse_unlike(job.adapter("bolt", "last"), alone.adapter("bolt", "last"))
+
+
 def test_a_bad_sweep_concerns_nobody_else(place: Places) -> None:
     job = place("job")
     wrong = {**SWEPT, "sweep": {"train.rate": [1, 2]}}
