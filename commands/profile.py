@@ -20,7 +20,8 @@ so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_st
 with the work in it that tensor parallelism does not divide (norms, residuals, calls).
 
 Model and data are the recipe's, except that tokens are random, the learning rate is zero and nothing is recomputed:
-`Costs.recomputed` says what recomputation costs.
+`Costs.recomputed` says what recomputation costs. A recipe with tenants is measured with its base frozen
+(`profiling.tenants`).
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ import yaml
 
 from ..core.aliases import Floats
 from ..core.costs.context import PlanningContext
-from ..core.costs.costs import Costs, PassCost, analytic, fit, solve
+from ..core.costs.costs import Costs, PassCost, fit, solve
 from ..core.errors import EvenloadError, RankError
 from ..core.input.bounds import RANKS
 from ..core.machine.cluster import Link
 from ..core.plan.limits import MemoryCost
+from ..core.planning.setting import costs_of
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.sizes import VALUE_BYTES, shape_of
+from ..core.recipe.sizes import shape_of
 from ..core.simulate.step import simulate
 from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import measure_links
@@ -56,6 +58,7 @@ from ..runtime.world.variables import integer
 from ._shared.job import Job, logger, run_rank
 from ._shared.show import progress
 from .pictures.files import whole
+from .profiling import tenants
 from .profiling.cases import Case, cases
 from .profiling.experts import timing_experts
 from .profiling.memory import measure_memory, random_tokens
@@ -117,6 +120,7 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     recipe, device = job.recipe, job.world.device
     cap = job.chain.caps.max_tokens
     cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
+    tenants.join(job.host)
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
@@ -143,12 +147,14 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
         inter=rounded.get("inter"),
         fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
     )
+    if recipe.adapts:
+        costs = tenants.of_base(costs, shape_of(recipe.model))
     if job.leads:
         write_costs(costs, out)
     return {
         "host": job.host.describe(),
         "ranks": job.world.size,
-        "passes": {"forward": fitted.forward.model_dump(), "backward": fitted.backward.model_dump()},
+        "passes": {"forward": costs.forward.model_dump(), "backward": costs.backward.model_dump()},
         "update_s": fitted.update_s,
         "links": {name: {**fit.link.model_dump(), "fit_error": fit.errors} for name, fit in links.items()},
         "fit_error": fitted.errors,
@@ -249,7 +255,7 @@ def _step(job: Job, case: Case) -> list[float]:
     start, computed_s = time.perf_counter(), clock()
     mark = job.watchdog.at
     with timing_experts(job.host, clock) as experts:
-        result = job.host.train_step(plan, tokens_of, lr=0.0, mark=lambda where: mark(f"{case} tokens, {where}"))
+        result = tenants.train(job.host, plan, tokens_of, lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
     passes_s = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s)
@@ -271,11 +277,14 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _memory(job: Job, max_tokens: int) -> MemoryCost:
     """Measured where a rank holds the whole model; else counted from the shape, with a word about it."""
-    if job.host.layout.tp == 1:
-        return measure_memory(job, max_tokens)
-    logger.info("bytes are counted, not measured, under tensor parallelism: profile with parallel.tp=1 to measure them")
     recipe = job.recipe
-    return analytic(shape_of(recipe.model), job.chain.context.cluster, VALUE_BYTES[recipe.train.dtype]).memory
+    if job.host.layout.tp == 1 and not recipe.adapts:
+        return measure_memory(job, max_tokens)
+    where, do = "under tensor parallelism", "profile with parallel.tp=1"
+    if recipe.adapts:
+        where, do = "of a frozen base", "profile without tenants, and name that file in costs"
+    logger.info("bytes are counted, not measured, %s: %s to measure them", where, do)
+    return costs_of(recipe.changed({"costs": "auto"}), job.chain.context.cluster).memory
 
 
 def _source(job: Job) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.shipped import place_of
 from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
 from ...data.lengths import read_lengths
 from ...data.samples.batches import BatchSize
@@ -108,6 +109,7 @@ def _folder_of(recipe: Recipe) -> Path | None:
     """Raises EvenloadError where the recipe names a folder that is none."""
     configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
     folder: Path | None = next((getattr(config, "tenants", None) for config in configs), None)
+    folder = None if folder is None else place_of(folder)
     if folder is not None and not folder.is_dir():
         what, do = "the folder of tenants is not there", "name a folder in plugins.lora.tenants"
         raise EvenloadError(what, shorten(str(folder)), do)

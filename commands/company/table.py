@@ -20,7 +20,7 @@ def said(tenants: dict[str, Any]) -> list[str]:
     ]
     if tenants["saving_at_most"] is not None:
         most = f"{tenants['saving_at_most']:.2f}x at most"
-        lines.append(f"no plan of all tenants takes less than {seconds(tenants['bound_s'])}: {most}")
+        lines.append(f"the certified bound of all together is {seconds(tenants['bound_s'])}: {most}")
     return lines
 
 

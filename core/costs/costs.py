@@ -168,6 +168,9 @@ class Costs(Frozen):
     """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
+    frozen_base: bool | None = None
+    """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:
+    they were trained."""
     ep: RankCount = Field(default=1, exclude=True)
     """Neighbouring ranks that share the experts of a layer. It is the layout's, so in no cost model."""
     expert_imbalance: float = Field(default=1.0, ge=1.0, exclude=True)
@@ -243,10 +246,11 @@ class Costs(Frozen):
     def frozen(self) -> Costs:
         """The same of a model whose weights stay as they are: a backward leaves out their gradients, and there is no
         update. Nothing must be recomputed yet."""
+        if self.frozen_base:
+            return self
         token_s = self.backward.token_s - self.weights_s(1.0)
-        return self.model_copy(
-            update={"backward": self.backward.model_copy(update={"token_s": token_s}), "update_s": 0.0}
-        )
+        backward = self.backward.model_copy(update={"token_s": token_s})
+        return self.model_copy(update={"backward": backward, "update_s": 0.0, "frozen_base": True})
 
     def kept(self) -> Costs:
         """What `recomputed` started from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..costs import costs as cost_models
 from ..costs.context import ExpertContext, PlanningContext, Traffic
+from ..errors import EvenloadError
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..plan.limits import Limits
@@ -43,11 +44,14 @@ def traits_of(recipe: Recipe) -> TrainerTraits:
 
 
 def costs_of(recipe: Recipe, cluster: clusters.Cluster) -> cost_models.Costs:
-    """The recipe's cost model for the whole model on one device; cost models are of training whole, and a frozen base
-    leaves out of theirs what it does not do."""
+    """The recipe's cost model for the whole model on one device. Of costs of whole training a frozen base leaves out
+    what it does not do; those of a frozen base are no others' (EvenloadError)."""
     shape = shape_of(recipe.model)
     if recipe.costs != "auto":
         costs = cost_models.load(recipe.costs, RECIPES / "costs")
+        if costs.frozen_base and not recipe.adapts:
+            what, do = "costs of a frozen base say nothing of training it", "profile this recipe, or name other costs"
+            raise EvenloadError(what, f"costs {recipe.costs}: frozen_base true", do)
         return costs.frozen().holding(**_state_bytes(recipe), update_bytes=0.0) if recipe.adapts else costs
     costs = cost_models.analytic(shape, cluster, bytes_per_value=VALUE_BYTES[recipe.train.dtype])
     return (costs.frozen() if recipe.adapts else costs).holding(**_state_bytes(recipe))

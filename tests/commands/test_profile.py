@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evenload.api import load_plugins
 from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
+from evenload.commands.profiling import tenants
 from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
 from evenload.core.costs.context import PlanningContext, Traffic
@@ -23,10 +25,15 @@ from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import MemoryCost
+from evenload.core.planning.adapters import TenantLoad, with_tenants
+from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
+from evenload.core.recipe.recipe import load, parse
+from evenload.core.recipe.sizes import shape_of
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes
 
+load_plugins()
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)
 BACKWARD = PassCost(launch_s=3e-3, token_s=6e-6, pair_s=1e-8)
 LAUNCH_S, TOKEN_S, CONSTANT_S = 1e-3, 1e-7, 5e-3
@@ -307,6 +314,46 @@ def test_profile_measures_a_real_trainer(
     assert costs.memory.kv_bytes_per_token == 2 * 2 * 16 * 4 * 2
     # At least the inputs of the seven projections of a layer: 4 x hidden and 2 x ffn values.
     assert costs.memory.activation_bytes_per_token > 2 * 4 * 4 * 64
+
+
+def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant() -> None:
+    recipe = parse({"plugins": {"lora": {"enabled": True}}, "model": {"vocab_size": 256}, "parallel": {"dp": 2}})
+    chain, shape = PlanChain.of_recipe(recipe, recipe.layout()), shape_of(recipe.model)
+    base = chain.context.costs
+    joined = with_tenants(chain, shape, [TenantLoad(tenants.ADAPTER, 1.0)]).context.costs
+    found = tenants.of_base(joined, shape)
+    assert joined.forward.token_s > base.forward.token_s
+    assert found.forward.token_s == pytest.approx(base.forward.token_s)
+    assert found.backward.token_s == pytest.approx(base.backward.token_s)
+    assert found.frozen_base
+
+
+@pytest.mark.slow
+def test_profile_of_a_frozen_base(
+    tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256}\n"
+        "data: {max_length: 128}\ntrain: {global_batch_size: 4}\n"
+        "plugins: {lora: {enabled: true}, packing: {enabled: true, max_tokens: 256}}\n"
+    )
+    done = forged(tmp_path, "profile", "recipe.yaml", "--nproc", "2", "--out", "costs.yaml", "--json", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "bytes are counted, not measured, of a frozen base" in done.stderr
+    costs = cost_models.load(str(tmp_path / "costs.yaml"), tmp_path)
+    assert costs.frozen_base
+    assert min(costs.forward.linear_s + costs.forward.launch_s, costs.backward.linear_s + costs.backward.launch_s) > 0
+    # Weights alone, in float32.
+    assert costs.memory.fixed_bytes == 4 * json.loads(done.stdout)["host"]["parameters_on_rank"] - _norms(2, 64) * 4
+    assert costs.memory.gradient_bytes == costs.memory.update_bytes == 0
+    monkeypatch.chdir(tmp_path)
+    known = load("recipe.yaml", ["costs=costs.yaml"])
+    assert PlanChain.of_recipe(known, known.layout(2)).context.costs.backward == costs.backward
+
+
+def _norms(layers: int, hidden: int) -> int:
+    """Weights that costs leave out: two norms of a layer, and the last one."""
+    return (2 * layers + 1) * hidden
 
 
 @pytest.mark.slow

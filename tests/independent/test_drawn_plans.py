@@ -240,3 +240,27 @@ def test_what_takes_over_keeps_the_caps_and_no_baseline_crashes(case: tuple[dict
         if (plan := attempt(lambda name=name: chain.baseline(name, batch))) is not None:  # type: ignore[misc]
             event(f"{name} is lawful")
             accept(plan, uncapped, chain)
+
+
+@settings(max_examples=1000 if EXPLORING else 30)
+@given(cases(), st.lists(st.integers(0, 3), min_size=30, max_size=30))
+def test_any_recipe_with_tenants_keeps_them_and_its_caps(
+    case: tuple[dict[str, Any], list[int], str], numbers: list[int]
+) -> None:
+    drawn, lengths, _ = case
+    dense = {key: value for key, value in drawn["model"].items() if key not in ("family", "moe")}
+    bare = {**drawn, "model": dense, "parallel": {**drawn["parallel"], "cp": 1, "ep": 1}}
+    recipe = {**bare, "plugins": {**drawn["plugins"], "lora": {"enabled": True}}}
+    batch, tenants = as_lengths(lengths), as_lengths(numbers[: len(lengths)])
+    chain = attempt(lambda: chain_of(recipe, ""))
+    plan = chain and attempt(lambda: chain.plan(batch, tenants))
+    if plan is None:
+        event("refused")
+        return
+    event("planned")
+    accept(plan, bare, chain)
+    written = json.loads(json.dumps(step_json(plan)))
+    assert written["tenants"] == tenants.tolist()
+    for micro_batch in [*written["micro_batches"], *written["backward"]]:
+        owners = [written["tenants"][sequence] for sequence, _, _ in micro_batch["slices"]]
+        assert owners == sorted(owners)

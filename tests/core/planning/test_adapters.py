@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from evenload.api import load_plugins
 from evenload.core.costs.memory import fixed_bytes
+from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants
@@ -87,6 +90,19 @@ def test_measured_costs_lose_weight_gradients_and_what_states_take() -> None:
     assert frozen.memory.fixed_bytes == 4 * shape_of(recipe_of().model).parameters
     assert frozen.memory.update_bytes == 0
     assert frozen.memory.activation_bytes_per_token == whole.memory.activation_bytes_per_token
+
+
+def test_costs_of_a_frozen_base_are_taken_as_they_are_and_for_nothing_else(tmp_path: Path) -> None:
+    pass_s = {"launch_s": 0.001, "token_s": 2.0e-5, "pair_s": 1.0e-8}
+    data = {"source": "a machine", "forward": pass_s, "backward": pass_s, "update_s": 0.25, "frozen_base": True}
+    file = tmp_path / "costs.yaml"
+    file.write_text(json.dumps({**data, "memory": {"activation_bytes_per_token": 100.0}}))
+    costs = context_of(recipe_of(costs=str(file)), Layout(dp=2)).costs
+    assert (costs.backward.token_s, costs.update_s) == (2.0e-5, 0.25)
+    assert costs.memory.activation_bytes_per_token == 100
+    assert costs.memory.fixed_bytes == 4 * shape_of(recipe_of().model).parameters
+    with pytest.raises(EvenloadError, match="costs of a frozen base say nothing of training it"):
+        context_of(recipe_of(lora=False, costs=str(file)), Layout(dp=2))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("fp32", 4), ("bf16", 2)])
