@@ -42,6 +42,7 @@ LONGEST = (
     "integrations/megatron/test_experts.py",
     "integrations/megatron/unmodified/test_order.py",
     "benchmarks/faults/test_faults.py",
+    "benchmarks/lora/test_lora.py",
     "commands/test_check.py",
     "integrations/deepspeed/test_slices.py",
     "integrations/megatron/test_pipeline.py",

@@ -72,6 +72,7 @@ def stages() -> list[Stage]:
         Stage("tests", ("-P", "-m", "pytest", "-m", "gpu", "-q", *gpu_tests()), 110, in_root=True),
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
         Stage("experts", ("-P", str(ROOT / "benchmarks" / "gpu" / "experts.py"), "--json"), 40),
+        Stage("adapters", ("-P", str(ROOT / "benchmarks" / "gpu" / "adapters.py"), "--json"), 40),
         script("slices", 65536, 100),
         script("chunks", 32768, 60),
         script("ring", 65536, 50),

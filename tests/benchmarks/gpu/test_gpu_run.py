@@ -66,7 +66,10 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
         ("bench", "megatron"),
         ("bench", "deepspeed"),
         ("profile", "megatron"),
-        *((name, "") for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py", "experts.py")),
+        *(
+            (name, "")
+            for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py")
+        ),
     }
     with pytest.raises(EvenloadError):
         load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
@@ -231,7 +234,20 @@ def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script
     assert "fetch" not in result
 
 
-@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py"])
+@pytest.mark.slow
+def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done]) -> None:
+    done = script("adapters.py", "--tiny", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["tenants"] for row in rows] == [1, 8, 64]
+    for row in rows:
+        assert row["ms"].keys() == {"bare", "evenload", "loop"}
+        assert min(row["ms"].values()) > 0
+        assert 0 < row["error"]["loop"] < 1e-6
+        assert 0 < row["error"]["evenload"] < 2 * row["error"]["loop"]
+
+
+@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py"])
 def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
     done = script(name)
     assert done.returncode == 1

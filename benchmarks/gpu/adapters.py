@@ -1,0 +1,251 @@
+"""Adapters of many tenants on a linear layer: as evenload computes them, against the bare product and other ways.
+
+    python benchmarks/gpu/adapters.py [--json] [--hidden 4096] [--tokens 16384] [--tenants 1,8,64] [--rank 16] [--tiny]
+
+A frozen layer [hidden, hidden] with an adapter of so many tenants, whose tokens lie side by side; forward, and backward
+down to the layer's input and to the adapters' matrices. bfloat16 activations, adapters in float32 (float32 throughout
+on a CPU).
+
+    bare       the layer alone, with the gradient of its input
+    evenload   `runtime.adapters.product`: one autograd function, tenant by tenant, gradients straight into the buffers
+    loop       as a textbook has it: two products a tenant, put together by autograd
+    grouped    all tenants at once by torch's grouped product (bfloat16 on CUDA, equal ranks), matrices of bfloat16
+
+Errors are relative, against the same in float64, the largest of output, gradient of the input, and gradients of all
+matrices: bf16 parity is evenload's beside the loop's. Times are medians of runs after two to warm up, by CUDA events
+(wall time on the CPU). ``--tiny`` tries all of it out without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from evenload.commands._shared.show import emit, grid
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.runtime.adapters.places import Place, Site
+from evenload.runtime.adapters.product import Span, added
+from evenload.runtime.adapters.tenant import TenantAdapter
+from torch import Tensor
+
+RUNS = 20
+ALPHA = 32.0
+
+
+class Case(NamedTuple):
+    """Shape legend: T = tokens of all tenants, C = hidden, r = rank, N = tenants."""
+
+    weight_CC: Tensor
+    x_TC: Tensor
+    dy_TC: Tensor
+    a_NrC: Tensor
+    b_NCr: Tensor
+    """Of adapters, float32; grouped and loop train these, evenload has them in its own buffers."""
+    sizes: list[int]
+    """Tokens of each tenant."""
+
+    @property
+    def scaling(self) -> float:
+        return ALPHA / self.a_NrC.shape[1]
+
+
+Passes = tuple[Tensor, ...]
+"""What a forward and a backward give: outputs, gradients of the input, and of all A and B."""
+
+
+class Variant(NamedTuple):
+    """One way to compute."""
+
+    run: Callable[[], Any]
+    """A forward and a backward, which is what is timed."""
+    passes: Callable[[], Passes]
+    """The same, with what it gives."""
+
+
+def case_of(hidden: int, tokens: int, tenants: int, rank: int, device: torch.device) -> Case:
+    """Tenants of unlike sizes: shares of 1, 2, 3, 1, 2, 3 ..."""
+    draw = torch.Generator().manual_seed(tenants)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shares = [1 + tenant % 3 for tenant in range(tenants)]
+    sizes = [tokens * share // sum(shares) for share in shares]
+    sizes[-1] += tokens - sum(sizes)
+
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * scale).to(device)
+
+    return Case(
+        drawn(hidden, hidden, scale=hidden**-0.5).to(dtype),
+        drawn(tokens, hidden).to(dtype),
+        drawn(tokens, hidden).to(dtype),
+        drawn(tenants, rank, hidden, scale=hidden**-0.5),
+        drawn(tenants, hidden, rank, scale=0.1),
+        sizes,
+    )
+
+
+def base_alone(case: Case) -> Variant:
+    x_TC = case.x_TC.clone().requires_grad_()
+
+    def run() -> None:
+        x_TC.grad = None
+        (x_TC @ case.weight_CC.t()).backward(case.dy_TC)
+
+    return Variant(run, lambda: ())
+
+
+def evenload(case: Case) -> Variant:
+    (_, rank, hidden), linear = case.a_NrC.shape, torch.nn.Linear(1, 1)
+    site = Site(linear, (Place("layer", hidden, hidden, (0, hidden), (0, hidden)),))
+    adapter = Adapter(r=rank, lora_alpha=ALPHA)
+    tenants = []
+    for a_rC, b_Cr in zip(case.a_NrC, case.b_NCr, strict=True):
+        where: dict[str, Any] = {"dtype": torch.float32, "device": a_rC.device}
+        tenant = TenantAdapter(adapter, TenantTrain(), [site], owner=0, owners=1, **where)
+        for matrix, value in zip(tenant.matrices, (a_rC, b_Cr), strict=True):
+            matrix.value.copy_(value)
+        tenants.append(tenant)
+    spans = [Span(size, tenant) for size, tenant in zip(case.sizes, tenants, strict=True)]
+    x_TC = case.x_TC.clone().requires_grad_()
+
+    def run() -> Tensor:
+        x_TC.grad = None
+        y_TC = added(x_TC @ case.weight_CC.t(), x_TC, site, spans, None)
+        y_TC.backward(case.dy_TC)
+        return y_TC.detach()
+
+    def passes() -> Passes:
+        for tenant in tenants:
+            tenant.gradients.zero_()
+        y_TC = run()
+        assert x_TC.grad is not None
+        gradients = (torch.stack([tenant.matrices[i].gradient for tenant in tenants]) for i in range(2))
+        return y_TC, x_TC.grad, *gradients
+
+    return Variant(run, passes)
+
+
+def loop(case: Case) -> Variant:
+    leaves = [tensor.clone().requires_grad_() for tensor in (case.x_TC, case.a_NrC, case.b_NCr)]
+    x_TC, a_NrC, b_NCr = leaves
+
+    def products() -> Tensor:
+        parts = []
+        for x_tC, a_rC, b_Cr in zip(torch.split(x_TC, case.sizes), a_NrC, b_NCr, strict=True):
+            z_tr = x_tC @ a_rC.to(x_tC.dtype).t()
+            parts.append(z_tr @ b_Cr.to(x_tC.dtype).t())
+        return torch.cat(parts)
+
+    return _by_autograd(case, leaves, products)
+
+
+def grouped(case: Case) -> Variant:
+    leaves = [tensor.clone().requires_grad_() for tensor in (case.x_TC, case.a_NrC, case.b_NCr)]
+    x_TC, a_NrC, b_NCr = leaves
+    ends_N = torch.tensor(case.sizes, device=x_TC.device).cumsum(0).to(torch.int32)
+
+    def products() -> Tensor:
+        a_NCr, b_NrC = (tensor.to(x_TC.dtype).transpose(1, 2) for tensor in (a_NrC, b_NCr))
+        z_Tr = torch.nn.functional.grouped_mm(x_TC, a_NCr, offs=ends_N)
+        y_TC: Tensor = torch.nn.functional.grouped_mm(z_Tr, b_NrC, offs=ends_N)
+        return y_TC
+
+    return _by_autograd(case, leaves, products)
+
+
+def _by_autograd(case: Case, leaves: Sequence[Tensor], products: Callable[[], Tensor]) -> Variant:
+    def run() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        y_TC = leaves[0] @ case.weight_CC.t() + case.scaling * products()
+        y_TC.backward(case.dy_TC)
+        return y_TC.detach()
+
+    return Variant(run, lambda: (run(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
+
+
+VARIANTS = {"bare": base_alone, "evenload": evenload, "loop": loop, "grouped": grouped}
+
+
+def errors(case: Case, names: Sequence[str]) -> dict[str, float]:
+    """The largest relative error of what each variant gives, against float64 of the same values."""
+    exact = loop(Case(*(tensor.double() for tensor in case[:-1]), case.sizes)).passes()  # type: ignore[arg-type]
+    result = {}
+    for name in names:
+        pairs = zip(VARIANTS[name](case).passes(), exact, strict=True)
+        result[name] = max(float((own.double() - right).norm() / right.norm()) for own, right in pairs)
+    return result
+
+
+def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Median of `RUNS` runs."""
+    times = []
+    for _ in range(RUNS + 2):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[2:])
+
+
+def measured(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    rows = []
+    for tenants in (int(word) for word in asked.tenants.split(",")):
+        case = case_of(asked.hidden, asked.tokens, tenants, asked.rank, device)
+        row: dict[str, Any] = {"tenants": tenants, "ms": {}, "error": {}}
+        for name, variant in VARIANTS.items():
+            if name == "grouped" and device.type != "cuda":
+                continue
+            row["ms"][name] = milliseconds(variant(case).run, device)
+        row["error"] = errors(case, [name for name in row["ms"] if name != "bare"])
+        rows.append(row)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    sizes = {key: getattr(asked, key) for key in ("hidden", "tokens", "rank")}
+    return {"device": name, "dtype": str(case.x_TC.dtype), "torch": torch.__version__, **sizes, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> Any:
+    rows = []
+    for row in result["rows"]:
+        times, base = row["ms"], row["ms"]["bare"]
+        cells = [str(row["tenants"]), f"{base:.2f} ms"]
+        for name in list(VARIANTS)[1:]:
+            known = name in times
+            cells += [f"{times[name]:.2f} ms, {times[name] / base:.2f}x" if known else ""]
+        errors = [f"{name} {error:.1e}" for name, error in row["error"].items()]
+        rows.append([*cells, "\n".join(errors)])
+    head = ("tenants", "bare", "evenload, over bare", "loop", "grouped", "error")
+    title = f"adapters of rank {result['rank']} on a layer of {result['hidden']}, {result['tokens']} tokens"
+    return grid(f"{title}, {result['dtype'].removeprefix('torch.')}, {result['device']}, measured", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tenants", default="1,8,64")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    if not (torch.cuda.is_available() or asked.tiny):
+        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
+    if asked.tiny:
+        asked.hidden, asked.tokens = 64, 256
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    emit(measured(asked, device), asked.json, table)
+
+
+if __name__ == "__main__":
+    main()
