@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-
-import deepspeed
 
 from ...core.errors import EvenloadError, Rule, refuse_first
 from ...core.machine.layout import Layout

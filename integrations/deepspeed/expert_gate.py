@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import Tensor, nn
 
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.balance import Shares

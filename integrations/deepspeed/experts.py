@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers.utils import output_capturing
-
 from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
+from torch import Tensor
+from transformers.utils import output_capturing
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
-
-import deepspeed
 
 from ...core.recipe.recipe import Recipe
 from ..huggingface.folders.conversion import ModelWeights

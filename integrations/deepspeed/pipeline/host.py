@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from deepspeed.utils import groups
+from torch import Tensor
 
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.forwards import lower_forwards

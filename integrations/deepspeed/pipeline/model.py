@@ -17,12 +17,11 @@ import contextlib
 import io
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 import deepspeed
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
 
 from ....core.errors import refuse_first
 from ....core.machine.layout import Layout

@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
 
 from ....core.plan.action import Action
 from ....core.plan.in_step import Program

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-import deepspeed
 
 from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe

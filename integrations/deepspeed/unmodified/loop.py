@@ -29,7 +29,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-
 from deepspeed.moe.layer import MoE
 
 from ....core.errors import EvenloadError

@@ -40,11 +40,12 @@ def hosted(stage: int, **more: Any) -> Iterator[tuple[Any, list[Any]]]:
     """A host with three tenants, and each of them alone."""
     host = open_host(recipe(stage, **more), init_world())
     base = host.weights()
-    states = alone.drawn_states(base)
-    for number, (adapter, state) in enumerate(zip(alone.ADAPTERS, states, strict=True)):
+    adapters = alone.adapters_of(more.get("family", "llama"))
+    pairs = list(zip(adapters, alone.drawn_states(adapters, base), strict=True))
+    for number, (adapter, state) in enumerate(pairs):
         host.adapters.join(number, adapter, alone.TRAIN, state)
     try:
-        yield host, [alone.Alone(host.recipe, base, number, state) for number, state in enumerate(states)]
+        yield host, [alone.Alone(host.recipe, base, number, *pair) for number, pair in enumerate(pairs)]
     finally:
         host.close()
 
