@@ -313,7 +313,7 @@ def _run_ranks(
             result = work(recipe, *([against] if against else []), **more)
     else:
         num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
-        size = _checked(recipe, num_ranks, against) if reads_data else recipe.layout(num_ranks).world_size
+        size = _checked(verb, recipe, num_ranks, against) if reads_data else recipe.layout(num_ranks).world_size
         if size > LOCAL_RANKS:
             do = f"start them with torchrun -m evenload {verb} on several machines"
             raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
@@ -324,12 +324,13 @@ def _run_ranks(
             raise SystemExit(1)
 
 
-def _checked(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
+def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
     if recipe.adapts:
         from .commands.tenants.arrivals.preflight import preflight as preflight_of_tenants
 
-        return preflight_of_tenants(recipe, num_ranks, against).chain.context.layout.world_size
+        ours = preflight_of_tenants(recipe, num_ranks, against, needs_tenants=verb != "verify")
+        return ours.chain.context.layout.world_size
     from .commands._shared.preflight import preflight
 
     ready = preflight(recipe, num_ranks)

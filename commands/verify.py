@@ -14,15 +14,13 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..core.errors import EvenloadError
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planned, Planner
 from ..core.recipe.recipe import Recipe
@@ -32,15 +30,19 @@ from ..runtime.world.world import World
 from ._shared.drawing import batch_size
 from ._shared.job import Job, hand_over, logger, open_trainer, open_world
 from ._shared.measuring import learning_rate
-from ._shared.preflight import preflight
 from .experts.history import LoadHistory
+from .proof.layouts import other_layout
 from .proof.reach import choose, opened, planned
 from .proof.steps import Batch, Beside, Proven
+from .proof.summary import summary
+from .proof.tenants import verify_tenants
 from .saving.resuming import drawing_after, keep, resume
 
 
 def verify(recipe: Recipe, steps: int = 3) -> dict[str, Any] | None:
     """Verify on this rank, over so many updates before and after the resume."""
+    if recipe.adapts:
+        return verify_tenants(recipe, steps)
     with open_world(recipe) as (world, watchdog):
         result = _Proof(recipe, world, watchdog, steps).run()
     return hand_over(result, world.rank == 0)
@@ -126,7 +128,7 @@ class _Proof:
         for proven in self._proven:
             branches.update(proven.branches)
         return {
-            **_summary(self._proven, self._steps),
+            **summary(self._proven, self._steps),
             "resumed": self._resumed,
             "branches": dict(sorted(branches.items())),
             "branches_not_taken": sorted(self._opened - set(branches)),
@@ -154,61 +156,8 @@ def _masked(number: int) -> bool:
     return number % 2 == 1
 
 
-def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
-    """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
-
-    Megatron's load on any layout; tensor parallelism stays, so that plain training rounds as before. DeepSpeed's load
-    on the layout that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share
-    experts go on sharing them: else nothing of what they plan would be proved behind the resume.
-    """
-    p = recipe.parallel
-    # A stage of another layout might have frozen parameters alone.
-    if recipe.trainer != "megatron" or world_size == p.tp * p.cp or recipe.train.freeze:
-        return None
-    stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
-    regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
-    tries = [(stages, experts), (p.pp, experts)] if regroups else []
-    for pp, ep in (*tries, (stages, p.ep)):
-        with suppress(EvenloadError):
-            dp = world_size // (p.tp * p.cp * pp)
-            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp})
-            preflight(other, world_size)
-            return other
-    return None
-
-
 def _undisturbed(job: Job) -> Iterator[npt.NDArray[np.int64]]:
     """The samples of every step of a run that nothing interrupts."""
     drawing = job.drawing()
     while True:
         yield drawing().samples
-
-
-def _summary(proven: list[Proven], steps: int) -> dict[str, Any]:
-    """All steps together; of errors the worst. What is not finite is named, and null in JSON."""
-    worst = max(proven, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
-    first = proven[0]
-    return {
-        "exact": all(one.exact for one in proven),
-        "loss_rel_err": max(one.loss_rel_err for one in proven),
-        "grad_rel_err": worst.grad_rel_err,
-        "worst_parameter": worst.worst_parameter,
-        "tolerance": worst.tolerance,
-        "norm_rel_err": max(one.norm_rel_err for one in proven),
-        "update_rel_err": max(one.update_rel_err for one in proven),
-        "tokens_missing": sum(one.tokens_missing for one in proven),
-        "tokens_repeated": sum(one.tokens_repeated for one in proven),
-        "routes_differ": sum(one.routes_differ for one in proven),
-        "samples_wrong": sum(one.samples_wrong for one in proven),
-        "uncompared_parameters": sorted({name for one in proven for name in one.uncompared}),
-        "not_finite": sorted({name for one in proven for name in one.not_finite}),
-        "over": [f"step {number}: {text}" for number, one in enumerate(proven) for text in one.over],
-        "steps": steps,
-        "batches": len(proven),
-        "loss": first.loss,
-        "sequences": first.sequences,
-        "tokens": sum(one.tokens for one in proven),
-        "targets": sum(one.targets for one in proven),
-        "planner": first.planner,
-        "each": [asdict(one) for one in proven],
-    }

@@ -204,11 +204,25 @@ def verify(result: Result) -> Group:
     caption = f"{result['steps']} steps" + (f" and {more} batches for further branches" if more else "")
     caption += f", {result['tokens']:,} tokens, {result['targets']:,} of them targets, planned by {result['planner']}"
     branches = [(name, str(count)) for name, count in result["branches"].items()]
-    branches += [(name, "no batch of these data takes it") for name in result["branches_not_taken"]]
+    untaken = "no step has taken it" if "tenants" in result else "no batch of these data takes it"
+    branches += [(name, untaken) for name in result["branches_not_taken"]]
+    tenants = [_table("each tenant beside itself alone", _PROVED, result["tenants"], "")] if "tenants" in result else []
     return Group(
         grid(f"evenload against plain training on {_machine(result)}", ("", ""), rows, caption),
+        *tenants,
         grid("branches of the runtime that were proved", ("branch", "times"), branches, ""),
     )
+
+
+_PROVED: Columns = {
+    "tenant": _of("name"),
+    "rank": _of("r"),
+    "steps": _of("steps"),
+    "loss": _of("loss_rel_err", lambda value: _error(value)),
+    "gradients": _of("grad_rel_err", lambda value: _error(value)),
+    "after updates": _of("update_rel_err", lambda value: _error(value)),
+    "verdict": _of("exact", lambda exact: "exact" if exact else "NOT exact"),
+}
 
 
 def _error(value: float) -> str:

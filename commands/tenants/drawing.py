@@ -51,7 +51,7 @@ class TenantDrawing:
     def __call__(self) -> Draw:
         tenants = [tenant for tenant in self._active() if self._draws(tenant)]
         self._open.append([_Before(tenant, copy.copy(tenant.drawing)) for tenant in tenants])
-        return union({tenant.number: _next(tenant.drawing) for tenant in tenants})
+        return union({tenant.number: next_of(tenant.drawing) for tenant in tenants})
 
     def trained(self) -> None:
         """The oldest of the open batches was trained on."""
@@ -68,7 +68,7 @@ class TenantDrawing:
         return tenant.step + ahead < tenant.until
 
 
-def _next(drawing: Drawing) -> Draw:
+def next_of(drawing: Drawing) -> Draw:
     """The next batch that has a target; the data has one, or it would not have been opened."""
     draw, left_out = drawing(), 0
     while not len(draw.samples):

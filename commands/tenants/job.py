@@ -55,9 +55,11 @@ class TenantJob(Work):
 
 
 @contextmanager
-def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[TenantJob]:
+def open_trainer(
+    recipe: Recipe, world: World, watchdog: Watchdog, *, needs_tenants: bool = True
+) -> Iterator[TenantJob]:
     """Open the trainer on the ranks of a world. Collective."""
-    ready = preflight(recipe, world.size)
+    ready = preflight(recipe, world.size, needs_tenants=needs_tenants)
     host = open_host(ready.recipe, world)
     assert isinstance(host, TenantHost), "a recipe that adapts has a host of tenants"
     logger.info("%s", json.dumps(host.describe()))

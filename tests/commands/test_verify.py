@@ -117,3 +117,48 @@ def test_planted_faults_are_caught(fault: str, verify: Verify) -> None:
     assert result["grad_rel_err"] > 1e-4
     if fault == "dropped token":
         assert result["tokens_missing"]
+
+
+LORA = ("plugins.lora.enabled=true", "model.vocab_size=256", "parallel.dp=2")
+TENANT = """
+data: {source: python-stdlib, max_length: 200, long_samples: truncate}
+adapter: {r: 3, lora_dropout: 0.5, target_modules: [q_proj, down_proj]}
+train: {batch_size: 2, lr: 1e-2, seed: %d}
+"""
+SHARED_DIVISOR = """
+import evenload.runtime.adapters.adapters as adapters
+real = adapters.Adapters.sum_gradients
+def together(self, divisors):
+    real(self, dict.fromkeys(divisors, sum(divisors.values())))
+adapters.Adapters.sum_gradients = together
+"""
+
+
+def test_tenants_are_exact_beside_each_alone(place: Path, verify: Verify) -> None:
+    code, result = verify(*LORA)
+    assert code == 0, result["over"]
+    assert result["grad_rel_err"] <= 1e-9
+    assert result["update_rel_err"] <= 1e-9
+    assert result["resumed"]["pp"] == 2, "the adapters went on in another layout"
+    assert [(row["name"], row["r"], row["steps"]) for row in result["tenants"]] == [
+        ("rank-4", 4, 2),
+        ("rank-8", 8, 3),
+        ("rank-16", 16, 3),
+    ]
+    (place / "tenants").mkdir()
+    for seed, name in enumerate(("acme", "zeta")):
+        (place / "tenants" / f"{name}.yaml").write_text(TENANT % seed)
+    code, result = verify(
+        *LORA, "plugins.lora.tenants=tenants", "train.dtype=fp32", "parallel.dp=null", "parallel.pp=2"
+    )
+    assert code == 0, result["over"]
+    assert [row["name"] for row in result["tenants"]] == ["acme", "zeta"]
+    assert result["grad_rel_err"] <= result["tolerance"]
+
+
+def test_a_divisor_that_tenants_share_is_caught(verify: Verify) -> None:
+    code, result = verify(*LORA, "--steps", "1", fault=SHARED_DIVISOR)
+    assert code == 1
+    assert result["exact"] is False
+    assert any("gradient of" in text for text in result["over"])
+    assert not all(row["exact"] for row in result["tenants"])

@@ -38,6 +38,7 @@ def _quick(run: str) -> Words:
     return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
+_TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
 _TRAINER_STAGE = "integrations/huggingface/stage.py"
 _TRAINER_STEP = "integrations/huggingface/trainer.py"
@@ -91,6 +92,12 @@ KILLERS: dict[str, Words] = {
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
+    "tenants": ("pytest", f"{_TENANTS}[one]"),
+    "tenants on ranks": ("pytest", f"{_TENANTS}[dp2]"),
+    "tenants on tensor-parallel ranks": ("pytest", f"{_TENANTS}[dp2tp2]"),
+    "recomputed tenants": ("pytest", "tests/integrations/megatron/test_tenants.py", "-k", "recomputes_every_layer"),
+    "replayed dropout": ("pytest", "tests/integrations/megatron/test_dropout.py", "-k", "whatever_the_plan or hooks"),
+    "isolation": ("pytest", "tests/integrations/megatron/test_isolation.py", "-k", "one"),
     "reading": ("pytest", "tests/core/input/test_reading.py"),
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
@@ -823,5 +830,79 @@ MUTANTS: tuple[Mutant, ...] = (
         '("w1", "w3", "w2")',
         '("w1", "w2", "w3")',
         "copies on autoep",
+    ),
+    Mutant(
+        "a recomputed layer has the tenants of the pack that ran last",
+        "runtime/adapters/hooks.py",
+        "            running.spans = self._spans(pack)\n",
+        "            self._last = self._spans(pack) if running is self._running[0] else self._last\n"
+        "            running.spans = self._last\n",
+        "recomputed tenants",
+    ),
+    Mutant(
+        "tenants of a step share a divisor",
+        "runtime/adapters/adapters.py",
+        "gradients.div_(max(1, divisors[number]))",
+        "gradients.div_(sum(divisors.values()))",
+        "tenants",
+    ),
+    Mutant(
+        "the part of an adapter that another rank owns is not taken",
+        "runtime/adapters/adapters.py",
+        "                tenant.values.copy_(values)\n",
+        "                tenant.values[tenant.run] = values[tenant.run]\n",
+        "tenants on ranks",
+    ),
+    Mutant(
+        "a tenant without data is updated, too",
+        "runtime/adapters/adapters.py",
+        "        for number in sorted(rates):\n"
+        "            self._tenants[number].update(rates[number], norms[number])\n",
+        "        for number in sorted(self._tenants):\n"
+        "            self._tenants[number].update(rates.get(number, 1e-3), norms.get(number, 0.0))\n",
+        "tenants",
+    ),
+    Mutant(
+        "an update of tenants moves a weight of the base",
+        "integrations/tenants.py",
+        "        self.adapters.update({number: lr[number] for number in good}, good)\n",
+        "        self.adapters.update({number: lr[number] for number in good}, good)\n"
+        "        next(self.model.parameters()).data.mul_(1 + 1e-9)\n",
+        "tenants",
+    ),
+    Mutant(
+        "tenants are clipped by the norm of all of them",
+        "integrations/tenants.py",
+        "{number: lr[number] for number in good}, good)",
+        "{number: lr[number] for number in good}, dict.fromkeys(good, self._norm({})))",
+        "tenants",
+    ),
+    Mutant(
+        "the norm of a tenant counts what tensor-parallel ranks hold alike on each of them",
+        "runtime/adapters/tenant.py",
+        "            if matrix.shared or counts:\n",
+        "            if matrix.shared or True:\n",
+        "tenants on tensor-parallel ranks",
+    ),
+    Mutant(
+        "a tenant that has failed is updated",
+        "integrations/tenants.py",
+        "for number, result in self._results.items() if not result.failed}\n        self.adapters",
+        "for number, result in self._results.items()}\n        self.adapters",
+        "isolation",
+    ),
+    Mutant(
+        "dropout counts from the start of a slice",
+        "runtime/adapters/hooks.py",
+        "torch.split(pack.positions_T, of_spans)",
+        "torch.split(torch.arange(len(samples_T)), of_spans)",
+        "replayed dropout",
+    ),
+    Mutant(
+        "the gradient of an adapter's input does not go through its dropout",
+        "runtime/adapters/product.py",
+        "dx_tC += part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)",
+        "dx_tC += dz_tr @ layer.a_rC.to(dz_tr.dtype)",
+        "replayed dropout",
     ),
 )

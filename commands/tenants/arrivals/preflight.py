@@ -24,19 +24,16 @@ class Preflight(NamedTuple):
     chain: PlanChain
 
 
-def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = ()) -> Preflight:
-    """Check trainer, layout and base, and that there is a folder of tenants. Raises EvenloadError; starts nothing."""
+def preflight(
+    recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = (), *, needs_tenants: bool = True
+) -> Preflight:
+    """Check trainer, layout and base, and, if any are needed, that there is a folder of tenants. Raises EvenloadError;
+    starts nothing."""
     refuse_of_models(recipe, against)
-    folder = folder_of_tenants(recipe)
-    names = Folder(folder).names
+    if needs_tenants:
+        _refuse_no_tenant(recipe)
     recipe, layout = runnable(recipe, world_size)
     refuse_first(
-        (
-            not names and not config_of(recipe).wait,
-            "there is no tenant to train",
-            f"no file NAME.yaml in {shorten(str(folder))}",
-            "put one there, or set plugins.lora.wait=true so that the job waits for them",
-        ),
         (
             recipe.model.vocab_size is None,
             "nobody says how large the vocabulary of the base is",
@@ -46,6 +43,18 @@ def preflight(recipe: Recipe, world_size: int | None = None, against: tuple[str,
     )
     refuse_other_tokenizer(recipe)
     return Preflight(recipe, PlanChain.of_recipe(recipe, layout))
+
+
+def _refuse_no_tenant(recipe: Recipe) -> None:
+    folder = folder_of_tenants(recipe)
+    refuse_first(
+        (
+            not Folder(folder).names and not config_of(recipe).wait,
+            "there is no tenant to train",
+            f"no file NAME.yaml in {shorten(str(folder))}",
+            "put one there, or set plugins.lora.wait=true so that the job waits for them",
+        )
+    )
 
 
 def refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from evenload.commands.proof.compare import (
     compare_number,
     compare_update,
 )
-from evenload.commands.verify import other_layout
+from evenload.commands.proof.layouts import other_layout
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sections import Train
 from evenload.integrations.textbook import AdamState, AdamW

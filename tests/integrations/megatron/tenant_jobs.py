@@ -37,8 +37,8 @@ def adapters_of(family: str, dropout: float = 0.0) -> tuple[Adapter, ...]:
 
 
 TRAINS = (
-    TenantTrain(weight_decay=0.1, clip_grad=0.5),
-    TenantTrain(weight_decay=0.0, clip_grad=0.0, betas=(0.8, 0.99)),
+    TenantTrain(weight_decay=0.0, clip_grad=0.5),
+    TenantTrain(weight_decay=0.2, clip_grad=0.0, betas=(0.8, 0.99)),
     TenantTrain(weight_decay=0.3, clip_grad=1e-3, eps=1e-6),
 )
 RATES = {0: 1e-2, 1: 3e-3, 2: 5e-2}
