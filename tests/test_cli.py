@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evenload.core.plan_json import read_plans
 
 WITHOUT_TRAINERS = """
 import sys
@@ -66,6 +67,32 @@ def test_plan_and_doctor_work_without_torch(place: Path) -> None:
     assert report["trainers"] == {"megatron": False, "deepspeed": False, "transformers": False}
     assert {row["status"] for row in report["hosts"]} == {"missing"}
     assert [row["name"] for row in report["solver"]] == ["PuLP", "HiGHS"]
+
+
+def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> None:
+    (place / "clients").mkdir()
+    for name, length in (("acme", 900), ("beta", 30)):
+        rows = "".join(json.dumps({"input_ids": [1] * length}) + "\n" for _ in range(4))
+        (place / f"{name}.jsonl").write_text(rows)
+        (place / "clients" / f"{name}.yaml").write_text(f"data: {{source: {name}.jsonl}}\ntrain: {{batch_size: 2}}")
+    settings = [
+        "plugins.lora.enabled=true",
+        "plugins.lora.tenants=clients",
+        "parallel.dp=2",
+        "--json",
+        "--out",
+        "t.json",
+    ]
+    done = evenload("plan", "recipe.yaml", *settings, cwd=place, bare=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tenants"]
+    assert [(row["name"], row["tokens"]) for row in found["tenants"]] == [("acme", 1800), ("beta", 60)]
+    assert found["saving"] > 1
+    (plan,) = read_plans(place / "t.json")
+    assert sorted(plan.tenants.tolist()) == [0, 0, 1, 1]
+    done = evenload("plan", "recipe.yaml", cwd=place, bare=True)
+    assert done.returncode == 2
+    assert "there are no lengths to plan" in done.stderr
 
 
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:

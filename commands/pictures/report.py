@@ -73,7 +73,8 @@ def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
     eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {steps} {done}"
     own_s, other_s = duration(ours.step_s), duration(other.step_s)
     if not facts.remapped:
-        head = join("Stock: ", own_s, " a step. No plugin is switched on")
+        others = " but ".join(["", *(plugin.name for plugin, _ in facts.outlook.chain.of_slices)])
+        head = join("Stock: ", own_s, f" a step. No plugin{others} is switched on")
     elif ratio > 1 + _SAME:
         head = join("evenload: ", own_s, " a step instead of ", other_s, ": ", factor(ratio))
     elif ratio > 1 - _SAME:
@@ -160,7 +161,7 @@ def _tenants(facts: Facts) -> Markup:
     rows = [(False, name, [tag("span", cell) for cell in cells]) for name, *cells in company.rows(tenants)]
     text = "Predicted. Alone: the step that a tenant would take by itself on all ranks, planned as well."
     lines = [say(text), *(say(f"{line[0].upper()}{line[1:]}.") for line in company.said(tenants))]
-    return section("tenants", "Tenants", *lines, _table("tenants", company.HEAD, rows))
+    return section("tenants", "Tenants", *lines, _table("company", company.HEAD, rows))
 
 
 def _loads(facts: Facts) -> Markup:

@@ -182,6 +182,11 @@ def test_tables_and_page_have_a_row_a_tenant(folder: Path) -> None:
         assert saving in shown
 
 
+def test_a_page_without_other_plugins_says_so(folder: Path) -> None:
+    recipe = recipe_of(folder, **{"plugins.packing.enabled": False})
+    assert "No plugin but lora is switched on" in page_of(look_ahead(recipe, {}, 1, record=True))
+
+
 def test_a_sweep_of_settings_plans_tenants(folder: Path) -> None:
     result = sweep(recipe_of(folder), ["parallel.dp=1,2"], {}, 1, None, {})
     assert [row["settings"] for row in result["rows"]] == [{"parallel.dp": 1}, {"parallel.dp": 2}]
