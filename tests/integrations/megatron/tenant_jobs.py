@@ -162,3 +162,18 @@ def three_steps(world: Any, *, plans: list[str | int], **changes: Any) -> dict[s
 
 def _equal(first: Any, second: Any) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def on_one_stage(world: Any, **changes: Any) -> dict[str, Any]:
+    """Two steps of a tenant that adapts one layer alone, so that other stages have nothing of it."""
+    adapter, losses, norms = Adapter(r=3, target_modules=("layers.0.self_attn.q_proj",)), [], []
+    with hosted(world, plugins__lora={"enabled": True}, **changes) as host:
+        host.adapters.join(9, adapter, TRAINS[0])
+        for seed in (0, 1):
+            plan = plan_of(host, seed, tenants=(9,) * len(LENGTHS))
+            result = host.train_step(plan, tokens(LENGTHS, seed), lr={9: 1e-2})
+            losses.append(result.tenants[9].loss)
+            norms.append(result.tenants[9].grad_norm)
+        state = host.adapters.state(9)
+        weights = {name: weight.numpy() for name, weight in state.weights.items()}
+    return {"losses": losses, "norms": norms, "weights": weights}
