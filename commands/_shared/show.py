@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -29,7 +29,11 @@ _MOST_TEXT = 1 << 17
 _WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
 
-Tick = Callable[[str], None]
+
+class Tick(Protocol):
+    """A step of a task is done, or so many; ``text`` stands behind its bar."""
+
+    def __call__(self, text: str, advance: int = 1) -> None: ...
 
 
 class Progress:
@@ -44,15 +48,15 @@ class Progress:
         bar, console = self._bar, self._lines
         if console is None:
             task = bar.add_task(name, total=total, text="")
-            yield lambda text: bar.update(task, advance=1, text=shorten(text))
+            yield lambda text, advance=1: bar.update(task, advance=advance, text=shorten(text))
             return
         started = said = time.monotonic()
         done = 0
 
-        def tick(text: str) -> None:
+        def tick(text: str, advance: int = 1) -> None:
             nonlocal said, done
-            done, now = done + 1, time.monotonic()
-            if now - said > _QUIET_EVERY_S or done == total:
+            done, now = done + advance, time.monotonic()
+            if advance and (now - said > _QUIET_EVERY_S or done == total):
                 said = now
                 left = f", {clock((now - started) / done * (total - done))} left" if total and done < total else ""
                 console.print(plain(f"{name}: {done}/{total or '?'}{left}  {text}"), highlight=False)
@@ -64,7 +68,7 @@ class Progress:
 def progress(leads: bool) -> Iterator[Progress]:
     """Progress for this rank."""
     console = Console(stderr=True)
-    name, text = TextColumn("{task.description}"), TextColumn("{task.fields[text]}", markup=False)
+    name, text = (TextColumn(f"{{task.{key}}}", markup=False) for key in ("description", "fields[text]"))
     columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
     with RichProgress(*columns, console=console, disable=not (leads and console.is_terminal)) as bar:
         yield Progress(bar, console if leads and not console.is_terminal else None)

@@ -78,6 +78,7 @@ class Loop:
             self._train(planned)
         else:
             return self._waits()
+        self._live.end(self.crew.tenants)
         return not self._stops
 
     def _plan(self) -> Planned | None:

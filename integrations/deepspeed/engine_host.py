@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -32,6 +32,28 @@ from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .expert_gate import GatedExperts
 from .model import empty_model
 from .traits import rules
+
+
+class EngineStep(NamedTuple):
+    """What the passes of a step are run with."""
+
+    plan: StepPlan
+    tokens_of: TokensOf
+    labels: Labels | None
+    num_targets: int
+    """Of the global batch: the divisor of every token loss."""
+    mark: Mark
+    clock: BusyClock
+
+
+class Passed(NamedTuple):
+    """What the passes of a rank came to."""
+
+    totals: Tensor
+    """Sum and number of its token losses, float64 [2] on the device."""
+    executed: tuple[Slice, ...]
+    branches: tuple[str, ...]
+    """Those that the plan does not show, in the words of `core.plan.branches`."""
 
 
 class EngineHost(Host):
@@ -118,7 +140,8 @@ class EngineHost(Host):
             )
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
-        totals, executed, branches = self._passes(plan, tokens_of, labels, num_targets, mark, clock)
+        step = EngineStep(plan, tokens_of, labels, num_targets, mark, clock)
+        totals, executed, branches = self._passes(step)
         dist.all_reduce(totals)
         busy = clock.read()
         loads = tuple(self._gated.gate.loads) if self._gated else ()
@@ -128,17 +151,8 @@ class EngineHost(Host):
         return StepResult(loss, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
-    def _passes(
-        self,
-        plan: StepPlan,
-        tokens_of: TokensOf,
-        labels: Labels | None,
-        num_targets: int,
-        mark: Mark,
-        clock: BusyClock,
-    ) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
-        """All passes of this rank: (sum and number of its token losses, float64 [2] on the device; slices it ran;
-        branches that the plan does not show, in the words of `core.plan.branches`)."""
+    def _passes(self, step: EngineStep) -> Passed:
+        """All passes of this rank."""
 
     @abstractmethod
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:

@@ -26,7 +26,7 @@ from ...core.plan.branches import DUMMIES, SUM_AFTER_PASSES
 from ...core.plan.forwards import forwards_in_step, lower_forwards
 from ...core.plan.in_step import Program
 from ...core.plan.program import Dummies, lower
-from ...core.plan.step_plan import Slice, StepPlan
+from ...core.plan.step_plan import StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.labels import Labels, labels_of
@@ -43,7 +43,7 @@ from ..huggingface.models import refuse_unsupported
 from ..huggingface.routes import Recorder, num_experts_of
 from ..scoring import Book, evaluating
 from .engine import make_engine, one_reduction
-from .engine_host import EngineHost
+from .engine_host import EngineHost, EngineStep, Passed
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .model import build_model, recompute_layers
@@ -119,15 +119,8 @@ class DeepSpeedHost(EngineHost):
     def _step(self) -> None:
         self.engine.step()
 
-    def _passes(
-        self,
-        plan: StepPlan,
-        tokens_of: TokensOf,
-        labels: Labels | None,
-        num_targets: int,
-        mark: Mark,
-        clock: BusyClock,
-    ) -> tuple[torch.Tensor, tuple[Slice, ...], tuple[str, ...]]:
+    def _passes(self, step: EngineStep) -> Passed:
+        plan, mark = step.plan, step.mark
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
         program, added = self._program_of(plan, "idle")
@@ -143,18 +136,18 @@ class DeepSpeedHost(EngineHost):
                 "recorder": recorder,
                 "gated": self._gated,
                 "plane": plane,
-                "tokens_of": tokens_of,
-                "labels_of": labels_of(labels),
-                "weight": share / num_targets,
+                "tokens_of": step.tokens_of,
+                "labels_of": labels_of(step.labels),
+                "weight": share / step.num_targets,
             }
             trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
             place = plan, 0, self.dp_cp_rank
-            executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
+            executor = Executor(*place, program, trainer, links=None, plane=plane, clock=step.clock, mark=mark)
             executor.run()
             mark("gradient reduction")
-            with clock.noting("G") if self.stage < 3 else nullcontext():
+            with step.clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
-        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *added)
+        return Passed(trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *added))
 
     def _program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
         """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any."""

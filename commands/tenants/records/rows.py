@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from ..._shared.metrics import Taken
 from ..._shared.show import Progress, Tick
 from ...training.writers import Entry
 from ..drawing import own_draws
-from ..tenant import ActiveTenant
+from ..tenant import ENDED, ActiveTenant
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,25 @@ class Live:
     def __init__(self, bar: Progress, opened: ExitStack) -> None:
         self._bar, self._opened = bar, opened
         self._ticks: dict[int, Tick] = {}
+        """Of tenants that have not ended, by their numbers."""
 
     def tick(self, tenant: ActiveTenant) -> None:
         """A step of a tenant is done."""
         if tenant.number not in self._ticks:
             task = self._bar.task(tenant.name, tenant.steps - tenant.step + 1)
             self._ticks[tenant.number] = self._opened.enter_context(task)
-        best = f"  best {tenant.best:.4f}" if tenant.best is not None else ""
-        rate = f"  {tenant.tokens / tenant.seconds:,.0f} tokens/s" if tenant.seconds else ""
-        self._ticks[tenant.number](f"loss {tenant.losses[-1]:.4f}{best}{rate}" if tenant.losses else "")
+        self._ticks[tenant.number](_said(tenant))
+
+    def end(self, tenants: Iterable[ActiveTenant]) -> None:
+        """Say of those that have ended how they did."""
+        for tenant in tenants:
+            if tenant.state in ENDED and tenant.number in self._ticks:
+                self._ticks.pop(tenant.number)(f"{tenant.state}  {_said(tenant)}", advance=0)
+
+
+def _said(tenant: ActiveTenant) -> str:
+    """How a tenant's last step was, in words."""
+    if not tenant.losses:
+        return ""
+    best = f"  best {tenant.best:.4f}" if tenant.best is not None else ""
+    return f"loss {tenant.losses[-1]:.4f}{best}  {tenant.tokens / tenant.seconds:,.0f} tokens/s"

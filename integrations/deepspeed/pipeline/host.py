@@ -23,7 +23,7 @@ from torch import Tensor
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
-from ....core.plan.step_plan import Slice, StepPlan
+from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.labels import Labels, labels_of
 from ....runtime.attention.pack import TokensOf
@@ -38,7 +38,7 @@ from ...freezing import freeze
 from ...host import Mark
 from ...scoring import Book, evaluating
 from ..engine import make_engine
-from ..engine_host import EngineHost
+from ..engine_host import EngineHost, EngineStep, Passed
 from .model import StageModule, build_stage
 from .stage import PipelineStage
 
@@ -102,33 +102,26 @@ class PipelineHost(EngineHost):
     def _step(self) -> None:
         self.engine._exec_optimizer_step()
 
-    def _passes(
-        self,
-        plan: StepPlan,
-        tokens_of: TokensOf,
-        labels: Labels | None,
-        num_targets: int,
-        mark: Mark,
-        clock: BusyClock,
-    ) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
+    def _passes(self, step: EngineStep) -> Passed:
+        plan, clock = step.plan, step.clock
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
         place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
         recomputes = self.recipe.train.recompute
         trainer = PipelineStage(
             self.engine,
             plane=plane,
-            tokens_of=tokens_of,
-            labels_of=labels_of(labels),
-            weight=1 / num_targets,
+            tokens_of=step.tokens_of,
+            labels_of=labels_of(step.labels),
+            weight=1 / step.num_targets,
             recomputes=recomputes,
         )
         program = lower(*place)
-        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
+        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=step.mark)
         executor.run()
-        mark("gradient reduction")
+        step.mark("gradient reduction")
         with clock.noting("G"):
             trainer.reduce()
-        return trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES,)
+        return Passed(trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES,))
 
     def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
         refuse_foreign(plan, self.layout.dp, self.layout.pp)

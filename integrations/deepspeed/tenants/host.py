@@ -13,7 +13,7 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.in_step import Program
-from ....core.plan.step_plan import Slice, StepPlan
+from ....core.plan.step_plan import StepPlan
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import Peers
 from ....runtime.attention.labels import Labels, labels_of
@@ -27,7 +27,7 @@ from ...huggingface.models import refuse_unequal_replay
 from ...huggingface.routes import num_experts_of
 from ...scoring import Book, LossBook
 from ...tenants import TenantHost, targets_of_tenants
-from ..engine_host import EngineHost
+from ..engine_host import EngineHost, EngineStep, Passed
 from ..host import DeepSpeedHost
 from ..model import enable_recomputing
 from .frozen import SHARDED, blocks_of, frozen_engine, linear_names, need_gradient, replay_first
@@ -67,7 +67,7 @@ class EngineTenants(TenantHost, EngineHost):
         of_rank = busy.total_s, busy.forward_s, tuple(executor.executed), (SUM_AFTER_PASSES, *branches)
         return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
-    def _passes(self, *_: Any) -> tuple[Tensor, tuple[Slice, ...], tuple[str, ...]]:
+    def _passes(self, step: EngineStep) -> Passed:
         raise AssertionError("the passes of tenants are those of _run")
 
     @abstractmethod

@@ -110,9 +110,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory, forged: Forged) -> Place:
     """All three together, never disturbed."""
     place = Place(tmp_path_factory.mktemp("whole"), forged)
     place.put(**ALL)
-    result = place.trained()
+    result = place.trained("log.jsonl=log.jsonl", "log.tensorboard=board")
     assert states(result) == {"acme": ("done", 6), "bolt": ("done", 8), "core": ("done", 5)}
+    assert [row["num_tenants"] for row in result["steps"]] == [3] * 5 + [2] + [1] * 2
     return place
+
+
+def test_logs_have_every_step_of_every_tenant(whole: Place) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = [json.loads(line) for line in (whole.path / "log.jsonl").read_text().splitlines()]
+    assert [sorted(line["tenants"]) for line in lines] == [sorted(ALL)] * 5 + [["acme", "bolt"]] + [["bolt"]] * 2
+    assert [line["tenants"]["bolt"]["loss"] for line in lines] == whole.series("bolt")[1]
+    board = EventAccumulator(str(whole.path / "board")).Reload()
+    assert len(board.Scalars("evenload/tenants/acme/loss")) == 6
 
 
 def test_each_trains_as_it_does_alone(place: Place, whole: Place) -> None:
