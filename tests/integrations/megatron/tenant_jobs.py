@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.exactness import largest_error, relative_error
@@ -68,10 +70,17 @@ def _random(drawn: Any, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def plan_of(host: Any, which: str | int, lengths: Any = LENGTHS, tenants: Any = TENANTS, **drawn: Any) -> StepPlan:
-    """By name or seed; seeds of 100 and more, and names, are of shared micro-batches."""
+def plan_of(
+    host: Any, which: str | int, lengths: Any = LENGTHS, tenants: Any = TENANTS, *, splits: bool = False, **drawn: Any
+) -> StepPlan:
+    """By name or seed; seeds of 100 and more, and names, are of shared micro-batches. ``splits``: the weight gradients
+    of every second pass are a pass of their own, behind all others."""
     shares = isinstance(which, str) or which >= 100
     plan = sharing(host, which, lengths) if shares else planned(host, which, lengths, **drawn)
+    if splits:
+        last = [[Op("W", op.micro_batch) for op in row if op.kind == "B"][::2] for row in plan.order]
+        order = tuple((*row, *later) for row, later in zip(plan.order, last, strict=True))
+        plan = check(plan.revised(order=order, limits=replace(plan.limits, splits_backward=True)))
     return plan.revised(tenants=as_lengths(tenants[: len(plan.lengths)]))
 
 

@@ -52,6 +52,11 @@ def test_so_it_is_when_the_recipe_recomputes_every_layer(on_ranks, size, layout)
     _exact(on_ranks(size, "in_company", plans=[0, 1], drawn=drawn, train__recompute=True, **layout))
 
 
+def test_so_it_is_where_weight_gradients_are_passes_of_their_own(on_ranks):
+    drawn = {"splits": True, "asymmetric": False, "replay": "some"}
+    _exact(on_ranks(2, "in_company", plans=[1, 2], drawn=drawn, parallel__pp=2))
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
 def test_every_family(on_ranks, family):
     _exact(on_ranks(2, "in_company", plans=[1, 2], model__family=family, parallel__pp=2))
