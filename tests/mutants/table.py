@@ -39,6 +39,7 @@ def _quick(run: str) -> Words:
 
 
 _TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
+_FROZEN = "tests/integrations/deepspeed/test_tenants.py"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
 _TRAINER_STAGE = "integrations/huggingface/stage.py"
 _TRAINER_STEP = "integrations/huggingface/trainer.py"
@@ -96,6 +97,10 @@ KILLERS: dict[str, Words] = {
     "tenants": ("pytest", f"{_TENANTS}[one]"),
     "tenants on ranks": ("pytest", f"{_TENANTS}[dp2]"),
     "tenants on tensor-parallel ranks": ("pytest", f"{_TENANTS}[dp2tp2]"),
+    "frozen layers": ("pytest", _FROZEN, "-k", "begins_with_its_replay"),
+    "frozen in a row": ("pytest", _FROZEN, "-k", "in_a_row"),
+    "frozen zero 3": ("pytest", _FROZEN, "-k", "three_steps and 3-more"),
+    "frozen stages": ("pytest", f"{_FROZEN}::test_pipelines_train_each_tenant_as_if_alone", "-k", "4-False"),
     "halving": ("pytest", "tests/commands/tenants/verdicts/test_halving.py"),
     "scored tenants": ("pytest", "tests/commands/tenants/verdicts/test_evaluation.py"),
     "patience": ("pytest", "tests/commands/tenants/verdicts/test_verdicts.py", "-k", "patience"),
@@ -888,6 +893,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if matrix.shared or counts:\n",
         "            if matrix.shared or True:\n",
         "tenants on tensor-parallel ranks",
+    ),
+    Mutant(
+        "a recomputed layer of ZeRO 3 is replayed when an adapter asks for it",
+        "integrations/deepspeed/tenants/frozen.py",
+        "        layer._gradient_checkpointing_func = partial(_marked, layer._gradient_checkpointing_func)\n",
+        "        layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func)\n",
+        "frozen layers",
+    ),
+    Mutant(
+        "backwards in a row keep the frozen weights that they gathered",
+        "integrations/deepspeed/tenants/stage.py",
+        "        self._releases.before_backward()\n",
+        "",
+        "frozen in a row",
+    ),
+    Mutant(
+        "a pack of no tenant has no backward beside a frozen model",
+        "integrations/deepspeed/tenants/frozen.py",
+        "    return output.requires_grad_() if torch.is_grad_enabled() else output\n",
+        "    return output\n",
+        "frozen zero 3",
+    ),
+    Mutant(
+        "adapters of a stage are summed over the stages",
+        "integrations/deepspeed/tenants/pipeline.py",
+        "        peers = Peers(grid.get_data_parallel_group(), stages)\n",
+        "        peers = Peers(stages, stages)\n",
+        "frozen stages",
     ),
     Mutant(
         "a tenant that has failed is updated",

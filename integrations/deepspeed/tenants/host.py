@@ -82,6 +82,8 @@ class DeepSpeedTenants(EngineTenants, DeepSpeedHost):
 
     def _open_engine(self, model: Any) -> None:
         names = linear_names(model)
+        # Transformers' own hook for recomputation would have ZeRO 3 gather the embedding in every backward.
+        model.disable_input_require_grads()
         self.frozen = frozenset(name for name, _ in model.named_parameters())
         self.engine = frozen_engine(model, self.recipe, self.world.size)
         module = self.engine.module

@@ -22,14 +22,16 @@ from evenload.runtime.attention.labels import Labels
 Tensors = dict[str, torch.Tensor]
 
 
-def adapters_of(family: str) -> tuple[Adapter, ...]:
-    """Of three tenants. The larger what they add to the base is, the sharper its attention, and the larger float32's
-    rounding: it is kept as small as the base's own weights."""
-    some, one = (("q_proj", "v_proj", "down_proj"), "o_proj")
+def adapters_of(family: str, layers: int) -> tuple[Adapter, ...]:
+    """Of three tenants, the second of which adapts the last layer alone.
+
+    What they add to the base is as small as its weights: sharper attention would have float32 round more.
+    """
+    some, one = ("self_attn.v_proj", "mlp.down_proj"), "o_proj"
     if family == "gpt":
-        some, one = (("query_key_value", "dense_4h_to_h"), "attention.dense")
-    rsloras = Adapter(r=16, lora_alpha=8, rank_pattern={one: 5}, use_rslora=True)
-    return Adapter(r=4, lora_alpha=8), Adapter(r=8, target_modules=some), rsloras
+        some, one = ("attention.query_key_value", "mlp.dense_4h_to_h"), "attention.dense"
+    last = Adapter(r=8, target_modules=tuple(f"{layers - 1}.{name}" for name in some))
+    return Adapter(r=4, lora_alpha=8), last, Adapter(r=16, lora_alpha=8, rank_pattern={one: 5}, use_rslora=True)
 
 
 TRAIN = TenantTrain(weight_decay=0.1, clip_grad=0.5)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from evenload.commands.proof.masking import half_masked
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed.engine import Releases
 from evenload.integrations.exactness import relative_error
 from evenload.runtime.world.world import init_world
 from torch.nn.functional import cross_entropy
@@ -40,7 +42,7 @@ def hosted(stage: int, **more: Any) -> Iterator[tuple[Any, list[Any]]]:
     """A host with three tenants, and each of them alone."""
     host = open_host(recipe(stage, **more), init_world())
     base = host.weights()
-    adapters = alone.adapters_of(more.get("family", "llama"))
+    adapters = alone.adapters_of(more.get("family", "llama"), host.recipe.model.num_layers)
     pairs = list(zip(adapters, alone.drawn_states(adapters, base), strict=True))
     for number, (adapter, state) in enumerate(pairs):
         host.adapters.join(number, adapter, alone.TRAIN, state)
@@ -151,3 +153,19 @@ def _equal(one: Any, other: Any) -> bool:
     return one.steps == other.steps and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
     )
+
+
+def gathered_while_backward_ends(counted: bool, recompute: bool) -> list[int]:
+    """Parameters that ZeRO 3 has gathered when the backward of the first layer ends, for each backward of a step.
+
+    Without `counted` the counters by which DeepSpeed releases parameters are left as the last forward set them.
+    """
+    seen: list[int] = []
+    with hosted(3, recompute=recompute) as (host, _):
+        first = host.engine.module.model.layers[0].input_layernorm
+        handle = first.register_full_backward_hook(lambda *_: seen.append(slices._gathered(host)))
+        plan, tokens_of, _ = case(host, "chains none equal", 0)
+        with patch.object(Releases, "after_forward", Releases.after_forward if counted else lambda _: None):
+            host.gradients(plan, tokens_of)
+        handle.remove()
+    return seen

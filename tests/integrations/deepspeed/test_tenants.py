@@ -167,3 +167,14 @@ def test_a_tenant_goes_on_under_the_other_trainer(world, forge, tmp_path, first,
         of_trainer.close()
     whole, resumed = losses
     assert resumed == [pytest.approx(of_step, rel=ROUNDING) for of_step in whole[2:]]
+
+
+@pytest.mark.slow
+def test_backwards_in_a_row_release_the_frozen_weights_that_they_gathered(on_ranks):
+    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=True, recompute=False):
+        assert len(seen) == 16
+        assert max(seen) <= seen[0] < 10
+    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=False, recompute=False):
+        assert seen[0] < 10 < min(seen[1:])
+    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=True, recompute=True):
+        assert max(seen) <= 9, "a replay keeps the weights of one layer for its backward"
