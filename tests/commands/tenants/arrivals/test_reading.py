@@ -61,3 +61,16 @@ def test_data_that_are_gone_or_have_changed_are_said_of_their_tenant(tmp_path: P
     assert "b.jsonl" in faults[2]
     (tmp_path / "b.jsonl").unlink()
     assert list(samples.read(planned(draw), 1)) == [2]  # the last sequence is the other rank's
+
+
+def test_a_sample_of_other_targets_than_when_the_data_were_opened_is_not_trained_on(tmp_path: Path) -> None:
+    """In place, so that every row is where it was."""
+    path, rows = tmp_path / "a.jsonl", [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]}] * 2
+    one = source(path, rows)
+    path.write_text(path.read_text().replace("[-100, 2, 3]", "[0, -100, 3]"))
+    draw = union({1: draw_of(one, [0, 1, 0])})
+    samples = Samples()
+    samples.sources[1] = one
+    faults = samples.read(planned(draw), 0)
+    assert "a.jsonl has changed since it was opened" in faults[1]
+    assert "sample 0 has 1 targets, 2 before" in faults[1]
