@@ -1,15 +1,16 @@
 """Adapters of many tenants on a linear layer: as evenload computes them, against the bare product and other ways.
 
-    python benchmarks/gpu/adapters.py [--json] [--hidden 4096] [--tokens 16384] [--tenants 1,8,64] [--rank 16] [--tiny]
+    python benchmarks/gpu/adapters.py [--json] [--hidden 4096] [--tokens 16384] [--tenants 1,8,64] [--rank 16] \\
+        [--dtype bf16] [--tiny]
 
 A frozen layer [hidden, hidden] with an adapter of so many tenants, whose tokens lie side by side; forward, and backward
-down to the layer's input and to the adapters' matrices. bfloat16 activations, adapters in float32 (float32 throughout
-on a CPU).
+down to the layer's input and to the adapters' matrices. bfloat16 activations (or float32), adapters in float32.
 
     bare       the layer alone, with the gradient of its input
     evenload   `runtime.adapters.product`: one autograd function, tenant by tenant, gradients straight into the buffers
     loop       as a textbook has it: two products a tenant, put together by autograd
-    grouped    all tenants at once by torch's grouped product (bfloat16 on CUDA, equal ranks), matrices of bfloat16
+    grouped    all tenants at once by torch's grouped product, which takes bfloat16, tenants of equal rank, and tokens
+               of each by sixteens
 
 Errors are relative, against the same in float64, the largest of output, gradient of the input, and gradients of all
 matrices: bf16 parity is evenload's beside the loop's. Times are medians of runs after two to warm up, by CUDA events
@@ -35,6 +36,9 @@ from torch import Tensor
 
 RUNS = 20
 ALPHA = 32.0
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ALIGNED = 16
+"""Tokens of a tenant are a multiple of it."""
 
 
 class Case(NamedTuple):
@@ -67,21 +71,21 @@ class Variant(NamedTuple):
     """The same, with what it gives."""
 
 
-def case_of(hidden: int, tokens: int, tenants: int, rank: int, device: torch.device) -> Case:
+def case_of(asked: argparse.Namespace, tenants: int, device: torch.device) -> Case:
     """Tenants of unlike sizes: shares of 1, 2, 3, 1, 2, 3 ..."""
+    hidden, rank, dtype = asked.hidden, asked.rank, DTYPES[asked.dtype]
     draw = torch.Generator().manual_seed(tenants)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shares = [1 + tenant % 3 for tenant in range(tenants)]
-    sizes = [tokens * share // sum(shares) for share in shares]
-    sizes[-1] += tokens - sum(sizes)
+    each = max(1, asked.tokens // (sum(shares) * ALIGNED)) * ALIGNED
+    sizes = [each * share for share in shares]
 
     def drawn(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=draw) * scale).to(device)
 
     return Case(
         drawn(hidden, hidden, scale=hidden**-0.5).to(dtype),
-        drawn(tokens, hidden).to(dtype),
-        drawn(tokens, hidden).to(dtype),
+        drawn(sum(sizes), hidden).to(dtype),
+        drawn(sum(sizes), hidden).to(dtype),
         drawn(tenants, rank, hidden, scale=hidden**-0.5),
         drawn(tenants, hidden, rank, scale=0.1),
         sizes,
@@ -202,32 +206,32 @@ def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
 def measured(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rows = []
     for tenants in (int(word) for word in asked.tenants.split(",")):
-        case = case_of(asked.hidden, asked.tokens, tenants, asked.rank, device)
-        row: dict[str, Any] = {"tenants": tenants, "ms": {}, "error": {}}
+        case = case_of(asked, tenants, device)
+        row: dict[str, Any] = {"tenants": tenants, "tokens": len(case.x_TC), "ms": {}, "error": {}}
         for name, variant in VARIANTS.items():
-            if name == "grouped" and device.type != "cuda":
+            if name == "grouped" and case.x_TC.dtype != torch.bfloat16:
                 continue
             row["ms"][name] = milliseconds(variant(case).run, device)
         row["error"] = errors(case, [name for name in row["ms"] if name != "bare"])
         rows.append(row)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    sizes = {key: getattr(asked, key) for key in ("hidden", "tokens", "rank")}
-    return {"device": name, "dtype": str(case.x_TC.dtype), "torch": torch.__version__, **sizes, "rows": rows}
+    sizes = {key: getattr(asked, key) for key in ("hidden", "rank", "dtype")}
+    return {"device": name, "torch": torch.__version__, **sizes, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> Any:
     rows = []
     for row in result["rows"]:
         times, base = row["ms"], row["ms"]["bare"]
-        cells = [str(row["tenants"]), f"{base:.2f} ms"]
+        cells = [str(row["tenants"]), f"{row['tokens']:,}", f"{base:.2f} ms"]
         for name in list(VARIANTS)[1:]:
             known = name in times
             cells += [f"{times[name]:.2f} ms, {times[name] / base:.2f}x" if known else ""]
         errors = [f"{name} {error:.1e}" for name, error in row["error"].items()]
         rows.append([*cells, "\n".join(errors)])
-    head = ("tenants", "bare", "evenload, over bare", "loop", "grouped", "error")
-    title = f"adapters of rank {result['rank']} on a layer of {result['hidden']}, {result['tokens']} tokens"
-    return grid(f"{title}, {result['dtype'].removeprefix('torch.')}, {result['device']}, measured", head, rows)
+    head = ("tenants", "tokens", "bare", "evenload, over bare", "loop", "grouped", "error")
+    title = f"adapters of rank {result['rank']} on a layer of {result['hidden']}"
+    return grid(f"{title}, {result['dtype']}, {result['device']}, measured", head, rows)
 
 
 def main() -> None:
@@ -236,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--tenants", default="1,8,64")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()

@@ -156,6 +156,14 @@ def test_tenants_are_exact_beside_each_alone(place: Path, verify: Verify) -> Non
     assert result["grad_rel_err"] <= result["tolerance"]
 
 
+def test_tenants_are_exact_under_deepspeed(verify: Verify) -> None:
+    words = ("trainer=deepspeed", "train.dtype=fp32", "deepspeed.zero_stage=3", "plugins.packing.max_tokens=100")
+    code, result = verify(*LORA, *words)
+    assert code == 0, result["over"]
+    assert result["grad_rel_err"] <= result["tolerance"] <= 1e-5
+    assert result["branches"]["cut sequences"]
+
+
 def test_a_divisor_that_tenants_share_is_caught(verify: Verify) -> None:
     code, result = verify(*LORA, "--steps", "1", fault=SHARED_DIVISOR)
     assert code == 1

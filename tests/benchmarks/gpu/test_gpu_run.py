@@ -235,16 +235,17 @@ def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script
 
 
 @pytest.mark.slow
-def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done]) -> None:
-    done = script("adapters.py", "--tiny", "--json")
+@pytest.mark.parametrize(("dtype", "rounds"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done], dtype: str, rounds: float) -> None:
+    done = script("adapters.py", "--tiny", "--dtype", dtype, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)["rows"]
     assert [row["tenants"] for row in rows] == [1, 8, 64]
     for row in rows:
-        assert row["ms"].keys() == {"bare", "evenload", "loop"}
+        assert row["ms"].keys() == {"bare", "evenload", "loop", *(["grouped"] if dtype == "bf16" else [])}
         assert min(row["ms"].values()) > 0
-        assert 0 < row["error"]["loop"] < 1e-6
-        assert 0 < row["error"]["evenload"] < 2 * row["error"]["loop"]
+        assert 0 < row["error"]["loop"] < rounds
+        assert 0 < row["error"]["evenload"] < 1.5 * row["error"]["loop"]
 
 
 @pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py"])

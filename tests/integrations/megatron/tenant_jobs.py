@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.laws import check
+from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.exactness import largest_error, relative_error
@@ -68,10 +70,17 @@ def _random(drawn: Any, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def plan_of(host: Any, which: str | int, lengths: Any = LENGTHS, tenants: Any = TENANTS, **drawn: Any) -> StepPlan:
-    """By name or seed; seeds of 100 and more, and names, are of shared micro-batches."""
+def plan_of(
+    host: Any, which: str | int, lengths: Any = LENGTHS, tenants: Any = TENANTS, *, splits: bool = False, **drawn: Any
+) -> StepPlan:
+    """By name or seed; seeds of 100 and more, and names, are of shared micro-batches. ``splits``: the weight gradients
+    of every second pass are a pass of their own, behind all others."""
     shares = isinstance(which, str) or which >= 100
     plan = sharing(host, which, lengths) if shares else planned(host, which, lengths, **drawn)
+    if splits:
+        last = [[Op("W", op.micro_batch) for op in row if op.kind == "B"][::2] for row in plan.order]
+        order = tuple((*row, *later) for row, later in zip(plan.order, last, strict=True))
+        plan = check(plan.revised(order=order, limits=replace(plan.limits, splits_backward=True)))
     return plan.revised(tenants=as_lengths(tenants[: len(plan.lengths)]))
 
 
@@ -162,3 +171,18 @@ def three_steps(world: Any, *, plans: list[str | int], **changes: Any) -> dict[s
 
 def _equal(first: Any, second: Any) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def on_one_stage(world: Any, **changes: Any) -> dict[str, Any]:
+    """Two steps of a tenant that adapts one layer alone, so that other stages have nothing of it."""
+    adapter, losses, norms = Adapter(r=3, target_modules=("layers.0.self_attn.q_proj",)), [], []
+    with hosted(world, plugins__lora={"enabled": True}, **changes) as host:
+        host.adapters.join(9, adapter, TRAINS[0])
+        for seed in (0, 1):
+            plan = plan_of(host, seed, tenants=(9,) * len(LENGTHS))
+            result = host.train_step(plan, tokens(LENGTHS, seed), lr={9: 1e-2})
+            losses.append(result.tenants[9].loss)
+            norms.append(result.tenants[9].grad_norm)
+        state = host.adapters.state(9)
+        weights = {name: weight.numpy() for name, weight in state.weights.items()}
+    return {"losses": losses, "norms": norms, "weights": weights}

@@ -52,6 +52,11 @@ def test_so_it_is_when_the_recipe_recomputes_every_layer(on_ranks, size, layout)
     _exact(on_ranks(size, "in_company", plans=[0, 1], drawn=drawn, train__recompute=True, **layout))
 
 
+def test_so_it_is_where_weight_gradients_are_passes_of_their_own(on_ranks):
+    drawn = {"splits": True, "asymmetric": False, "replay": "some"}
+    _exact(on_ranks(2, "in_company", plans=[1, 2], drawn=drawn, parallel__pp=2))
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
 def test_every_family(on_ranks, family):
     _exact(on_ranks(2, "in_company", plans=[1, 2], model__family=family, parallel__pp=2))
@@ -87,3 +92,13 @@ def test_tenants_come_and_go_for_long_and_leave_nothing_behind(on_ranks, size, l
         assert result["after"] == result["before"]
         assert result["closed"] == 0
         assert result["worst"] < 1e-9
+
+
+def test_a_tenant_may_adapt_layers_of_one_stage_alone(on_ranks):
+    whole = on_ranks(1, "on_one_stage")[0]
+    assert len(whole["weights"]) == 2
+    for part in on_ranks(4, "on_one_stage", parallel__pp=2):
+        assert part["losses"] == pytest.approx(whole["losses"], rel=1e-12)
+        assert part["norms"] == pytest.approx(whole["norms"], rel=1e-9)
+        for name, weight in whole["weights"].items():
+            assert part["weights"][name] == pytest.approx(weight, rel=1e-9, abs=1e-15)

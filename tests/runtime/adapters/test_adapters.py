@@ -1,0 +1,182 @@
+"""Tenants on one rank and divided over several: what they hold, what is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.runtime.adapters.adapters import Adapters
+from evenload.runtime.adapters.peers import Peers
+from evenload.runtime.adapters.places import Block, Place, Site
+from evenload.runtime.adapters.state import AdapterState, part_of
+from evenload.runtime.adapters.tenant import TenantAdapter
+from evenload.runtime.attention.pack import build_pack
+from hypothesis import given
+from torch import nn
+
+CPU = torch.device("cpu")
+TRAIN = TenantTrain(weight_decay=0.1, clip_grad=0.5)
+
+
+class Layer(nn.Module):
+    """A layer with two linear ones; the pack is an argument of its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x_TC: torch.Tensor, *, pack: Any) -> torch.Tensor:
+        return x_TC + self.down(self.up(x_TC).tanh())
+
+
+def site(module: nn.Linear, name: str) -> Site:
+    return Site(
+        module,
+        (Place(name, module.out_features, module.in_features, (0, module.out_features), (0, module.in_features)),),
+    )
+
+
+def adapters_of(layer: Layer) -> Adapters:
+    sites = (site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down"))
+    block = Block(layer, lambda _, words: words["pack"], sites)
+    return Adapters([block], ["layers.0.up", "layers.0.down"], Peers(), torch.float64, CPU)
+
+
+def pack(lengths: list[int]) -> Any:
+    pieces = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
+    return build_pack(MicroBatch(pieces, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64))
+
+
+def state_of(adapter: Adapter, steps: int = 0) -> AdapterState:
+    """Any values."""
+    shapes = {}
+    for name, (outputs, inputs) in {"layers.0.up": (6, 4), "layers.0.down": (4, 6)}.items():
+        if adapter.targets([name]):
+            rank = adapter.rank_of(name)
+            shapes |= {f"{name}.lora_A": (rank, inputs), f"{name}.lora_B": (outputs, rank)}
+    draw = torch.Generator().manual_seed(1)
+    tensors = [
+        {name: torch.rand(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+        for _ in range(3)
+    ]
+    return AdapterState(*tensors, steps) if steps else AdapterState(tensors[0], {}, {}, 0)
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+def test_a_state_goes_in_and_comes_out(steps: int) -> None:
+    adapters, adapter = adapters_of(Layer()), Adapter(r=3, rank_pattern={"down": 2})
+    state = state_of(adapter, steps)
+    adapters.join(4, adapter, TRAIN, state)
+    found = adapters.state(4)
+    assert found.steps == steps
+    for kind, (wanted, tensors) in enumerate(zip(state[:3], found[:3], strict=True)):
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, wanted[name] if wanted else torch.zeros_like(tensor)), (kind, name)
+    adapters.close()
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_owners_together_update_as_one_alone(owners: int, rank: int, steps: int) -> None:
+    layer, adapter = Layer(), Adapter(r=rank)
+    sites = [site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down")]
+    state, gradient = state_of(adapter, steps), torch.rand(2 * rank * 10 + owners, dtype=torch.float64)
+
+    def updated(owner: int, owners: int) -> TenantAdapter:
+        of: Any = {"owner": owner, "owners": owners, "dtype": torch.float64, "device": CPU, "state": state}
+        tenant = TenantAdapter(adapter, TRAIN, sites, **of)
+        tenant.gradients[: tenant.size] = gradient[: tenant.size]
+        tenant.update(1e-2, norm=2.0)
+        return tenant
+
+    one, parts = updated(0, 1), [updated(owner, owners) for owner in range(owners)]
+    size = one.size
+    assert torch.equal(torch.cat([part.values[part.run] for part in parts])[:size], one.values)
+    for kind in range(2):
+        assert torch.equal(torch.cat([p.owned_moments()[kind] for p in parts])[:size], one.owned_moments()[kind])
+
+
+@given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 3))
+def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts: int, rank: int) -> None:
+    a, b = torch.rand(rank, 12), torch.rand(12, rank)
+    size = 12 // parts
+    runs = [(i * size, (i + 1) * size) for i in range(parts)]
+    by_columns = [Place("x", 4, 12, (0, 4), run) for run in runs]
+    by_rows = [Place("x", 12, 4, run, (0, 4)) for run in runs]
+    assert torch.equal(torch.cat([part_of(a, place, "lora_A") for place in by_columns], 1), a)
+    assert torch.equal(torch.cat([part_of(b, place, "lora_B") for place in by_rows]), b)
+
+
+def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere() -> None:
+    layer = Layer()
+    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+    bare = layer(x_TC, pack=pack([2, 3]))
+    for number, seed in enumerate((1, 1, 2)):
+        adapters.join(number, Adapter(r=2), TenantTrain(seed=seed))
+    adapters.begin(np.array([0, 2]))
+    assert torch.equal(layer(x_TC, pack=pack([2, 3])), bare)
+    first, same, other = (adapters.state(number).weights["layers.0.up.lora_A"] for number in range(3))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    adapters.close()
+
+
+def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off() -> None:
+    layer = Layer()
+    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+    for number in (0, 1):
+        adapters.join(number, Adapter(r=2), TRAIN)
+    adapters.begin(np.array([0, 1]))
+    layer(x_TC, pack=pack([2, 3])).sum().backward()
+    left = weakref.ref(adapters._tenants[0])
+    adapters.leave(0)
+    gc.collect()
+    assert left() is None
+    assert adapters.numbers == (1,)
+    adapters.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+
+
+def test_a_plan_with_a_stranger_is_refused() -> None:
+    adapters = adapters_of(Layer())
+    adapters.join(2, Adapter(), TRAIN)
+    with pytest.raises(EvenloadError, match="tenants that have no adapter here"):
+        adapters.begin(np.array([2, 3]))
+    adapters.close()
+
+
+REFUSED = {
+    "a target that is no layer": (Adapter(target_modules=("upp", "down")), None, ["upp", "did you mean 'up'"]),
+    "other layers": (Adapter(target_modules=("up",)), state_of(Adapter()), ["layers.0.down.lora_A", "target_modules"]),
+    "another rank": (Adapter(r=3), state_of(Adapter(r=2)), ["layers.0.up.lora_A (2, 4), wanted (3, 4)"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(case: str) -> None:
+    adapter, state, words = REFUSED[case]
+    adapters = adapters_of(Layer())
+    with pytest.raises(EvenloadError) as caught:
+        adapters.join(0, adapter, TRAIN, state)
+    text = " ".join((caught.value.what, caught.value.found, caught.value.do))
+    for word in words:
+        assert word in text
+    assert adapters.numbers == ()
+    adapters.close()
+
+
+def test_bytes_of_a_tenant_are_those_that_it_takes() -> None:
+    adapters, adapter = adapters_of(Layer()), Adapter(r=3)
+    adapters.join(0, adapter, TRAIN)
+    tenant = adapters._tenants[0]
+    taken = sum(t.numel() * t.element_size() for t in (tenant.values, tenant.gradients, *tenant.owned_moments()))
+    assert adapters.bytes_of(adapter) == taken
+    adapters.close()
