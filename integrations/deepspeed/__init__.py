@@ -36,8 +36,9 @@ def open_host(recipe: Recipe, world: World) -> Host:
     _require_packages()
     if recipe.parallel.pp > 1:
         from .pipeline.host import PipelineHost
+        from .tenants.pipeline import PipelineTenants
 
-        return PipelineHost(recipe, world)
+        return PipelineTenants(recipe, world) if recipe.adapts else PipelineHost(recipe, world)
     from .host import DeepSpeedHost
     from .tenants.host import DeepSpeedTenants
 

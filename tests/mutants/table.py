@@ -696,8 +696,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replay's loss weighs half",
         _STAGE,
-        "        return self._weighed(summed(output[0], pack), pack)",
-        '        return self._weighed(summed(output[0], pack), pack) * (1.0 if action.kind == "forward" else 0.5)',
+        "        return self._weighed(self._sum(output[0], pack), pack)",
+        '        return self._weighed(self._sum(output[0], pack), pack) * (1.0 if action.kind == "forward" else 0.5)',
         "quick deepspeed stages",
     ),
     Mutant(

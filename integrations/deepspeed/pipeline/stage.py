@@ -42,15 +42,22 @@ class PipelineStage(PackStage):
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         pack: Pack = loaded.pack
         if action.kind == "forward_kv":
-            output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, head=False)
-            return output
+            return self._through(received, pack, head=False)
         layers = len(self.blocks) * self._recomputes if action.recomputed is None else action.recomputed
-        output = DeepSpeedEngine.forward(self._engine, received, pack, recomputed=layers)
+        output = self._through(received, pack, recomputed=layers)
         if not self._engine.is_last_stage():
             return output
         if action.kind == "score":
             return self._scored(output[0], pack)
-        return self._weighed(summed(output[0], pack), pack)
+        return self._weighed(self._sum(output[0], pack), pack)
+
+    def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
+        """The forward of `model.StageModule`, by the engine."""
+        output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, **how)
+        return output
+
+    def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        return summed(logits_TV, pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         engine = self._engine

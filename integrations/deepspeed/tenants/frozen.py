@@ -1,9 +1,9 @@
 """A frozen Hugging Face model in DeepSpeed's engine, without an optimizer, and its linear layers as adapters see them.
 
-    ZeRO 0, 1, 2    nothing is left that they divide or reduce: the engine sets precision and device, and that is all it
-                    does; it is made with ZeRO 0, as 1 and 2 refuse to stand without an optimizer
+    ZeRO 0, 1, 2    nothing is left that they divide or reduce: the engine puts the model on its device, and that is
+                    all it does; it is made with ZeRO 0, as 1 and 2 refuse to stand without an optimizer
     ZeRO 3          the engine divides the frozen weights, and gathers and releases them in every pass
-    pipelines       the engine's grid gives the stages and their process groups
+    pipelines       the engine gives the stages their layers and their process groups
 
 Passes with a backward call the engine's module, and autograd itself: the engine's own forward and backward count what
 an optimizer will do, and refuse to run without one.
@@ -42,6 +42,11 @@ def frozen_engine(model: nn.Module, recipe: Recipe, world_size: int) -> Any:
     config = ds_config(recipe, world_size)
     if recipe.deepspeed.zero_stage != SHARDED:
         config["zero_optimization"] = {"stage": 0}
+        if recipe.train.dtype == "bf16":
+            # DeepSpeed's own bfloat16 comes with an optimizer; buffers keep their precision there, too.
+            config["bf16"] = {"enabled": False}
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....core.errors import EvenloadError
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.in_step import Program
 from ....core.plan.step_plan import StepPlan
@@ -24,7 +23,6 @@ from ....runtime.stage.offload import layers_of
 from ...foreign_plans import refuse_foreign
 from ...host import Host, Mark, StepResult
 from ...huggingface.models import refuse_unequal_replay
-from ...huggingface.routes import num_experts_of
 from ...scoring import Book, LossBook
 from ...tenants import TenantHost, targets_of_tenants
 from ..engine_host import EngineHost, EngineStep, Passed
@@ -83,9 +81,6 @@ class DeepSpeedTenants(EngineTenants, DeepSpeedHost):
     """Without pipeline stages, under ZeRO 0, 1, 2 or 3. Ranks run different numbers of micro-batches but under 3."""
 
     def _open_engine(self, model: Any) -> None:
-        if num_experts_of(model):
-            what = "experts cannot be adapted"
-            raise EvenloadError(what, f"the model '{model.config.model_type}'", "use a model without experts")
         names = linear_names(model)
         self.frozen = frozenset(name for name, _ in model.named_parameters())
         self.engine = frozen_engine(model, self.recipe, self.world.size)

@@ -6,7 +6,7 @@ rounding of its own to that of the run; norms stay in float32 there, as Transfor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +21,27 @@ from evenload.runtime.attention.labels import Labels
 
 Tensors = dict[str, torch.Tensor]
 
-ADAPTERS = (
-    Adapter(r=4, lora_alpha=8),
-    Adapter(r=8, target_modules=("q_proj", "v_proj", "down_proj")),
-    Adapter(r=16, lora_alpha=32, rank_pattern={"o_proj": 5}, use_rslora=True),
-)
+
+def adapters_of(family: str) -> tuple[Adapter, ...]:
+    """Of three tenants. The larger what they add to the base is, the sharper its attention, and the larger float32's
+    rounding: it is kept as small as the base's own weights."""
+    some, one = (("q_proj", "v_proj", "down_proj"), "o_proj")
+    if family == "gpt":
+        some, one = (("query_key_value", "dense_4h_to_h"), "attention.dense")
+    rsloras = Adapter(r=16, lora_alpha=8, rank_pattern={one: 5}, use_rslora=True)
+    return Adapter(r=4, lora_alpha=8), Adapter(r=8, target_modules=some), rsloras
+
+
 TRAIN = TenantTrain(weight_decay=0.1, clip_grad=0.5)
 RATES = {0: 5e-4, 1: 2e-4, 2: 1e-4}
 
 
-def drawn_states(weights: Mapping[str, torch.Tensor]) -> list[AdapterState]:
+def drawn_states(adapters: Sequence[Adapter], weights: Mapping[str, torch.Tensor]) -> list[AdapterState]:
     """An adapter of each tenant whose B is not zero, the same on every rank; ``weights``: of the base."""
     generator = torch.Generator().manual_seed(1)
     linears = [n.removesuffix(".weight") for n, w in weights.items() if ".layers." in n and w.ndim == 2]
     states = []
-    for adapter in ADAPTERS:
+    for adapter in adapters:
         matrices = {}
         for name in adapter.targets(linears):
             outputs, inputs = weights[f"{name}.weight"].shape
@@ -47,10 +53,13 @@ def drawn_states(weights: Mapping[str, torch.Tensor]) -> list[AdapterState]:
 
 
 class Alone:
-    """A tenant of `ADAPTERS`, alone with the base."""
+    """A tenant, alone with the base; ``number``: of the tenant in plans."""
 
-    def __init__(self, recipe: Any, base: Mapping[str, torch.Tensor], number: int, state: AdapterState) -> None:
-        self.number, self._base = number, {name: weight.double() for name, weight in base.items()}
+    def __init__(
+        self, recipe: Any, base: Mapping[str, torch.Tensor], number: int, adapter: Adapter, state: AdapterState
+    ) -> None:
+        self.number, self.adapter = number, adapter
+        self._base = {name: weight.double() for name, weight in base.items()}
         self._model = build_model(recipe, attn_implementation="sdpa").double()
         self.matrices = {name: torch.nn.Parameter(value.double()) for name, value in state.weights.items()}
         self._optimizer = torch.optim.AdamW(
@@ -65,7 +74,7 @@ class Alone:
         loss, of_weights = plain_gradients(self._model, lambda i: tokens_of(ids[i]), plan.lengths[ids], own)
         gradients = {}
         for name in self._layers():
-            weight, scaling = f"{name}.weight", ADAPTERS[self.number].scaling_of(name)
+            weight, scaling = f"{name}.weight", self.adapter.scaling_of(name)
             of_weight = of_weights[weight] if weight in of_weights else torch.zeros_like(self._base[weight])
             a, b = (self.matrices[f"{name}.lora_{kind}"].detach() for kind in "AB")
             gradients[f"{name}.lora_A"] = scaling * b.T @ of_weight
@@ -95,7 +104,7 @@ class Alone:
             parameter.copy_(self._base[name])
             if (layer := name.removesuffix(".weight")) in self._layers():
                 a, b = (self.matrices[f"{layer}.lora_{kind}"] for kind in "AB")
-                parameter.add_(b @ a, alpha=ADAPTERS[self.number].scaling_of(layer))
+                parameter.add_(b @ a, alpha=self.adapter.scaling_of(layer))
 
     def _layers(self) -> list[str]:
         return list(dict.fromkeys(name.removesuffix(".lora_A").removesuffix(".lora_B") for name in self.matrices))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from evenload.commands.proof.masking import half_masked
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
@@ -26,11 +27,11 @@ def _load(file: str) -> ModuleType:
     return module
 
 
-alone, slices, shared = _load("alone"), _load("rank_slices"), _load("shared_plans")
+alone, slices, shared, pipelines = (_load(f) for f in ("alone", "rank_slices", "shared_plans", "rank_pipeline"))
 
 
-def recipe(stage: int, **more: Any) -> Any:
-    made = slices.recipe(stage, **more)
+def recipe(stage: int, pp: int = 1, **more: Any) -> Any:
+    made = pipelines.recipe(pp, stage, **more) if pp > 1 else slices.recipe(stage, **more)
     return recipes.parse({**made.model_dump(exclude_unset=True), "plugins": {"lora": {"enabled": True}}})
 
 
@@ -39,11 +40,12 @@ def hosted(stage: int, **more: Any) -> Iterator[tuple[Any, list[Any]]]:
     """A host with three tenants, and each of them alone."""
     host = open_host(recipe(stage, **more), init_world())
     base = host.weights()
-    states = alone.drawn_states(base)
-    for number, (adapter, state) in enumerate(zip(alone.ADAPTERS, states, strict=True)):
+    adapters = alone.adapters_of(more.get("family", "llama"))
+    pairs = list(zip(adapters, alone.drawn_states(adapters, base), strict=True))
+    for number, (adapter, state) in enumerate(pairs):
         host.adapters.join(number, adapter, alone.TRAIN, state)
     try:
-        yield host, [alone.Alone(host.recipe, base, number, state) for number, state in enumerate(states)]
+        yield host, [alone.Alone(host.recipe, base, number, *pair) for number, pair in enumerate(pairs)]
     finally:
         host.close()
 
@@ -54,17 +56,28 @@ def of_tenants(plan: StepPlan, number: int, absent: int = -1) -> StepPlan:
     return plan.revised(tenants=as_lengths(np.where(drawn == absent, (absent + 1) % 3, drawn)))
 
 
+def case(host: Any, name: str, number: int, absent: int = -1) -> tuple[StepPlan, Any, Any]:
+    """A plan of this name with tenants, its tokens, and labels for every second number: of pipelines, or such that
+    four ranks share micro-batches, or of two ranks."""
+    if host.layout.pp > 1:
+        plan = of_tenants(pipelines.planned(host, name), number, absent)
+        tokens_of = pipelines.tokens_of
+        masked = half_masked(None, tokens_of, np.arange(len(plan.lengths)), plan.lengths, 0)
+        return plan, tokens_of, masked if number % 2 else None
+    plans = shared if host.world.size > 2 else slices.plans
+    plan = of_tenants(shared.named(name) if plans is shared else slices.plan_named(name), number, absent)
+    return plan, plans.tokens_of(plan), plans.labels_of(plan, number)
+
+
 def exactness(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
     """Errors of every plan against each tenant alone, and what of the base stays gathered."""
     found: dict[str, Any] = {}
     with hosted(stage, **more) as (host, tenants):
         for number, name in enumerate(names):
-            plan = of_tenants(slices.plan_named(name), number)
-            tokens_of, labels = slices.plans.tokens_of(plan), slices.plans.labels_of(plan, number)
+            plan, tokens_of, labels = case(host, name, number)
             result, gradients = host.gradients(plan, tokens_of, labels)
             found[name] = _errors(plan, tenants, result, gradients, tokens_of, labels)
             found[name]["gathered"] = slices._gathered(host)
-            found[name]["executed"] = [tuple(piece) for piece in result.executed]
     return found
 
 
@@ -99,8 +112,7 @@ def trained(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
     with hosted(stage, **more) as (host, tenants):
         before = host.weights()
         for number, name in enumerate(names):
-            plan = of_tenants(slices.plan_named(name), number, absent=1 if number == 1 else -1)
-            tokens_of, labels = slices.plans.tokens_of(plan), slices.plans.labels_of(plan, number)
+            plan, tokens_of, labels = case(host, name, number, absent=1 if number == 1 else -1)
             kept = host.adapters.state(1)
             rates = {tenant: alone.RATES[tenant] for tenant in sorted(set(plan.tenants.tolist()))}
             result = host.train_step(plan, tokens_of, lr=rates, labels=labels)
@@ -139,16 +151,3 @@ def _equal(one: Any, other: Any) -> bool:
     return one.steps == other.steps and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
     )
-
-
-def shared_exactness(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
-    """The same as `exactness` where ranks share micro-batches."""
-    found: dict[str, Any] = {}
-    with hosted(stage, **more) as (host, tenants):
-        for number, name in enumerate(names):
-            plan = of_tenants(shared.named(name), number)
-            tokens_of, labels = shared.tokens_of(plan), shared.labels_of(plan, number)
-            result, gradients = host.gradients(plan, tokens_of, labels)
-            found[name] = _errors(plan, tenants, result, gradients, tokens_of, labels)
-            found[name]["gathered"] = slices._gathered(host)
-    return found
