@@ -334,3 +334,9 @@ def test_what_a_job_of_tenants_cannot_do_is_refused_by_name(place: Place, words:
     done = place.run(*words)
     assert done.returncode == 2
     assert what in done.stderr
+
+
+def test_bench_which_trains_one_model_is_refused(place: Place, forged: Forged) -> None:
+    done = forged(place.path, "bench", "r.yaml")
+    assert done.returncode == 2
+    assert "bench trains one model by several plans, and no tenants" in done.stderr
