@@ -61,20 +61,15 @@ class Samples:
     def _read(self, draw: Draw, index: int) -> None:
         """Raises EvenloadError for a sequence that is not what it was when the data were opened."""
         source, sample = self._source(draw, index), int(draw.samples[index])
-        tokens, wanted = source.tokens(sample), int(draw.lengths[index])
-        counted = len(tokens) - 1
-        if draw.targets is not None:
-            self._labels[index] = labels_in(source, sample)
-            counted, wanted_targets = int((self._labels[index][1:] != IGNORE).sum()), int(draw.targets[index])
-        else:
-            wanted_targets = counted
-        if (len(tokens), counted) != (wanted, wanted_targets):
-            detail = (
-                f"sample {sample}: {len(tokens)} tokens and {counted} targets, {wanted} and {wanted_targets} before"
-            )
+        self._tokens[index] = source.tokens(sample)
+        if draw.targets is None:
+            return
+        self._labels[index] = labels_in(source, sample)
+        counted, wanted = int((self._labels[index][1:] != IGNORE).sum()), int(draw.targets[index])
+        if counted != wanted:
+            detail = f"sample {sample} has {counted} targets, {wanted} before"
             do = "leave the data files alone while they are trained on"
             raise EvenloadError(f"{source.name} has changed since it was opened", detail, do)
-        self._tokens[index] = tokens
 
     def _source(self, draw: Draw, index: int) -> Source:
         assert draw.tenants is not None

@@ -239,6 +239,26 @@ def test_a_job_that_waits_takes_later_tenants_and_ends_when_it_is_told(place: Pl
     place.same_as(whole, "core", 5)
 
 
+def test_an_adapter_goes_on_from_its_folder_where_it_was_left(place: Place) -> None:
+    """The evaluation before its first step is that behind the last step of whom it comes from."""
+    held_out = {"source": "python-docstrings-held-out", "every": 50, "batches": 2}
+    place.put(acme={**ACME, "evaluate": held_out})
+    place.trained()
+    place.put(heir={**ACME, "evaluate": held_out, "from": str(place.out / "acme" / "last")})
+    place.put(other={**ACME, "adapter": {"r": 8}, "from": str(place.out / "acme" / "last")})
+    result = place.trained()
+    assert states(result) == {"acme": ("done", 6), "heir": ("done", 6)}
+    assert "adapter.r is not that of the adapter to go on with" in result["refused"]["other"]
+    before, after = evaluations(place, "acme")
+    assert after < before
+    assert evaluations(place, "heir")[0] == pytest.approx(after, rel=1e-6)
+
+
+def evaluations(place: Place, name: str) -> list[float]:
+    rows = map(json.loads, (place.out / name / "metrics.jsonl").read_text().splitlines())
+    return [row["evaluation"]["loss"] for row in rows if "evaluation" in row]
+
+
 def test_without_any_tenant_there_is_one_message(place: Place) -> None:
     done = place.run()
     assert done.returncode == 2
@@ -314,3 +334,9 @@ def test_what_a_job_of_tenants_cannot_do_is_refused_by_name(place: Place, words:
     done = place.run(*words)
     assert done.returncode == 2
     assert what in done.stderr
+
+
+def test_bench_which_trains_one_model_is_refused(place: Place, forged: Forged) -> None:
+    done = forged(place.path, "bench", "r.yaml")
+    assert done.returncode == 2
+    assert "bench trains one model by several plans, and no tenants" in done.stderr

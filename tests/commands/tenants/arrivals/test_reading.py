@@ -14,6 +14,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan
 from evenload.core.planning.planner import Draw
 from evenload.data.sources import Source, open_source
+from evenload.data.targets import IGNORE
 
 
 def source(path: Path, rows: list[dict[str, Any]]) -> Source:
@@ -61,3 +62,21 @@ def test_data_that_are_gone_or_have_changed_are_said_of_their_tenant(tmp_path: P
     assert "b.jsonl" in faults[2]
     (tmp_path / "b.jsonl").unlink()
     assert list(samples.read(planned(draw), 1)) == [2]  # the last sequence is the other rank's
+
+
+def test_a_sample_of_other_targets_than_when_the_data_were_opened_is_not_trained_on() -> None:
+    tokens = {0: [1, 2, 3], 1: [4, 5, 6]}
+    labels = {0: [IGNORE, 2, 3], 1: [4, IGNORE, 6]}  # the second one had two targets when it was counted
+    one: Any = SimpleNamespace(
+        name="a.jsonl",
+        lengths=np.array([3, 3]),
+        targets=np.array([2, 2]),
+        tokens=lambda sample: np.array(tokens[sample]),
+        labels=lambda sample: np.array(labels[sample]),
+    )
+    samples = Samples()
+    samples.sources |= {1: one, 2: one}
+    faults = samples.read(planned(union({1: draw_of(one, [0]), 2: draw_of(one, [1, 0])})), 0)
+    assert list(faults) == [2]
+    assert "a.jsonl has changed since it was opened" in faults[2]
+    assert "sample 1 has 1 targets, 2 before" in faults[2]
