@@ -17,7 +17,7 @@ from evenload.runtime.adapters.tenant import TenantAdapter
 from megatron_jobs import VOCABULARY, hosted
 from megatron_slice_jobs import planned
 
-MOST = 5
+MOST = 3
 """Tenants at once."""
 RATE = 1e-3
 """Ten times this, some trainings diverge, and the last digit of a sum is the first of a loss 100 steps later."""
@@ -41,11 +41,11 @@ def soak(world: Any, *, seed: int, steps: int, **changes: Any) -> dict[str, Any]
     lives: list[Life] = []
     here: set[int] = set()
     with hosted(world, plugins__lora={"enabled": True}, **changes) as host:
-        before = left_behind(host)
+        before = things_left(host)
         for step in range(steps):
             _come_and_go(host, draws, lives, here)
             poisoned = _poison(host, draws, here) if draws.random() < 0.05 else None
-            batches = {n: _batch(draws) for n in sorted(here) if n == poisoned or draws.random() < 0.6}
+            batches = {n: _batch(draws) for n in sorted(here) if n == poisoned or draws.random() < 0.4}
             if not batches:
                 continue
             for number, failed in _step(host, step, batches, lives).items():
@@ -55,7 +55,7 @@ def soak(world: Any, *, seed: int, steps: int, **changes: Any) -> dict[str, Any]
                     _leave(host, lives, here, number)
         for number in sorted(here):
             _leave(host, lives, here, number)
-        after = left_behind(host)
+        after = things_left(host)
         errors = [error for life in lives for error in _alone(host, life)]
     return {
         "tenants": len(lives),
@@ -68,7 +68,7 @@ def soak(world: Any, *, seed: int, steps: int, **changes: Any) -> dict[str, Any]
     }
 
 
-def left_behind(host: Any) -> dict[str, int]:
+def things_left(host: Any) -> dict[str, int]:
     """Hooks on the model, process groups, and adapters in memory."""
     gc.collect()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in host.model.modules())
@@ -102,7 +102,7 @@ def _poison(host: Any, draws: Any, here: set[int]) -> int | None:
 
 
 def _batch(draws: Any) -> list[np.ndarray]:
-    return [draws.integers(0, VOCABULARY, draws.integers(2, 40)) for _ in range(draws.integers(1, 4))]
+    return [draws.integers(0, VOCABULARY, draws.integers(2, 24)) for _ in range(draws.integers(1, 3))]
 
 
 def _step(host: Any, step: int, batches: dict[int, list[np.ndarray]], lives: list[Life]) -> dict[int, str]:
