@@ -16,7 +16,7 @@ from evenload.runtime.stage.offload import layers_of
 ROUNDING = 2e-6
 HAND = ("chains none", "chains some", "regrouped")
 EQUAL = ("chains none equal", "chains some equal", "chains all equal", "regrouped")
-RANDOM = tuple(f"random {seed}" for seed in range(12))
+RANDOM = tuple(f"random {seed}" for seed in range(8))
 GPT = {"family": "gpt", "num_query_groups": 4}
 
 
