@@ -84,11 +84,11 @@ def test_three_steps_move_adapters_as_a_textbook_does(on_ranks, size, layout, pl
         assert result["moved"] == []
 
 
-@pytest.mark.parametrize(("size", "layout", "steps"), [(1, {}, 200), (2, {}, 30)], ids=["one", "dp2"])
+@pytest.mark.parametrize(("size", "layout", "steps"), [(1, {}, 200), (2, {}, 40)], ids=["one", "dp2"])
 def test_tenants_come_and_go_for_long_and_leave_nothing_behind(on_ranks, size, layout, steps):
     for result in on_ranks(size, "soak", seed=5, steps=steps, model__num_layers=size, **layout):
         assert result["tenants"] > steps // 12
-        assert result["failed"] > 0
+        assert result["failed"] >= steps // 100
         assert result["after"] == result["before"]
         assert result["closed"] == 0
         assert result["worst"] < 1e-9
