@@ -36,6 +36,7 @@ class UserStep:
     Args:
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
+        has_borders: the user's batches hold samples side by side, and the model is given parameters of theirs.
         routing: what routers know of the step, in a model that has some.
         gate: of its layers with experts.
     """
@@ -47,11 +48,12 @@ class UserStep:
         *,
         by_token: bool,
         checks: bool,
+        has_borders: bool = False,
         routing: StepRouting | None = None,
         gate: ExpertGate | None = None,
     ) -> None:
         self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
-        self._routing, self.gate = routing, gate
+        self._has_borders, self._routing, self.gate = has_borders, routing, gate
         self._signature = inspect.signature(gpt.forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
@@ -84,7 +86,8 @@ class UserStep:
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._more, {})
         tokens, slots = call.get("input_ids"), self._params.pack.num_padded_tokens if self._params.pack else 0
-        if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
+        foreign = call.get("packed_seq_params") is not None and not self._has_borders
+        if foreign or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(
                 "forward_step does not give the model the batch that it took from its data iterator",
                 f"input_ids {None if tokens is None else tuple(tokens.shape)} for a pack of {slots} tokens, "

@@ -50,9 +50,10 @@ from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
 from .experts import gate_of, refuse_experts, refuse_routers
+from .forms.form import form_of
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
-from .samples import MASK, UserPack, exchange, lay_out, split
+from .samples import UserPack, exchange, lay_out, split
 from .supported import (
     Trouble,
     bare_model,
@@ -141,7 +142,15 @@ class PlannedSteps:
             raise
         routing = _routing(plan, config, len(batches[0]["tokens"])) if config.num_moe_experts else None
         gate = gate_of(plan) if config.num_moe_experts else None
-        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing, gate=gate)
+        step = UserStep(
+            forward_step_func,
+            gpt,
+            by_token=loop.by_token,
+            checks=first,
+            has_borders=form_of(batches[0]).has_borders,
+            routing=routing,
+            gate=gate,
+        )
         if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
             packs = [lay(plan.micro_batches[index]) for index in own]
@@ -194,7 +203,7 @@ class PlannedSteps:
             samples=samples,
             like=next(iter(own.values())),
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-            with_mask=MASK in batches[0],
+            form=form_of(batches[0]),
             device=next(gpt.parameters()).device,
         )
         slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
