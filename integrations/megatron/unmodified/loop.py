@@ -51,8 +51,10 @@ from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forms.form import form_of
+from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
+from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out, split
 from .supported import (
     Trouble,
@@ -88,6 +90,7 @@ class PlannedSteps:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
         self.active = True
@@ -134,6 +137,8 @@ class PlannedSteps:
             self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
         loop = self._loops[gpt]
         batches = [next(data_iterator) for _ in range(num_microbatches)]
+        if holds_rows(batches[0]):
+            return self._run_rows(stock, forward_step_func, chunk, gpt, batches, rest)
         try:
             plan, lay = self._plan_step(batches, loop.chain, gpt)
         except EvenloadError:
@@ -160,6 +165,20 @@ class PlannedSteps:
             reports = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=lay, whole=whole)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=len(batches[0]["tokens"]))
         loop.chain = learned(loop.chain, gate.loads if gate else ())
+        end_of_check()
+        return reports
+
+    def _run_rows(
+        self, stock: Callable[..., Any], function: Any, chunk: Any, gpt: Any, batches: list[Any], rest: dict[str, Any]
+    ) -> list[Any]:
+        """A training call on TensorDicts."""
+        if gpt not in self._rows:
+            layout, warn = current_layout(), dist.get_rank() == 0
+            recipe = for_config(self._recipe, get_model_config(chunk), gpt.vocab_size, layout)
+            self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
+        steps = self._rows[gpt]
+        reports, plan = steps.run(stock, function, chunk, batches, **rest)
+        report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(batches[0]))
         end_of_check()
         return reports
 

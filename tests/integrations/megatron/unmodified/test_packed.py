@@ -54,6 +54,11 @@ def by_sample(core, query, key, value, *_: Any, packed_seq_params: Any = None, *
     return out.flatten(1)
 
 
+def worst(name: str, planned: dict[str, Any], stock: dict[str, Any]) -> float:
+    """Largest ||a - b|| / ||b|| over the tensors."""
+    return max(float((planned[name][p] - t).norm() / t.norm()) for p, t in stock[name].items())
+
+
 def errors(tp: int, pp: int, forms: list[str], recipes: list[dict[str, Any]], per_token: bool) -> dict[str, Any]:
     """By form and recipe: the largest gradient error of evenload against stock, and what both report and compute."""
     import evenload
@@ -71,9 +76,7 @@ def errors(tp: int, pp: int, forms: list[str], recipes: list[dict[str, Any]], pe
             with evenload.enabled(recipes_of.parse(settings)):
                 planned = script.train(form, per_token=per_token)
             compared[f"{form} {number}"] = {
-                "error": max(
-                    float((planned["gradients"][name] - g).norm() / g.norm()) for name, g in stock["gradients"].items()
-                ),
+                "error": worst("gradients", planned, stock),
                 "reports": (stock["reports"], planned["reports"]),
                 "computed": [sum(b * t for b, t in run["shapes"]) for run in (stock, planned)],
             }
