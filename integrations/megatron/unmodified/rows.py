@@ -1,4 +1,4 @@
-"""Training calls on TensorDicts, as verl's engine makes them: rows change micro-batches and ranks, nothing else changes.
+"""Training calls on TensorDicts, as verl's engine makes them: rows change micro-batches and ranks, nothing else.
 
     batch["input_ids"]      ragged rows; the user's ``forward_step_func`` packs them itself and tells the model
     loss                    divided by what is the whole step's (``batch_num_tokens``, ``global_batch_size``)
@@ -151,15 +151,15 @@ class RowSteps:
                 **rest | {"model": chunk, "forward_only": True},
             )
         chunk.train(training)
-        if not step.losses:
-            return
-        both, one, other = (float(loss) for loss in step.losses)
-        if abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
+        # All ranks refuse, or none: stages before the last have no losses.
+        for both, one, other in filter(None, everyone([float(loss) for loss in step.losses])):
+            if abs(both - one - other) <= _CLOSE * (abs(one) + abs(other)):
+                continue
             raise EvenloadError(
                 "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
                 f"{both:g} for two rows, {one:g} and {other:g} for each by itself",
-                "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not by "
-                "the tokens or rows of the micro-batch; or disable evenload's plugins",
+                "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
+                "by the tokens or rows of the micro-batch; or disable evenload's plugins",
             )
 
 
@@ -244,5 +244,3 @@ def _home(
             for key, rows in values.items()
         }
     return entries
-
-

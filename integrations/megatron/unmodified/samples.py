@@ -8,7 +8,6 @@ sample's own: in a row of several, the last label of one is whatever its loader 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from ....runtime.world.agreement import wire_device
 from .forms.borders import runs_of
 from .forms.form import FIELDS, MASK, Form, form_of
 
-_MOVES_MASKS = "get_batch_on_this_tp_rank"
-
 PLAIN = Form({})
 """Of batches that have nothing beside `FIELDS`."""
 
@@ -41,6 +38,8 @@ class UserPack:
     fields: dict[str, Any]
     """`FIELDS`, each [1, T], and what the form of the user's batches has beside."""
     pack: Pack
+    num_counted: float
+    """The sum of its loss mask."""
 
 
 def split(batch: Any) -> list[Sample]:
@@ -81,13 +80,13 @@ def exchange(
     deferring = [[i for i in own if target[i] == rank] for rank in ranks]
     coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
     there = wire_device(group)
-    sent = torch.cat([_bytes(own[i], there) for places in deferring for i in places])
+    sent = torch.cat([pack_bytes(own[i], there) for places in deferring for i in places])
     to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
     order = [i for places in coming for i in places]
     parts = torch.split(received, [width * lengths[i] for i in order]) if order else ()
-    return {i: _sample(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
+    return {i: unpack_bytes(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
 
 
 def lay_out(
@@ -138,24 +137,11 @@ def lay_out(
         prefix=prefix,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
-    return UserPack(fields | form.beside(pack, rows["tokens"]), pack)
+    return UserPack(fields | form.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
 
 
 def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The data iterator of one micro-batch: gives its fields once.
-
-    Raises EvenloadError where Megatron-LM's `get_batch_on_this_tp_rank` takes a batch whose mask is None: it moves
-    every mask to the device, and would fail there. Loops that hand the mask on to the model run well, so the batch does
-    not tell the two apart; the code that takes it does.
-    """
-    frame = inspect.currentframe()
-    taker = frame.f_back.f_code.co_name if frame is not None and frame.f_back is not None else ""
-    if taker == _MOVES_MASKS and MASK in fields:
-        raise EvenloadError(
-            "packs have no attention mask, and Megatron-LM's get_batch_on_this_tp_rank asks for that of its loader",
-            "create_attention_mask_in_dataloader=True, which is Megatron-LM's default",
-            "add --no-create-attention-mask-in-dataloader: the model makes its causal mask itself",
-        )
+    """The data iterator of one micro-batch: gives its fields once."""
     yield fields
     raise EvenloadError(
         "forward_step takes more than one batch from its data iterator",
@@ -164,11 +150,13 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
 
 
-def _bytes(sample: Sample, device: torch.device) -> Tensor:
+def pack_bytes(sample: Sample, device: torch.device) -> Tensor:
+    """The fields of a sample behind one another, uint8."""
     return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).to(device)
 
 
-def _sample(data: Tensor, length: int, like: Sample) -> Sample:
+def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:
+    """The sample of ``length`` tokens in its `pack_bytes`, with the dtypes and on the device of ``like``."""
     parts = torch.split(data, [length * like[name].element_size() for name in FIELDS])
     # A clone starts at an aligned address; a view into the middle of the buffer may not.
     return {

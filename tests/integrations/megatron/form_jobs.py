@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_float64 import all_in_float64
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -78,10 +79,10 @@ def packed_samples(_: Any, tp: int, pp: int, cases: list[tuple[str, bool, dict[s
     script, results, stock = _load("sft_script", tp, pp), [], {}
     for form, per_token, plugins in cases:
         if (form, per_token) not in stock:
-            with _packed_attention():
+            with _packed_attention(), all_in_float64():
                 stock[form, per_token] = script.train(form, per_token=per_token)
         before = stock[form, per_token]
-        with _enabled(plugins):
+        with _enabled(plugins), all_in_float64():
             after = script.train(form, per_token=per_token)
         results.append(
             {
@@ -99,7 +100,7 @@ def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugin
     from evenload.core.errors import EvenloadError
 
     script, results = _load("verl_script", tp, pp), []
-    with _packed_attention():
+    with _packed_attention(), all_in_float64():
         for loss, per_token in cases:
             stock = script.train(loss, per_token)
             try:

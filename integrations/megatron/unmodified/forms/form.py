@@ -60,8 +60,7 @@ class Form:
 
     def beside(self, pack: Pack, tokens_T: Tensor) -> dict[str, Any]:
         """The values of these keys for a pack."""
-        values = {key: look and _value(key, look, pack, tokens_T, self.looks) for key, look in self.looks.items()}
-        return values | ({MASK: None} if MASK in values else {})
+        return {key: look and _value(key, look, pack, tokens_T, self.looks) for key, look in self.looks.items()}
 
 
 def form_of(batch: Any) -> Form:
@@ -92,6 +91,9 @@ def _look(value: Any) -> Look | None:
 
 def _value(key: str, look: Look, pack: Pack, tokens_T: Tensor, looks: Mapping[str, Look | None]) -> Any:
     """What a batch of a form with these keys would have under ``key`` for a pack."""
+    if key == MASK:
+        # Of a single place that masks nothing: the model is given none, and loops move what they have to the device.
+        return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens_T.device)
     if key == "input_ids":
         return tokens_T[None]
     if key == "total_tokens":

@@ -14,7 +14,9 @@ from .....runtime.world.agreement import wire_device
 Thing = TypeVar("Thing")
 
 
-def exchange_objects(own: Mapping[int, Thing], source: Sequence[int], target: Sequence[int], group: Any) -> dict[int, Thing]:
+def exchange_objects(
+    own: Mapping[int, Thing], source: Sequence[int], target: Sequence[int], group: Any
+) -> dict[int, Thing]:
     """What this rank is to have, by place. Collective; what stays is not copied.
 
     Args:

@@ -55,7 +55,7 @@ def rows_of(batch: Any) -> list[Row]:
         )
     ragged: dict[str, Sequence[Tensor]] = {}
     of_batch = []
-    for key in batch.keys():
+    for key in sorted(batch.keys()):
         value = batch.get(key)
         if isinstance(value, Tensor) and value.is_nested:
             ragged[key] = _unbound(key, value)
@@ -68,14 +68,12 @@ def rows_of(batch: Any) -> list[Row]:
                 "give its values keys of their own, or disable evenload's plugins",
             )
     rest = batch.exclude(*ragged, *of_batch)
-    return [
-        Row({key: value[i] for key, value in ragged.items()}, rest[i : i + 1]) for i in range(batch.batch_size[0])
-    ]
+    return [Row({key: value[i] for key, value in ragged.items()}, rest[i : i + 1]) for i in range(batch.batch_size[0])]
 
 
 def of_batch(batch: Any) -> dict[str, Any]:
     """What is the batch's and no row's, as far as it can be compared."""
-    values = {key: batch[key] for key in batch.keys() if _is_of_batch(batch.get(key))}
+    values = {key: batch[key] for key in sorted(batch.keys()) if _is_of_batch(batch.get(key))}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, type(None)))}
 
 
@@ -86,12 +84,12 @@ def joined(rows: Sequence[Row], like: Any) -> Any:
     for row in rows:
         _refuse_different(first, row)
     where = like.get(INPUT).device
-    batch = torch.cat([row.rest.to(where) for row in rows], 0)
+    batch: Any = torch.cat([row.rest.to(where) for row in rows], 0)
     if like.device is None:
         batch.clear_device_()
     for key in first.ragged:
         batch.set(key, torch.nested.as_nested_tensor([row.ragged[key].to(where) for row in rows], layout=torch.jagged))
-    for key in like.keys():
+    for key in sorted(like.keys()):
         if _is_of_batch(value := like.get(key)):
             batch.set(key, type(value)(value.data, batch_size=[len(rows)]))
     return batch
@@ -99,7 +97,7 @@ def joined(rows: Sequence[Row], like: Any) -> Any:
 
 def refuse_uncommon(batches: Sequence[Mapping[str, Any]]) -> None:
     """Raise EvenloadError where what is the batch's (`of_batch`, of all ranks) differs: rows are to change batches."""
-    for key in batches[0].keys() | set().union(*batches):
+    for key in sorted(set().union(*batches)):
         values = sorted({repr(batch.get(key)) for batch in batches})
         if len(values) > 1:
             raise EvenloadError(
@@ -127,7 +125,9 @@ def _refuse_different(first: Row, other: Row) -> None:
     shapes = []
     for row in (first, other):
         shape = dict.fromkeys(row.ragged, "ragged")
-        shape |= {k: str(list(getattr(v, "shape", ()))) for k, v in ((k, row.rest.get(k)) for k in row.rest.keys())}
+        shape |= {
+            k: str(list(getattr(v, "shape", ()))) for k, v in ((k, row.rest.get(k)) for k in sorted(row.rest.keys()))
+        }
         shapes.append(shape)
     if shapes[0] != shapes[1]:
         odd = sorted(k for k in shapes[0].keys() | shapes[1].keys() if shapes[0].get(k) != shapes[1].get(k))
