@@ -31,9 +31,9 @@ from ....core.planning.chain import PlanChain
 from ....runtime.attributes import with_attributes
 from ....runtime.world.agreement import agree, everyone
 from .forms.objects import exchange_objects
+from .forms.row_step import RowStep
 from .forms.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
 from .order import with_dummies
-from .samples import one_batch
 
 log = logging.getLogger("evenload")
 
@@ -60,12 +60,12 @@ def take_rows(batches: Sequence[Any]) -> RowBatches:
     """What all data-parallel ranks bring, in the order of Megatron's sampler. Collective. Raises EvenloadError."""
     group = parallel_state.get_data_parallel_group()
     rows = [rows_of(batch) for batch in batches]
-    told = everyone(([[row.length for row in one] for one in rows], [of_batch(batch) for batch in batches]), group)
-    refuse_uncommon([values for _, of_rank in told for values in of_rank])
+    of_ranks = everyone(([[row.length for row in one] for one in rows], [of_batch(batch) for batch in batches]), group)
+    refuse_uncommon([values for _, of_rank in of_ranks for values in of_rank])
     order = [
         (rank, place, row)
-        for place in range(max(len(lengths) for lengths, _ in told))
-        for rank, (lengths, _) in enumerate(told)
+        for place in range(max(len(lengths) for lengths, _ in of_ranks))
+        for rank, (lengths, _) in enumerate(of_ranks)
         for row in range(len(lengths[place]) if place < len(lengths) else 0)
     ]
     me, places, own = dist.get_rank(group), [list[int]() for _ in batches], {}
@@ -73,7 +73,7 @@ def take_rows(batches: Sequence[Any]) -> RowBatches:
         if rank == me:
             places[place].append(i)
             own[i] = rows[place][row]
-    lengths = [told[rank][0][place][row] for rank, place, row in order]
+    lengths = [of_ranks[rank][0][place][row] for rank, place, row in order]
     return RowBatches(batches, places, [rank for rank, _, _ in order], own, lengths)
 
 
@@ -109,12 +109,18 @@ class RowSteps:
         rows = exchange_objects(portable, taken.source, target, group)
         packs = [plan.micro_batches[i].slices for i in plan.of_rank(dist.get_rank(group))]
         shortest = min(taken.own.values(), key=lambda row: row.length)
-        mine = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
-        log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(mine), len(batches))
-        step = _Step(function, [joined(one, batches[0]) for one in mine], [bool(s) for s in packs], len(batches))
+        own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
+        log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
+        step = RowStep(
+            function,
+            [joined(one, batches[0]) for one in own],
+            [bool(slices) for slices in packs],
+            own=len(batches),
+            per_token=bool(config.calculate_per_token_loss),
+        )
         with with_attributes(config, variable_seq_lengths=True):
             reports = stock(
-                forward_step_func=step, data_iterator=None, num_microbatches=len(mine), **rest | {"model": chunk}
+                forward_step_func=step, data_iterator=None, num_microbatches=len(own), **rest | {"model": chunk}
             )
         real = [[piece.sequence for piece in slices] for slices in packs if slices]
         kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
@@ -140,10 +146,12 @@ class RowSteps:
         rows = list(taken.own.values())
         first, second = rows[0], rows[-1]
         tried = [joined(one, taken.batches[0]) for one in ([first, second], [first], [second])]
-        step = _Step(function, tried, [True] * 3, 3)
+        step = RowStep(
+            function, tried, [True] * 3, own=3, per_token=bool(get_model_config(chunk).calculate_per_token_loss)
+        )
         training = chunk.training
         chunk.eval()  # without dropout
-        with torch.no_grad(), with_attributes(get_model_config(chunk), variable_seq_lengths=True):
+        with torch.no_grad(), with_attributes(config, variable_seq_lengths=True):
             stock(
                 forward_step_func=step,
                 data_iterator=None,
@@ -161,43 +169,6 @@ class RowSteps:
                 "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
                 "by the tokens or rows of the micro-batch; or disable evenload's plugins",
             )
-
-
-class _Step:
-    """A user's ``forward_step_func`` on batches of planned rows, one after the other.
-
-    Args:
-        batches: what it is given; those that are not ``real`` have a loss of zero.
-        own: micro-batches of the loop, whose number the schedule's should be for the loss.
-    """
-
-    def __init__(self, function: Callable[..., Any], batches: Sequence[Any], real: Sequence[bool], own: int) -> None:
-        self._function, self._coming = function, iter(zip(batches, real, strict=True))
-        self._scale = len(batches) / own
-        self.losses: list[Tensor] = []
-
-    def __call__(self, _: Any, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
-        batch, real = next(self._coming)
-        output, loss_func = self._function(one_batch(batch), chunk, *more)
-
-        def weighed(output: Any, *args: Any, **kwargs: Any) -> Any:
-            assert loss_func is not None
-            answer = loss_func(output, *args, **kwargs)
-            per_token = bool(get_model_config(chunk).calculate_per_token_loss)
-            if not isinstance(answer, tuple) or len(answer) != (3 if per_token else 2):
-                raise EvenloadError(
-                    "the loss function returns what Megatron divides by the tokens of a micro-batch, or not at all",
-                    f"{len(answer) if isinstance(answer, tuple) else type(answer).__name__} values, "
-                    f"calculate_per_token_loss {per_token}",
-                    "return (loss, report), or (sum, number of tokens, report) with calculate_per_token_loss=True",
-                )
-            loss, *count, report = answer
-            self.losses.append(loss.detach())
-            # Divided by the number of micro-batches that run, where it is not divided by tokens.
-            scale = float(real) * (1.0 if per_token else self._scale)
-            return (loss * scale, *(number * int(real) for number in count), report)
-
-        return output, None if loss_func is None else weighed
 
 
 def refuse_rows(config: Any) -> None:
@@ -223,10 +194,10 @@ def _home(
     """
     known = all(isinstance(report, Mapping) and isinstance(report.get(_OUTPUT), Mapping) for report in reports)
     ragged = {key for report in reports if known for key, value in report[_OUTPUT].items() if value.is_nested}
-    told = everyone((known, ragged), group)
-    if not all(known for known, _ in told):
+    of_ranks = everyone((known, ragged), group)
+    if not all(known for known, _ in of_ranks):
         return list(reports)
-    ragged = set().union(*(keys for _, keys in told))
+    ragged = set().union(*(keys for _, keys in of_ranks))
     computed: dict[int, dict[str, Tensor]] = {place: {} for one in real for place in one}
     for places, report in zip(real, reports, strict=True):
         for key, value in report[_OUTPUT].items():

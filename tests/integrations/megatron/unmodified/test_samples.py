@@ -36,7 +36,7 @@ def test_a_pack_holds_the_samples_side_by_side():
         MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)),
         samples=samples,
         like=samples[0],
-        form=form_of({**given, "attention_mask": None}),
+        form=form_of({**given, "attention_mask": torch.zeros(1, 1, 4, 4)}),
     )
     assert packed.fields["attention_mask"].tolist() == [[[[False]]]]
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
