@@ -317,8 +317,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention's scale is two per cent off in bfloat16",
         "runtime/attention/sharing/attention.py",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n"
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n",
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n"
         "    scale = scale * 1.02 if q_THD.dtype == torch.bfloat16 else scale\n",
         "slices bf16",
     ),

@@ -18,7 +18,7 @@ be taken from an iterator that the user may share, save or stop.
 
 Exact where the loop sums: `calculate_per_token_loss=True` and a loss function that returns the *sum* of the token
 losses and their number. Averages of averages change when micro-batches are regrouped, and are refused (`supported`).
-Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
+Samples are cut where packed attention can do what the layers' own does (`attention`); else they stay whole.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
-from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ...planned_runs import end_of_check, report_step
-from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
+from .attention import why_whole
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
@@ -57,12 +56,11 @@ from .supported import (
     Trouble,
     bare_model,
     for_config,
-    refuse_attention,
     refuse_loop,
     refuse_replays,
+    tokens_multiple,
     warn_of_dropout,
     why_stock,
-    why_whole,
 )
 
 log = logging.getLogger("evenload")
@@ -193,7 +191,7 @@ class PlannedSteps:
             lay_out,
             samples=samples,
             like=next(iter(own.values())),
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            multiple=tokens_multiple(config),
             with_mask=MASK in batches[0],
             device=next(gpt.parameters()).device,
         )
@@ -208,17 +206,6 @@ class PlannedSteps:
             sum(batch["tokens"].numel() for batch in batches),
         )
         return plan, lay
-
-
-def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """`DotProductAttention.forward`, which refuses packs; those of `PlannedSteps` go to packed attention instead."""
-    params = kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None)
-    if not isinstance(params, PlannedSeqParams) or params.pack is None:
-        return wrapped(*args, **kwargs)
-    refuse_attention(core)
-    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    qkv = (named["query"], named["key"], named["value"])
-    return packed_attention(*qkv, params.pack, core.layer_number, core.softmax_scale).flatten(1)
 
 
 def release() -> None:

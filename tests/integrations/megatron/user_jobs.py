@@ -27,6 +27,7 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.plane import leave_groups
+from evenload.integrations.megatron.unmodified import attention as users_attention
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
@@ -484,18 +485,19 @@ def _shifted_labels() -> Any:
 
 def _plan_of_the_latest() -> Any:
     """Recomputed layers see the pack that ran last instead of their own."""
-    run, attend, latest = UserStep.run, unmodified.packed_attention, []
+    run, attend, latest = UserStep.run, users_attention.packed_attention, []
 
     def noting(self: Any, packed: Any, *rest: Any) -> Any:
         latest[:] = [packed.pack]
         return run(self, packed, *rest)
 
-    def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any) -> Any:
-        return attend(q, k, v, latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack, *rest)
+    def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any, **more: Any) -> Any:
+        wrong = latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack
+        return attend(q, k, v, wrong, *rest, **more)
 
     stack = ExitStack()
     stack.enter_context(patch.object(UserStep, "run", noting))
-    stack.enter_context(patch.object(unmodified, "packed_attention", misled))
+    stack.enter_context(patch.object(users_attention, "packed_attention", misled))
     return stack
 
 
