@@ -985,7 +985,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "who fits into memory overtakes who has come before",
-        "commands/tenants/crew.py",
+        "commands/tenants/members.py",
         "        waiting = self._for_memory\n",
         "        waiting = sorted(self._for_memory, key=lambda one: one.adapter.r)\n",
         "waiting tenants",
@@ -1027,7 +1027,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a trial that made way begins anew",
-        "commands/tenants/crew.py",
+        "commands/tenants/members.py",
         "                self._states[tenant.number] = state\n        return bool(resting)",
         "                self._states[tenant.number] = None\n        return bool(resting)",
         "sweeps",
