@@ -194,14 +194,9 @@ def refuse_attention(gpt: Any) -> None:
 
 
 def _rules(layer: Any, local: bool) -> Iterable[Rule]:
-    config, mask = layer.config, layer.attn_mask_type
+    config, kind, mask = layer.config, layer.attention_type, layer.attn_mask_type
     do = "change it, or disable evenload's plugins for this model"
-    yield (
-        layer.attention_type != "self",
-        "packs know self-attention alone",
-        f"attention_type {layer.attention_type}",
-        do,
-    )
+    yield kind != "self", "packs know self-attention alone", f"attention_type {kind}", do
     yield mask != AttnMaskType.causal, "packs are causal inside each sample", f"attn_mask_type {mask}", do
     if local:
         window, sink = layer.core_attention.scale_mask_softmax.window_size, config.softmax_type

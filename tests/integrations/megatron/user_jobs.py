@@ -375,8 +375,9 @@ def refusals(world: Any) -> dict[str, Any]:
         with patch.object(
             user.model.module.decoder.layers[-1].self_attention.core_attention.attention_dropout, "p", 0.1
         ):
-            attempt("attention dropout", user, plans["ordered"])
+            attempt("attention dropout, cut", user, drawn(1, pieces=(2,)))
             assert not user.shapes, "told after a forward"
+            attempt("attention dropout, whole", user, plans["ordered"])
 
         def unconnected(data_iterator: Any, model: Any) -> Any:
             output, loss_func = user.forward_step(data_iterator, model)

@@ -97,12 +97,6 @@ def windowless(q, k, v, pack, layer, scale, window):
     return packed_attention(q, k, v, pack, layer, scale)
 
 
-def window_of_the_slice(q, k, v, pack, layer, scale, window):
-    """As if the window ended at the border of two slices."""
-    whole = type(pack)(**{**vars(pack), "prefix": None, "slices": ()})
-    return packed_attention(q, k, v, whole, layer, scale, window=window)
-
-
 def one_more(q, k, v, pack, layer, scale, window):
     return packed_attention(q, k, v, pack, layer, scale, window=window + 1)
 
@@ -114,12 +108,6 @@ def test_the_proof_catches_another_window(attend, pieces):
 
 
 def test_the_proof_catches_a_window_that_ends_with_its_slice():
-    plain = {"tokens_T", "labels_T", "positions_T", "cu_seqlens", "segments", "max_seqlen", "num_targets"}
-
-    def attend(q, k, v, pack, layer, scale, window):
-        alone = type(pack)(**{name: getattr(pack, name) for name in plain}, slices=())
-        return packed_attention(q, k, v, alone, layer, scale, window=window)
-
     rows = samples([20], 8, 8)
     wanted = [dense(*row[:3], 4) for row in rows]
     cut = [torch.cat([dense(*(x[a:b] for x in rows[0][:3]), 4) for a, b in parts_of(20, 3)])]
