@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,10 +36,14 @@ from evenload.runtime.experts.balance import Shares
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_expert_jobs import layer_planner_of, with_drawn_copies
 from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
@@ -73,12 +78,22 @@ def words(index: int) -> Any:
 
 @contextmanager
 def user_loop(
-    tp: int = 1, pp: int = 1, ep: int = 1, overlap: bool = False, frozen: str = "", full: bool = False, **config: Any
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    overlap: bool = False,
+    frozen: str = "",
+    full: bool = False,
+    te: bool = False,
+    mla: bool = False,
+    positions: str = "rope",
+    **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
 
     Args:
         full: no sample is padded.
+        te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
         config: changes fields of its TransformerConfig.
     """
@@ -95,7 +110,11 @@ def user_loop(
         if experts := config.get("num_moe_experts"):
             config |= {"expert_model_parallel_size": ep, "add_bias_linear": False, "bias_activation_fusion": False}
             script.get_gpt_layer_local_spec = lambda: get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
-        make, make_model = script.TransformerConfig, script.GPTModel
+        if te:
+            norm = bool(config.get("qk_layernorm"))
+            spec_of = partial(get_gpt_layer_with_transformer_engine_spec, qk_layernorm=norm, multi_latent_attention=mla)
+            script.get_gpt_layer_local_spec = spec_of
+        make, make_model = MLATransformerConfig if mla else script.TransformerConfig, script.GPTModel
 
         def partly_frozen(**fields: Any) -> Any:
             model = make_model(**fields)
@@ -105,14 +124,26 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
-            script.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": 4, **config})
+            latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
+            own = _yarn if positions == "yarn" else lambda config: config
+            script.TransformerConfig = lambda **fields: own(make(**{**fields, "num_layers": 4, **latent, **config}))
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
-                model, _ = script.build(torch.float64, "rope", overlap)
+                model, _ = script.build(torch.float64, positions, overlap)
             yield Loop(script, model)
         finally:
             leave_groups()
+
+
+def _yarn(config: Any) -> Any:
+    """A config with what Megatron-LM's arguments set for ``position_embedding_type yarn``."""
+    names = "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+    values = (16, 32.0, 1.0, 1.0, 0.5)
+    for name, value in zip(names, values, strict=True):
+        setattr(config, f"yarn_{name}", value)
+    config.yarn_rotary_scaling_factor, config.yarn_correction_range_round_to_int = 4.0, True
+    return config
 
 
 class Loop:

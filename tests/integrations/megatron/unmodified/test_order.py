@@ -8,10 +8,12 @@ pytestmark = pytest.mark.slow
 
 SEEDS = [1, 2, 3]
 SHARES = {"tp": 2, "sequence_parallel": True}
+WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "apply_query_key_layer_scaling": True}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"pp": 2, "frozen": "embedding"}, id="pp2, embedding frozen"),
     pytest.param(2, {"overlap": True}, id="dp2"),
+    pytest.param(2, {"pp": 2, **WINDOWS}, id="pp2, windows"),
     pytest.param(4, {"pp": 2, "overlap": True}, id="dp2pp2"),
     pytest.param(4, {"pp": 2, **SHARES}, id="tp2pp2 in shares"),
 ]
