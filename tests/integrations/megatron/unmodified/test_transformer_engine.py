@@ -7,6 +7,8 @@ benchmarks/gpu/transformer_engine.py holds the real one to the same.
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +86,19 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(over, loop):
         assert any(found["cut"] for found in results)
         assert "sbhd" in called
         assert "thd" in called, "packs of whole samples go to Transformer Engine"
+
+
+def test_the_script_for_a_gpu_compares_every_case() -> None:
+    """Over the stand-in, which has no fp8; that case is recorded as failed."""
+    root = Path(__file__).parents[4]
+    planted = f"import runpy, sys; sys.path.insert(0, {str(root / 'tests/integrations/megatron')!r}); "
+    planted += "import te_standin; te_standin.install(); sys.argv = ['script', '--tiny', '--json']; "
+    planted += f"runpy.run_path({str(root / 'benchmarks/gpu/transformer_engine.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", planted], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *rows, fp8 = json.loads(done.stdout)["rows"]
+    assert [row["case"] for row in rows] == ["plain", "fused rotary", "window", "latent"]
+    for row in rows:
+        assert max(row["whole"]["error"], row["slices"]["error"]) < 1e-12
+        assert row["whole"]["thd"] > 0 == row["whole"]["sbhd"] == row["slices"]["sbhd"]
+    assert "failed" in fp8
