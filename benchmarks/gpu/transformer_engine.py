@@ -133,9 +133,9 @@ def gradients(shape: Shape, model: Any, size: int = 2) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[n].double() - g.double()).norm() / g.double().norm()) for n, g in wanted.items())
+def worst(planned: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert planned.keys() == wanted.keys()
+    return max(float((planned[n].double() - g.double()).norm() / g.double().norm()) for n, g in wanted.items())
 
 
 @contextmanager
