@@ -146,22 +146,19 @@ class RowSteps:
         rows = list(taken.own.values())
         first, second = rows[0], rows[-1]
         tried = [joined(one, taken.batches[0]) for one in ([first, second], [first], [second])]
-        step = RowStep(
-            function, tried, [True] * 3, own=3, per_token=bool(get_model_config(chunk).calculate_per_token_loss)
-        )
-        training = chunk.training
+        config, training = get_model_config(chunk), [module for module in chunk.modules() if module.training]
+        step = RowStep(function, tried, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
+        call = rest | {"model": chunk, "forward_only": True, "data_iterator": None, "num_microbatches": 3}
         chunk.eval()  # without dropout
-        with torch.no_grad(), with_attributes(config, variable_seq_lengths=True):
-            stock(
-                forward_step_func=step,
-                data_iterator=None,
-                num_microbatches=3,
-                **rest | {"model": chunk, "forward_only": True},
-            )
-        chunk.train(training)
+        try:
+            with torch.no_grad(), with_attributes(config, variable_seq_lengths=True):
+                stock(forward_step_func=step, **call)
+        finally:
+            for module in training:
+                module.training = True
         # All ranks refuse, or none: stages before the last have no losses.
         for both, one, other in filter(None, everyone([float(loss) for loss in step.losses])):
-            if abs(both - one - other) <= _CLOSE * (abs(one) + abs(other)):
+            if not abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
                 continue
             raise EvenloadError(
                 "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
