@@ -23,7 +23,13 @@ VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMIN
 TE_VERSION = "2.9.0"
 NAMED = {
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
-    "megatron.core.transformer.moe.moe_utils": ("fused_permute", "fused_unpermute", "fused_sort_chunks_by_index"),
+    "megatron.core.transformer.moe.moe_utils": (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_unpermute",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+    ),
 }
 """What configs ask for before they allow a fusion."""
 
@@ -76,7 +82,7 @@ class Guards:
             if name in recipe.variables:
                 os.environ[name] = recipe.variables[name]
         os.environ["WORLD_SIZE"] = str(world_size(recipe.flags))
-        self._capability = 10 if re.search(r"[gd][bg]x?_?[bg]?200|gb_200", recipe.name) else 9
+        self._capability = 10 if re.search(r"b_?200", recipe.name) else 9
         sys.argv = ["pretrain_gpt.py", *words(recipe.flags)]
         parsed = self._arguments.parse_args(ignore_unknown_args=True)
         self._arguments.validate_args(parsed)
@@ -113,8 +119,9 @@ def chunk(config: Any, arguments: Any) -> Any:
 
 
 def _name_transformer_engine() -> None:
-    import megatron.core.utils as utils
     from importlib import import_module
+
+    import megatron.core.utils as utils
     from packaging.version import Version
 
     if utils.get_te_version() is None:

@@ -15,7 +15,7 @@ from importlib import metadata, util
 
 import wrapt
 
-FOLDER, RANK = os.environ["HOSTS_MEGATRON"], os.environ.get("RANK", "0")
+FOLDER = os.environ["HOSTS_MEGATRON"]
 NEEDS_TRITON = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 TRAINING = ("arguments", "checkpointing", "initialize", "training", "training_config", "utils", "yaml_arguments")
 computed, ends = [0], []
@@ -64,6 +64,43 @@ def on_cpu(module):
 
 for name in TRAINING:
     wrapt.when_imported(f"megatron.training.{name}")(on_cpu)
+
+
+@wrapt.when_imported("megatron.training.arguments")
+def _in_float64(module):
+    """No argument asks for it."""
+    validate = module.validate_args
+
+    def validate_args(args, *words, **options):
+        args = validate(args, *words, **options)
+        if "HOSTS_FLOAT64" in os.environ:
+            import torch
+
+            args.params_dtype, args.clip_grad = torch.float64, 0.0
+        return args
+
+    module.validate_args = validate_args
+
+
+@wrapt.when_imported("megatron.training.training")
+def _keep_gradients(module):
+    """Those of the first update, of this rank's parameters by chunk and name."""
+    finalize = module.finalize_model_grads
+
+    def finalize_model_grads(model, *words, **options):
+        import torch
+
+        finalize(model, *words, **options)
+        path = os.path.join(FOLDER, f"{os.environ['RANK']}.pt")
+        if "HOSTS_FLOAT64" in os.environ and not os.path.exists(path):
+            named = (
+                (f"{place}.{name}", weight)
+                for place, chunk in enumerate(model)
+                for name, weight in chunk.named_parameters()
+            )
+            torch.save({name: weight.main_grad.clone() for name, weight in named}, path)
+
+    module.finalize_model_grads = finalize_model_grads
 
 
 @wrapt.when_imported("megatron.training.training")
@@ -168,12 +205,12 @@ def _count(module):
     module.VocabParallelEmbedding.forward = forward
 
 
-def leave():
+def leave(rank):
     """Write the file, if this process has trained."""
     if ends:
-        with open(os.path.join(FOLDER, f"{RANK}.json"), "w") as file:
+        with open(os.path.join(FOLDER, f"{rank}.json"), "w") as file:
             json.dump({"tokens": computed[0], "steps": [seconds for seconds, _ in ends], "log": []}, file)
 
 
-if not os.environ.get("TRITON_IS_THERE"):
+if util.find_spec("triton") is None:
     sys.modules[NEEDS_TRITON] = WithoutTriton(NEEDS_TRITON)
