@@ -77,6 +77,7 @@ def _in_float64(module):
             import torch
 
             args.params_dtype, args.clip_grad = torch.float64, 0.0
+            torch.set_default_dtype(torch.float64)
         return args
 
     module.validate_args = validate_args
