@@ -91,12 +91,14 @@ class Guards:
 
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
-    from evenload.core.errors import EvenloadError
+    from evenload.core.errors import EvenloadError, refuse_first
+    from evenload.integrations.megatron.unmodified.attention import rules_of_layer
     from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
     try:
         refuse_loop(loop, {})
+        refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
     except EvenloadError as error:
         return "refused", error.what, error.found
     trouble = why_stock(loop, "")
@@ -116,6 +118,16 @@ def chunk(config: Any, arguments: Any) -> Any:
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
     vars(wrapper).update(config=config, ddp_config=ddp_config)
     return wrapper
+
+
+def layer(config: Any) -> Any:
+    """Self-attention as the layer specs of GPT make it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    core = SimpleNamespace(scale_mask_softmax=SimpleNamespace(window_size=config.window_size))
+    return SimpleNamespace(
+        config=config, attention_type="self", attn_mask_type=AttnMaskType.causal, core_attention=core
+    )
 
 
 def _name_transformer_engine() -> None:

@@ -1,8 +1,8 @@
 """Megatron-LM's own scripts on a machine without CUDA: what the CPU bridge of evenload, which knows the package
 megatron.core alone, does not carry. The same for stock runs and for runs with plugins.
 
-`sitecustomize` imports it where HOSTS_MEGATRON names a folder. The ranks leave ``RANK.json`` in it (see `measured`), and,
-where HOSTS_FLOAT64 is set, run in float64 and leave the gradients of their first update in ``RANK.pt``.
+`sitecustomize` imports it where HOSTS_MEGATRON names a folder. The ranks leave ``RANK.json`` in it (see `measured`),
+and, where HOSTS_FLOAT64 is set, run in float64 and leave the gradients of their first update in ``RANK.pt``.
 """
 
 import json
