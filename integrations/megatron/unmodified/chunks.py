@@ -61,8 +61,10 @@ def _together(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
 
 def _unlike(batch: Any, other: Any) -> bool:
     """Whether two batches have other tokens, where they have some that can be looked at without waiting."""
-    pair = [one.get("tokens") if hasattr(one, "get") else None for one in (batch, other)]
-    return all(isinstance(t, Tensor) and t.device.type == "cpu" for t in pair) and not torch.equal(*pair)
+    here, there = (one.get("tokens") if hasattr(one, "get") else None for one in (batch, other))
+    if not isinstance(here, Tensor) or not isinstance(there, Tensor):
+        return False
+    return {here.device.type, there.device.type} == {"cpu"} and not torch.equal(here, there)
 
 
 def fitting(num_microbatches: int, group: int, stages: int) -> int:
