@@ -85,17 +85,19 @@ class RowSteps:
         self._tried = False
 
     def run(
-        self, stock: Callable[..., Any], function: Callable[..., Any], chunk: Any, batches: Sequence[Any], **rest: Any
+        self, stock: Callable[..., Any], function: Callable[..., Any], chunks: Any, batches: Sequence[Any], **rest: Any
     ) -> tuple[list[Any], StepPlan]:
         """Reports for the loop's micro-batches, and the plan that ran. Collective. Raises EvenloadError.
 
         Args:
             function: the user's ``forward_step_func``.
+            chunks: the model; one chunk.
             batches: TensorDicts, the micro-batches of the loop.
             rest: further arguments of the schedule.
         """
-        config, taken = get_model_config(chunk), take_rows(batches)
-        refuse_rows(config)
+        refuse_rows(chunks)
+        (chunk,), taken = chunks, take_rows(batches)
+        config = get_model_config(chunk)
         if not self._tried:
             self._try(stock, function, chunk, taken, **rest)
             self._tried = True
@@ -168,15 +170,22 @@ class RowSteps:
             )
 
 
-def refuse_rows(config: Any) -> None:
-    """Raise EvenloadError for models whose loss is more than that of the rows."""
+def refuse_rows(chunks: Sequence[Any]) -> None:
+    """Raise EvenloadError for a model that runs in another schedule, or whose loss is more than that of the rows."""
+    experts = get_model_config(chunks[0]).num_moe_experts
     refuse_first(
         (
-            config.num_moe_experts is not None,
+            len(chunks) > 1,
+            "batches of rows are not planned for the interleaved pipeline schedule",
+            f"{len(chunks)} model chunks on a rank",
+            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
+        ),
+        (
+            experts is not None,
             "routers do not know which tokens are padding in batches of rows",
-            f"num_moe_experts {config.num_moe_experts}",
+            f"num_moe_experts {experts}",
             "train a model without experts, or disable evenload's plugins",
-        )
+        ),
     )
 
 
