@@ -257,10 +257,10 @@ _all: set[PlannedSteps] = set()
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool, source: Source) -> _Loop:
     layout = current_layout()
-    # A stage may hold what others do not, and all of them must make one plan.
-    reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
-    only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     shares = any(plugin.shares for plugin in recipe.enabled())
+    # A stage may hold what others do not, and all of them must make one plan.
+    reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)))
+    only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     whole = only_stock is not None or shares or bool(borders)
     if whole and warn:
         why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
