@@ -215,13 +215,13 @@ def test_another_version_of_megatron_is_refused_with_nothing_changed(run):
         from importlib import metadata
         from evenload.core.errors import EvenloadError
         stock = metadata.version
-        metadata.version = lambda name: "0.19.2" if name == "megatron-core" else stock(name)
+        metadata.version = lambda name: "0.20.0" if name == "megatron-core" else stock(name)
         before = everything()
         try:
             bridge_cpu()
         except EvenloadError as refused:
-            assert refused.found == "megatron-core 0.19.2" and ">=0.16.1" in refused.what
+            assert refused.found == "megatron-core 0.20.0" and ">=0.16.1" in refused.what
         else:
-            raise SystemExit("0.19.2 was accepted")
+            raise SystemExit("0.20.0 was accepted")
         same(before, everything())
     """)
