@@ -1,10 +1,10 @@
 """Where supported versions of Megatron-Core differ: decided here, by what is there, and nowhere else.
 
-    0.16, 0.17   the MLP of a layer's spec is a ModuleSpec
-    0.18 on      it is a functools.partial of its class
-    0.16         ``backward_step`` wants the model's type
-    to 0.18      a save writes what is no tensor to common.pt
-    0.19         it hands that to the writer of tensors; every version reads common.pt where it is there
+0.16, 0.17   the MLP of a layer's spec is a ModuleSpec
+0.18 on      it is a functools.partial of its class
+0.16         ``backward_step`` wants the model's type
+to 0.18      a save writes what is no tensor to common.pt
+0.19         it hands that to the writer of tensors; every version reads common.pt where it is there
 """
 
 from __future__ import annotations

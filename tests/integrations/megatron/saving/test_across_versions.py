@@ -66,7 +66,8 @@ def train(python: Path, place: Path, name: str, kind: tuple[str, ...]) -> tuple[
 def test_a_run_goes_on_in_the_other_version(place, kind, forward):
     before, after = (PINNED, HERE) if forward else (HERE, PINNED)
     losses, weights = train(before, place, "whole", KINDS[kind])
-    assert len(losses) == 4 and weights
+    assert len(losses) == 4
+    assert weights
     shutil.copytree(place / "whole" / "step00000002", place / "rest" / "step00000002")
     went_on, same_weights = train(after, place, "rest", KINDS[kind])
     assert went_on == losses[2:]
