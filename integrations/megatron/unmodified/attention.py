@@ -190,10 +190,11 @@ def refuse_attention(gpt: Any) -> None:
         )
     for layer in layers:
         if not isinstance(layer.core_attention, PackedCoreAttention):
-            refuse_first(*_rules(layer, isinstance(layer.core_attention, DotProductAttention)))
+            refuse_first(*rules_of_layer(layer, isinstance(layer.core_attention, DotProductAttention)))
 
 
-def _rules(layer: Any, local: bool) -> Iterable[Rule]:
+def rules_of_layer(layer: Any, local: bool) -> Iterable[Rule]:
+    """What a layer's configuration may not ask for; ``local``: its core attention is Megatron's own."""
     config, kind, mask = layer.config, layer.attention_type, layer.attn_mask_type
     do = "change it, or disable evenload's plugins for this model"
     yield kind != "self", "packs know self-attention alone", f"attention_type {kind}", do
