@@ -45,14 +45,16 @@ from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
+from ....runtime.world.plane import Plane
 from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
-from ..plane import current_layout, stage_links
+from ..plane import current_layout, open_plane, stage_links
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
+from .sharing import meeting, ranks_of_samples
 from .supported import (
     Trouble,
     bare_model,
@@ -79,6 +81,16 @@ class _Loop:
     """Why Megatron's own schedule must run its plans."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
+    plane: Plane | None = None
+    """Of the ranks that may share samples, from the first plan on that shares one."""
+
+    def plane_of(self, plan: StepPlan) -> Plane | None:
+        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
+        if not plan.shared:
+            return None
+        self.plane = self.plane or open_plane()
+        self.plane.node_ranks = plan.limits.node_ranks
+        return self.plane
 
 
 class PlannedSteps:
@@ -134,7 +146,7 @@ class PlannedSteps:
         loop = self._loops[gpt]
         batches = [next(data_iterator) for _ in range(num_microbatches)]
         try:
-            plan, lay = self._plan_step(batches, loop.chain, gpt)
+            plan, lay = self._plan_step(batches, loop, gpt)
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -154,9 +166,10 @@ class PlannedSteps:
         end_of_check()
         return reports
 
-    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut]:
+    def _plan_step(self, batches: list[Any], loop: _Loop, gpt: Any) -> tuple[StepPlan, LayOut]:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
+        chain = loop.chain
         group = parallel_state.get_data_parallel_group()
         split_batches = [split(batch) for batch in batches]
         lengths_of_ranks = everyone([[len(s["tokens"]) for s in samples] for samples in split_batches], group)
@@ -170,24 +183,19 @@ class PlannedSteps:
         me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
         own = {i: split_batches[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-        plan = chain.plan(as_lengths(lengths))
+        plan = meeting(
+            chain.plan(as_lengths(lengths)),
+            lambda limits: replace(chain, limits=replace(chain.limits, in_step=limits.in_step)).plan(
+                as_lengths(lengths)
+            ),
+        )
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)
         agree(plan.digest, "plans", self._step)
-        if plan.shared:
-            raise EvenloadError(
-                "a training loop of your own does not share samples between ranks",
-                f"a plan of {plan.made_by or 'hand'}",
-                "disable plugins.mesh, or use `evenload train`",
-            )
         self._step += 1
 
         plan = with_dummies(plan)
-        target = [0] * len(order)
-        for micro_batch in plan.micro_batches:
-            for piece in micro_batch.slices:
-                (target[piece.sequence],) = micro_batch.ranks
-        samples = exchange(own, [rank for rank, _, _ in order], target, lengths, group)
+        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
         config = gpt.config
         lay = partial(
             lay_out,
@@ -195,6 +203,7 @@ class PlannedSteps:
             like=next(iter(own.values())),
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
             with_mask=MASK in batches[0],
+            plane=loop.plane_of(plan),
             device=next(gpt.parameters()).device,
         )
         slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
@@ -237,10 +246,9 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) 
     # A stage may hold what others do not, and all of them must make one plan.
     reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
-    shares = any(plugin.shares for plugin in recipe.enabled())
-    whole = only_stock is not None or shares or bool(borders)
+    whole = only_stock is not None or bool(borders)
     if whole and warn:
-        why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
+        why = borders or (only_stock and " ".join(only_stock[:2]))
         log.warning("no sample is cut in this loop: %s", why)
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
@@ -281,7 +289,7 @@ def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[
     refuse_replays(plan, get_model_config(chunk))
     if loop.links is None and plan.limits.num_stages > 1:
         loop.links = stage_links()
-    return run_order(plan, chunk=chunk, links=loop.links, **call)
+    return run_order(plan, chunk=chunk, links=loop.links, plane=loop.plane if plan.shared else None, **call)
 
 
 def _only(thing: Any) -> Any:

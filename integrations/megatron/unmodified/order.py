@@ -34,6 +34,7 @@ from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.stage.tape import Tape
+from ....runtime.world.plane import Plane
 from ...host import no_mark
 from ..stage import MegatronStage
 from .forward_step import UserStep
@@ -45,7 +46,15 @@ LayOut = Callable[..., UserPack]
 
 
 def run_order(
-    plan: StepPlan, *, chunk: Any, gpt: Any, links: StageLinks | None, step: UserStep, lay: LayOut, whole: bool
+    plan: StepPlan,
+    *,
+    chunk: Any,
+    gpt: Any,
+    links: StageLinks | None,
+    plane: Plane | None,
+    step: UserStep,
+    lay: LayOut,
+    whole: bool,
 ) -> list[Any]:
     """All passes of this rank and the gradient sum; the reports of its loss functions.
 
@@ -70,7 +79,7 @@ def run_order(
     program = lower(*place)
     if shares > 1:
         trainer.tape = _SharedTape()
-    executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
+    executor = Executor(*place, program, trainer, links=links, plane=plane, clock=BusyClock(device), mark=no_mark)
     with step.listening(), (config.no_sync_func or nullcontext)():
         executor.run()
     _sum_gradients(chunk, forward.num_tokens, whole)
