@@ -28,6 +28,7 @@ JOBS = (
     "dropout_jobs",
     "user_jobs",
     "mesh_jobs",
+    "context_jobs",
 )
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import evenload
-from dataclasses import replace
 from evenload.core.errors import EvenloadError
-from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from megatron_shared_jobs import fault

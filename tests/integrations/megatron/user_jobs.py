@@ -72,21 +72,31 @@ def words(index: int) -> Any:
 
 @contextmanager
 def user_loop(
-    tp: int = 1, pp: int = 1, ep: int = 1, overlap: bool = False, frozen: str = "", full: bool = False, **config: Any
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    overlap: bool = False,
+    frozen: str = "",
+    full: bool = False,
+    spec: Callable[[], Any] | None = None,
+    **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
 
     Args:
         full: no sample is padded.
         frozen: weights whose name holds this need no gradient; "": all do.
+        spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
     """
-    spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    file = importlib.util.spec_from_file_location("user_script", SCRIPT)
+    script = importlib.util.module_from_spec(file)
+    file.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
-        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -104,7 +114,8 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
-            script.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": 4, **config})
+            layout = {"num_layers": 4, "context_parallel_size": cp}
+            script.TransformerConfig = lambda **fields: make(**{**fields, **layout, **config})
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
