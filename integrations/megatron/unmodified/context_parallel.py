@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ....core.plan.step_plan import Slice
 from ....runtime.attributes import with_attributes
 
 _CONTEXT, _TENSOR_AND_CONTEXT = "_CONTEXT_PARALLEL_GROUP", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
@@ -31,6 +32,22 @@ _STANDS_FOR = {_CONTEXT: "alone", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "alon
 _NAMES = {"cp": _CONTEXT, "cp_group": _CONTEXT, "tp_cp": _TENSOR_AND_CONTEXT, "tp_cp_group": _TENSOR_AND_CONTEXT}
 """Of attributes that hold such a group."""
 _COLLECTION = "pg_collection"
+
+
+def columns(piece: Slice, row: int, ranks: int) -> list[tuple[int, Slice]]:
+    """The parts of a slice by the context-parallel rank that has them in the stock loop.
+
+    Args:
+        row: tokens that the stock loop has of the sample, padding included, a multiple of 2 ``ranks``.
+        ranks: context-parallel ranks.
+    """
+    if ranks == 1:
+        return [(0, piece)]
+    chunks, size = 2 * ranks, row // (2 * ranks)
+    bounds = (
+        (max(piece.start, k * size), min(piece.stop, (k + 1) * size), min(k, chunks - 1 - k)) for k in range(chunks)
+    )
+    return [(column, piece._replace(start=start, stop=stop)) for start, stop, column in bounds if start < stop]
 
 
 class OneContextRank:

@@ -28,17 +28,18 @@ def meeting(plan: StepPlan, again: Callable[[Limits], StepPlan]) -> StepPlan:
     """
     if not plan.shared:
         return plan
+    if not plan.order:
+        return check(_in_launch_rounds(plan))
     limits = replace(plan.limits, in_step=plan.limits.num_ranks)
     try:
-        return check(in_rounds(_in_launch_rounds(plan.revised(limits=limits))))
+        return check(in_rounds(plan.revised(limits=limits)))
     except PlanError:
         return again(limits)
 
 
 def _in_launch_rounds(plan: StepPlan) -> StepPlan:
-    """A plan without an order of its own, in which every rank runs one micro-batch of each round."""
-    if plan.order:
-        return plan
+    """A plan without an order of its own, in which every rank runs one micro-batch of each round: the schedule of all
+    ranks of a stage is then one and the same."""
     launched = levelled(plan.micro_batches, plan.limits.num_ranks)
     number = {id(m): i for i, m in enumerate(plan.micro_batches)}
     old = [number.get(id(m)) for m in launched]

@@ -6,8 +6,7 @@ it computes, whole keys and values from all context-parallel ranks, and is Megat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
