@@ -13,18 +13,30 @@ from dataclasses import replace
 
 from ....core.errors import PlanError
 from ....core.laws import check
-from ....core.plan.limits import Limits
 from ....core.plan.rounds import in_rounds, levelled
-from ....core.plan.step_plan import StepPlan
+from ....core.plan.step_plan import Lengths, StepPlan
 from ....core.plan.token_layout import layout_of
+from ....core.planning.chain import PlanChain
 
 
-def meeting(plan: StepPlan, again: Callable[[Limits], StepPlan]) -> StepPlan:
+def plan_in_rounds(chain: PlanChain, batch: Lengths) -> StepPlan:
+    """The chain's plan of a batch, with the losses of all ranks in rounds where ranks share samples."""
+    in_step = replace(chain.limits, in_step=chain.limits.num_ranks)
+
+    def again() -> StepPlan:
+        plan = replace(chain, limits=in_step).plan(batch)
+        assert not plan.shared or plan.limits.in_step == plan.limits.num_ranks, "losses that do not meet would hang"
+        return plan
+
+    return meeting(chain.plan(batch), again)
+
+
+def meeting(plan: StepPlan, again: Callable[[], StepPlan]) -> StepPlan:
     """A checked plan that shares micro-batches, with the losses of all ranks in rounds.
 
     Args:
         plan: any checked plan; one that shares nothing stays as it is.
-        again: plans the batch anew under other limits, for an order that dummies alone bring into no rounds.
+        again: plans the batch for ranks in step, for an order that dummies alone bring into no rounds.
     """
     if not plan.shared:
         return plan
@@ -34,7 +46,7 @@ def meeting(plan: StepPlan, again: Callable[[Limits], StepPlan]) -> StepPlan:
     try:
         return check(in_rounds(plan.revised(limits=limits)))
     except PlanError:
-        return again(limits)
+        return again()
 
 
 def _in_launch_rounds(plan: StepPlan) -> StepPlan:
