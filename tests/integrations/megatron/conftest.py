@@ -29,7 +29,6 @@ JOBS = (
     "user_jobs",
     "objective_jobs",
     "mesh_jobs",
-    "context_jobs",
 )
 
 
