@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from ....runtime.experts.routing import StepRouting
 from ..model.attention import PlannedSeqParams, seq_params
 from ..model.expert_gate import bind_gate
 from ..model.rope import TokenRope
+from .attention import attending, rope_owners
 from .experts import routing_packs
 from .objective import MeanOfMeans
 from .reports import Reports
@@ -68,11 +70,12 @@ class UserStep:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The model hears of the pack that runs; afterwards it is as it was."""
-        rope = getattr(self._gpt, "rotary_pos_emb", None)
         with ExitStack() as undo:
             undo.callback(self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
-            if rope is not None and self._by_token and not isinstance(rope, TokenRope):
-                undo.enter_context(with_attributes(self._gpt, rotary_pos_emb=TokenRope(rope)))
+            undo.enter_context(attending(self._gpt))
+            for owner in rope_owners(self._gpt) if self._by_token else ():
+                if not isinstance(owner.rotary_pos_emb, TokenRope):
+                    undo.enter_context(with_attributes(owner, rotary_pos_emb=TokenRope(owner.rotary_pos_emb)))
             if self._routing is not None:
                 undo.enter_context(routing_packs(self._gpt))
             if self.gate is not None:
@@ -81,8 +84,9 @@ class UserStep:
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         """(output, loss function) of the user's function for a pack."""
-        pack, routing = packed.pack, self._routing
-        self._params = seq_params(pack, routing=routing) if self._by_token else by_borders(pack, routing)
+        pack, routing, fused = packed.pack, self._routing, bool(self._gpt.config.apply_rope_fusion)
+        by_token = partial(seq_params, pack, routing=routing, fused=fused)
+        self._params = by_token() if self._by_token else by_borders(pack, routing)
         with present(packed.fields):
             output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed)

@@ -18,7 +18,7 @@ user's loss function still finds its partners. Planning is in line: to plan ahea
 be taken from an iterator that the user may share, save or stop.
 
 Exact under both objectives of Megatron's: the sum of token losses, and the mean of micro-batch means (`objective`).
-Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
+Samples are cut where packed attention can do what the layers' own does (`attention`); else they stay whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.plan.token_layout import tokens_of_ranks
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
-from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
@@ -49,9 +48,9 @@ from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ....runtime.world.plane import Plane
 from ...planned_runs import end_of_check, report_step
-from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, open_plane, stage_links
+from .attention import why_whole
 from .batches import Batches, Source
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
@@ -64,12 +63,11 @@ from .supported import (
     Trouble,
     bare_model,
     for_config,
-    refuse_attention,
     refuse_loop,
     refuse_replays,
+    tokens_multiple,
     warn_of_dropout,
     why_stock,
-    why_whole,
 )
 
 log = logging.getLogger("evenload")
@@ -229,7 +227,7 @@ class PlannedSteps:
             lay_out,
             samples=samples,
             like=next(iter(own.values())),
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            multiple=tokens_multiple(config),
             plane=loop.plane_of(plan),
             with_mask=batches.with_mask,
             device=next(gpt.parameters()).device,
@@ -249,17 +247,6 @@ class PlannedSteps:
             if rank == me:
                 places[place].append(i)
         return _Planned(plan, lay, places, weights_of(targets_of_ranks, order))
-
-
-def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """`DotProductAttention.forward`, which refuses packs; those of `PlannedSteps` go to packed attention instead."""
-    params = kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None)
-    if not isinstance(params, PlannedSeqParams) or params.pack is None:
-        return wrapped(*args, **kwargs)
-    refuse_attention(core)
-    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    qkv = (named["query"], named["key"], named["value"])
-    return packed_attention(*qkv, params.pack, core.layer_number, core.softmax_scale).flatten(1)
 
 
 def release() -> None:

@@ -339,6 +339,28 @@ def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
         assert part in told[name], f"{name}: {told[name]}"
 
 
+def multiples() -> list[int]:
+    """What packs are padded to, by settings of a config."""
+    from types import SimpleNamespace
+
+    from evenload.patches import bridge_cpu
+
+    bridge_cpu()
+    from evenload.integrations.megatron.unmodified.supported import tokens_multiple
+
+    plain = {"tensor_model_parallel_size": 4, "sequence_parallel": False, "fp8": None, "fp4": None}
+    plain |= {"fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}
+    shares = {"sequence_parallel": True}
+    settings = [{}, shares, {"fp8": "hybrid"}, {"fp8": "e4m3", **shares}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}]
+    settings += [{"fp4": "e2m1"}, {"fp4": "e2m1", **shares}]
+    return [tokens_multiple(SimpleNamespace(**{**plain, **one})) for one in settings]
+
+
+def test_packs_are_padded_for_matrix_products_in_few_bits(world):
+    (found,) = world(1).run(multiples)
+    assert found == [1, 4, 16, 64, 32, 128, 512]
+
+
 def rotary_errors() -> tuple[float, float]:
     """Error of the rotary embedding of a pack against sample by sample: as packed, and with a wrong max_seqlen."""
     import torch
