@@ -99,6 +99,7 @@ KILLERS: dict[str, Words] = {
     "local windows": ("pytest", "tests/integrations/megatron/unmodified/test_order.py", "-k", "windows"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
+    "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -1094,6 +1095,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "max(starts[stage, op] + 1, taken)",
         "starts[stage, op] + 1",
         "one queue",
+    ),
+    Mutant(
+        "an interleaved schedule is given a remainder that it refuses",
+        "integrations/megatron/unmodified/chunks.py",
+        "max(0, stages - number % group) if number % group else 0",
+        "group - number % group if number % group > stages else 0",
+        "chunks",
     ),
     Mutant(
         "a window is forgotten where a sample is cut",

@@ -24,7 +24,8 @@ Samples are cut where packed attention can do what the layers' own does (`attent
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ from ..model.linears import why_in_backward
 from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
+from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
@@ -153,18 +155,19 @@ class PlannedSteps:
         num_microbatches: int,
         **rest: Any,
     ) -> Any:
-        data_iterator, chunk = _only(data_iterator), _only(model)
-        refuse_loop(chunk, rest)
-        gpt, config = bare_model(chunk), get_model_config(chunk)
-        if first := gpt not in self._loops:
+        data_iterator, chunks = one_iterator(data_iterator), chunks_of(model)
+        refuse_loop(chunks[0], rest)
+        gpts, config = [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
+        if first := gpts[0] not in self._loops:
             warn_of_dropout(config)
-            refuse_routers(gpt)
+            for gpt in gpts:
+                refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn, Source(data_iterator))
-        loop = self._loops[gpt]
+            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+        loop = self._loops[gpts[0]]
         batches = loop.source.take(data_iterator, num_microbatches)
         try:
-            planned = self._plan_step(batches, loop, gpt)
+            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -177,7 +180,7 @@ class PlannedSteps:
         divisor = len(own) if plan.in_host_schedule else 1
         step = UserStep(
             forward_step_func,
-            gpt,
+            gpts,
             by_token=loop.by_token,
             checks=first,
             routing=routing,
@@ -187,9 +190,9 @@ class PlannedSteps:
         )
         if plan.in_host_schedule:
             packs = [planned.lay(plan.micro_batches[index]) for index in own]
-            returned = _run_stock(stock, step, packs, config, model=model, **rest)
+            returned = _run_stock(stock, step, packs, chunks, model=model, **rest)
         else:
-            returned = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=planned.lay, rest=rest)
+            returned = _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
@@ -199,7 +202,7 @@ class PlannedSteps:
         loop.kinds = reports.kinds
         return returned
 
-    def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any) -> _Planned:
+    def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
@@ -220,7 +223,7 @@ class PlannedSteps:
         agree(plan.digest, "plans", self._step)
         self._step += 1
 
-        plan = with_dummies(plan)
+        plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
         samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
         config = gpt.config
         lay = partial(
@@ -260,21 +263,25 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool, source: Source) -> _Loop:
-    layout = current_layout()
+def _loop(
+    recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
+) -> _Loop:
+    layout, gpt = current_layout(), gpts[0]
     # A stage may hold what others do not, and all of them must make one plan.
-    reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     whole = only_stock is not None or bool(borders)
     if whole and warn:
         why = borders or (only_stock and " ".join(only_stock[:2]))
         log.warning("no sample is cut in this loop: %s", why)
     chain = PlanChain.of_loop(
-        for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
+        for_config(recipe, get_model_config(chunks[0]), gpt.vocab_size, layout), layout, warn=warn, whole=whole
     )
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
     if chain.of_layers and chain.limits.in_step > 1:
+        refuse_chunks_with_copies(gpts)
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
@@ -288,17 +295,22 @@ def _routing(plan: StepPlan, config: Any, micro_batch_size: int) -> StepRouting:
     return StepRouting(plan.lengths, weights=(scale, scale / micro_batch_size))
 
 
-def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:
+def _run_stock(
+    stock: Callable[..., Any], step: UserStep, packs: list[UserPack], chunks: Sequence[Any], **rest: Any
+) -> Any:
     """Megatron's own schedule over packs."""
-    coming = iter(packs)
+    config, interleaved = get_model_config(chunks[0]), is_interleaved(chunks)
+    coming = {id(chunk): iter(packs) for chunk in chunks}
 
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
         if step.gate:
             step.gate.enter("a micro-batch")
-        return step.run(next(coming), chunk, *more)
+        return step.run(next(coming[id(chunk)]), chunk, *more)
 
-    with with_attributes(config, variable_seq_lengths=True), step.listening():
-        return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
+    shapes = known_shapes(packs, config, len(chunks)) if interleaved else nullcontext()
+    iterators = [None] * len(chunks) if interleaved else None
+    with with_attributes(config, variable_seq_lengths=True), shapes, step.listening():
+        return stock(forward_step_func=forward_step, data_iterator=iterators, num_microbatches=len(packs), **rest)
 
 
 def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[Any]:
@@ -309,16 +321,3 @@ def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[
     if loop.links is None and plan.limits.num_stages > 1:
         loop.links = stage_links()
     return run_order(plan, chunk=chunk, links=loop.links, plane=loop.plane if plan.shared else None, **call)
-
-
-def _only(thing: Any) -> Any:
-    """What a list of one holds; Megatron takes both."""
-    if not isinstance(thing, list):
-        return thing
-    if len(thing) != 1:
-        raise EvenloadError(
-            "evenload does not run Megatron's interleaved pipeline schedule in a loop of your own",
-            f"{len(thing)} model chunks",
-            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
-        )
-    return thing[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,9 +66,10 @@ def bare_model(chunk: Any) -> Any:
     return model
 
 
-def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
+def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
     ``foreign_owner``: who made the schedule that the loop would run, if not Megatron-Core."""
+    chunk = chunks[0]
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
     if foreign_owner:
         return (
@@ -89,6 +90,8 @@ def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
         ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
         ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
     )
+    if len(chunks) > 1:
+        return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do
@@ -201,7 +204,6 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
         ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
-        ("virtual_pipeline_model_parallel_size", None, "the interleaved pipeline schedule is not planned for"),
         ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
         ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
@@ -216,4 +218,4 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     )
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
-        yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do
+        yield value != wanted, why, f"{name} {value}", do

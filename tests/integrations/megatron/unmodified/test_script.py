@@ -299,7 +299,6 @@ def refusals() -> dict[str, str]:
     attempt("mean of nothing", config=averages, forward_step_func=loss(lambda total, count, report: (total, report)))
     attempt("experts", config=[("num_moe_experts", 4)])
     attempt("overlap", model=overlapped)
-    attempt("chunks", model=[model, model])
     attempt("no iterator", data_iterator=None)
     attempt("other keys", data_iterator=iter([{"input_ids": torch.ones(2, 4)}] * 2))
     attempt("no mapping", data_iterator=iter([torch.ones(2, 4)] * 2))
@@ -321,7 +320,6 @@ def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
         "mean of nothing": "something else than the mean",
         "experts": "num_moe_experts 4",
         "overlap": "config.no_sync_func = model.no_sync",
-        "chunks": "2 model chunks",
         "no iterator": "no rank of a copy of the model has a data iterator",
         "other keys": "keys input_ids",
         "no mapping": "gives Tensor",
