@@ -267,8 +267,9 @@ def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
     layout, gpt = current_layout(), gpts[0]
+    shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
-    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
     reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     whole = only_stock is not None or bool(borders)
