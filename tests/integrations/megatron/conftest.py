@@ -29,6 +29,7 @@ JOBS = (
     "user_jobs",
     "form_jobs",
     "objective_jobs",
+    "mesh_jobs",
     "chunk_jobs",
 )
 
