@@ -30,7 +30,6 @@ from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
@@ -42,14 +41,14 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.history import learned
-from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
-from .experts import gate_of, refuse_experts, refuse_routers
+from .expert_rules import refuse_experts, refuse_routers
+from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forward_step import UserStep
 from .order import LayOut, run_order, with_dummies
 from .samples import MASK, UserPack, exchange, lay_out, split
@@ -134,13 +133,14 @@ class PlannedSteps:
         loop = self._loops[gpt]
         batches = [next(data_iterator) for _ in range(num_microbatches)]
         try:
-            plan, lay = self._plan_step(batches, loop.chain, gpt)
+            plan, lay, came_with = self._plan_step(batches, loop.chain, gpt)
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
-        routing = _routing(plan, config, len(batches[0]["tokens"])) if config.num_moe_experts else None
-        gate = gate_of(plan) if config.num_moe_experts else None
+        has_experts = bool(config.num_moe_experts)
+        routing = routing_of(config, plan.lengths, came_with, num_microbatches) if has_experts else None
+        gate = gate_of(plan) if has_experts else None
         step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing, gate=gate)
         if plan.in_host_schedule:
             own = plan.of_rank(parallel_state.get_data_parallel_rank())
@@ -154,7 +154,7 @@ class PlannedSteps:
         end_of_check()
         return reports
 
-    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut]:
+    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut, CameWith]:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
@@ -207,7 +207,7 @@ class PlannedSteps:
             sum(slots),
             sum(batch["tokens"].numel() for batch in batches),
         )
-        return plan, lay
+        return plan, lay, [lengths_of_ranks[rank][place] for rank, place, _ in order]
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ _all: set[PlannedSteps] = set()
 
 
 def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) -> _Loop:
-    layout = current_layout()
+    layout, config = current_layout(), get_model_config(chunk)
     # A stage may hold what others do not, and all of them must make one plan.
     reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
@@ -242,23 +242,15 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) 
     if whole and warn:
         why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
         log.warning("no sample is cut in this loop: %s", why)
-    chain = PlanChain.of_loop(
-        for_config(recipe, get_model_config(chunk), gpt.vocab_size, layout), layout, warn=warn, whole=whole
-    )
+    planned, in_step = with_experts_in_step(layout, config)
+    chain = PlanChain.of_loop(for_config(recipe, config, gpt.vocab_size, planned), planned, warn=warn, whole=whole)
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
-    if chain.of_layers and chain.limits.in_step > 1:
+    if chain.of_layers and layout.ep > 1:
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
-    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
+    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
     return _Loop(chain, not borders, only_stock)
-
-
-def _routing(plan: StepPlan, config: Any, micro_batch_size: int) -> StepRouting:
-    """With the weights that Megatron gives the losses of routers: its balance loss of sequences is a mean over those of
-    a micro-batch, weighed by the tokens of one of them."""
-    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1)))
-    return StepRouting(plan.lengths, weights=(scale, scale / micro_batch_size))
 
 
 def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:

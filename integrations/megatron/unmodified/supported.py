@@ -21,7 +21,7 @@ from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ..model.attention import PackedCoreAttention, _refuse_unsupported
 from ..model.rope import TokenRope
-from .experts import recipe_of_experts, rules_of_experts
+from .expert_rules import recipe_of_experts, rules_of_experts
 
 log = logging.getLogger("evenload")
 
