@@ -26,6 +26,7 @@ from .saving.checkpoints import last_good
 from .saving.exporting import write_export
 from .saving.keeping import keeping
 from .saving.resuming import drawing_after, resume
+from .tenants.arrivals.preflight import say_no_tenants
 from .tenants.training import train_tenants
 from .training.variant import Variant, underway
 from .training.writers import entry_of_step, entry_of_validation, writer
@@ -45,6 +46,7 @@ def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | No
 def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[str, Any]:
     job.say_stock("train")
     recipe = job.recipe
+    say_no_tenants(recipe)
     if recipe.train.export_prompts and recipe.train.export is None:
         logger.warning("train.export_prompts has no effect: train.export is null, so there is no folder to compare")
     with ExitStack() as trainers:

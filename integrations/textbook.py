@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.recipe.sections import Train
-from ..core.recipe.tenant import TenantTrain
+from ..core.recipe.sections import Updates
 
 _MATRIX = 2
 
@@ -37,11 +36,11 @@ class AdamW:
     """Clipping and AdamW on whole tensors; `states` holds float64 copies of the weights that it began with."""
 
     states: dict[str, AdamState]
-    train: Train | TenantTrain
+    train: Updates
     num_steps: int = 0
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], train: Train | TenantTrain) -> AdamW:
+    def of(cls, weights: Mapping[str, Tensor], train: Updates) -> AdamW:
         """At its start: both moments are zero. Weights on the CPU."""
         states = {}
         for name, weight in weights.items():

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
+from ..integrations.versions import is_installed
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper, from_module
 from .slots import foreign_owner
@@ -40,7 +41,22 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             wrapper=from_module("..integrations.megatron.unmodified.loop:attention"),
             expects=("query", "key", "value", "attention_mask", "packed_seq_params"),
         ),
+        Patch(
+            name="megatron.batch",
+            target="megatron.training.utils:get_batch_on_this_tp_rank",
+            supports=MEGATRON,
+            why="Megatron-LM's scripts broadcast each batch inside the tensor-parallel group, in the one shape of "
+            "their arguments. Inside a planned step every rank has its pack already; evaluation runs as it is.",
+            wrapper=from_module("..integrations.megatron.unmodified.forward_step:batch_on_tensor_ranks"),
+            expects=("data_iterator",),
+            when=has_training,
+        ),
     )
+
+
+def has_training() -> bool:
+    """Whether Megatron-LM's own loop is there: a checkout has it, the wheel of Megatron-Core 0.16 does not."""
+    return is_installed("megatron-training")
 
 
 def _planned(recipe: Recipe | None) -> Wrapper:

@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from .preflight import preflight
 logger = logging.getLogger("evenload")
 
 
-class Work:
+class Work(ABC):
     """What a verb's loop works with on each rank, whoever owns the samples."""
 
     recipe: Recipe
@@ -95,13 +96,13 @@ class Work:
         if not self.chain.links and not self.chain.of_layers:
             logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
 
+    @abstractmethod
     def tokens_of(self, draw: Draw) -> TokensOf:
         """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
-        raise NotImplementedError
 
+    @abstractmethod
     def labels_of(self, draw: Draw) -> Labels | None:
         """The targets of a batch, read as `tokens_of` reads; None where every token is one."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

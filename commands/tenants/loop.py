@@ -2,7 +2,7 @@
 
 A step plans the union of the tenants' own batches, trains it, and takes down what came of each. Before a step begins
 the ranks agree on what has changed: whose file has come or gone, whose data cannot be read. Then what was drawn and not
-trained on is put back, the crew changes, and the step is drawn anew; so a change counts for the very next step.
+trained on is put back, the members change, and the step is drawn anew; so a change counts for the very next step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .._shared.metrics import Taken
 from ..training.variant import underway
 from ..training.writers import Write
 from .arrivals.folder import STOP, Folder, News
-from .crew import Crew
 from .drawing import TenantDrawing, own_draws
 from .job import TenantJob
+from .members import Members
 from .records import saving
 from .records.output import LAST, Output
 from .records.rows import Live, Row, entry_of_step, row_of, tenant_row
@@ -51,9 +51,9 @@ class Loop:
         self._job, self._write, self._live = job, write, live
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
-        self.crew = Crew(job, self._output, self._folder, saved)
-        self.verdicts = Verdicts(job, self._output, self.crew, write, saved.races if saved else None)
-        self._drawing = TenantDrawing(lambda: self.crew.active)
+        self.members = Members(job, self._output, self._folder, saved)
+        self.verdicts = Verdicts(job, self._output, self.members, write, saved.races if saved else None)
+        self._drawing = TenantDrawing(lambda: self.members.active)
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
@@ -78,7 +78,7 @@ class Loop:
             self._train(planned)
         else:
             return self._waits()
-        self._live.end(self.crew.tenants)
+        self._live.end(self.members.tenants)
         return not self._stops
 
     def _plan(self) -> Planned | None:
@@ -100,13 +100,13 @@ class Loop:
         return Change(reports[0][0], {number: text for _, rank in reversed(reports) for number, text in rank.items()})
 
     def _heed(self, change: Change) -> None:
-        """Let the crew change. Collective."""
+        """Let the members change. Collective."""
         self._draw_anew()
         for number, text in change.faults.items():
-            self.crew.end(self.crew.of_number(number), "failed", text)
-        self.crew.heed(change.news)
+            self.members.end(self.members.of_number(number), "failed", text)
+        self.members.heed(change.news)
         self.verdicts.race()
-        self.crew.make_place()
+        self.members.make_place()
         self._seat()
         if change.news.stop:
             self._stop()
@@ -114,7 +114,7 @@ class Loop:
     def _train(self, planned: Planned) -> None:
         """One step of all who take part. Collective."""
         draws = own_draws(planned.draw)
-        tenants = [self.crew.of_number(number) for number in draws]
+        tenants = [self.members.of_number(number) for number in draws]
         rates = {tenant.number: tenant.rate for tenant in tenants}
         taken = measure_step(self._job, planned, self.step, record=False, rates=rates)
         self._drawing.trained()
@@ -132,21 +132,21 @@ class Loop:
         """Let those go who are done, have failed or are stopped, and others take their place. Collective."""
         failed = [tenant for tenant in tenants if results[tenant.number].failed]
         for tenant in failed:
-            self.crew.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
+            self.members.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
         self.verdicts.after([tenant for tenant in tenants if tenant not in failed], self.step)
         for tenant in tenants:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
-                self.crew.end(tenant, "done")
+                self.members.end(tenant, "done")
         decided = self.verdicts.race()
         ended = [tenant for tenant in tenants if tenant.state in ENDED]
-        changed = self.crew.make_place() or decided or bool(ended)
+        changed = self.members.make_place() or decided or bool(ended)
         if (changed and self._seat()) or decided or any(tenant.step < tenant.steps for tenant in ended):
             self._draw_anew()
 
     def _seat(self) -> bool:
         """Let those who wait take part, and begin; whether anybody does. Collective."""
         anybody = False
-        while self.crew.seat():
+        while self.members.seat():
             anybody = True
             self.verdicts.begin(self.step)
         return anybody
@@ -171,11 +171,11 @@ class Loop:
 
     def _keep(self) -> None:
         """Write adapters as they are, and the checkpoint where the recipe names a folder. Collective."""
-        for tenant in self.crew.active:
+        for tenant in self.members.active:
             self._output.adapter(tenant, LAST)
         if self._job.recipe.checkpoint.dir is not None and self.step:
-            more = {"next_number": self.crew.next_number, "races": self.verdicts.state()}
-            saving.save(self._job, self.step, self.crew.tenants, self.crew.adapters(), more)
+            more = {"next_number": self.members.next_number, "races": self.verdicts.state()}
+            saving.save(self._job, self.step, self.members.tenants, self.members.adapters(), more)
 
     def _waits(self) -> bool:
         """Whether the job stays for tenants to come; then some time has passed."""
@@ -187,6 +187,6 @@ class Loop:
     def _stop(self) -> None:
         """End the job as it is: whoever takes part goes on when it is started again. Collective."""
         self._keep()
-        for tenant in self.crew.here:
-            self.crew.end(tenant, "waiting", f"the job was ended by the file {STOP}")
+        for tenant in self.members.here:
+            self.members.end(tenant, "waiting", f"the job was ended by the file {STOP}")
         self._stops = True

@@ -38,14 +38,14 @@ def _trained(job: TenantJob) -> dict[str, Any]:
         loop = Loop(job, saved, write, live)
         loop.run()
     _refuse_nobody(loop)
-    crew, root = loop.crew, job.recipe.checkpoint.dir
+    members, root = loop.members, job.recipe.checkpoint.dir
     checkpoint = last_good(root) if root else None
     return {
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
-        "tenants": [*crew.past.values(), *(tenant.status() for tenant in crew.tenants)],
-        "refused": {name: str(error) for name, error in crew.bad.items()},
+        "tenants": [*members.past.values(), *(tenant.status() for tenant in members.tenants)],
+        "refused": {name: str(error) for name, error in members.bad.items()},
         "sweeps": list(loop.verdicts.rankings.values()),
         "steps": [asdict(row) for row in loop.rows],
     }
@@ -53,10 +53,10 @@ def _trained(job: TenantJob) -> dict[str, Any]:
 
 def _refuse_nobody(loop: Loop) -> None:
     """Raise EvenloadError where every file is wrong, so that nobody was trained."""
-    crew = loop.crew
-    if crew.tenants or crew.past:
+    members = loop.members
+    if members.tenants or members.past:
         return
-    name, error = next(iter(crew.bad.items()), ("", None))
+    name, error = next(iter(members.bad.items()), ("", None))
     if error is not None:
         what = f"no tenant can be trained; the first one, {name}: {error.what}"
         raise EvenloadError(what, error.found, error.do)

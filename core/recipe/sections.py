@@ -160,7 +160,24 @@ class Parallel(Section):
     dp: bounds.RankCount | None = None
 
 
-class Train(Section):
+class Updates(Section):
+    """How Adam moves weights (Loshchilov and Hutter, arXiv 1711.05101), and its learning rate from step to step."""
+
+    lr: bounds.Amount = 1e-3
+    min_lr: bounds.AmountOrNone = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: bounds.CountOrNone = 0
+    weight_decay: bounds.AmountOrNone = 0.0
+    """Of matrices alone: norms and biases are not decayed."""
+    betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
+    """Of Adam's first and second moment."""
+    eps: bounds.Amount = 1e-8
+    """What Adam adds to the root of the second moment."""
+    clip_grad: bounds.AmountOrNone = 1.0
+    """Norm to which a larger gradient is scaled; 0 switches clipping off."""
+
+
+class Train(Updates):
     steps: bounds.Count = 20
     """Null leaves it out, so that max_tokens or epochs may stand in its place."""
     max_tokens: bounds.TokenCount | None = None
@@ -177,18 +194,6 @@ class Train(Section):
     recompute: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again (activation checkpointing)."""
     seed: bounds.Seed = 1234
-    lr: bounds.Amount = 1e-3
-    min_lr: bounds.AmountOrNone = 0.0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: bounds.CountOrNone = 0
-    weight_decay: bounds.AmountOrNone = 0.0
-    """Of matrices alone: norms and biases are not decayed."""
-    betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
-    """Of Adam's first and second moment."""
-    eps: bounds.Amount = 1e-8
-    """What Adam adds to the root of the second moment."""
-    clip_grad: bounds.AmountOrNone = 1.0
-    """Global gradient norm; 0 switches clipping off."""
     freeze: tuple[str, ...] = ()
     """Patterns as a shell has them of names of parameters that keep their values, as the trainer names them: Hugging
     Face's names under deepspeed, Megatron-Core's with layers of the whole model under megatron."""

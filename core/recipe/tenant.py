@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -19,7 +19,7 @@ from ..errors import shorten
 from ..input import bounds, reading
 from ..input.validation import refused
 from .adapter import Adapter
-from .sections import Data, FilePath, Section
+from .sections import Data, FilePath, Section, Updates
 
 
 class TenantData(Data):
@@ -29,7 +29,7 @@ class TenantData(Data):
     validation: None = None
 
 
-class TenantTrain(Section):
+class TenantTrain(Updates):
     """How a tenant's adapter is trained; nothing here touches another tenant."""
 
     steps: bounds.Count = 100
@@ -41,14 +41,6 @@ class TenantTrain(Section):
     seed: bounds.Seed = 1234
     """Of the order of samples, the adapter's first values and its dropout."""
     lr: bounds.Amount = 2e-4
-    min_lr: bounds.AmountOrNone = 0.0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: bounds.CountOrNone = 0
-    weight_decay: bounds.AmountOrNone = 0.0
-    betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
-    eps: bounds.Amount = 1e-8
-    clip_grad: bounds.AmountOrNone = 1.0
-    """Norm of this adapter's gradient; 0 switches clipping off."""
 
 
 class Evaluate(Section):

@@ -20,7 +20,7 @@ from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
 from ..plan.program import lower
 from ..plan.step_plan import Op, PassKind, StepPlan
 
-_AHEAD = {"F": 1, "B": -1, "W": 0}
+AHEAD = {"F": 1, "B": -1, "W": 0}
 """To which stage the result of a pass goes, from its own."""
 
 
@@ -85,7 +85,7 @@ def _walk(
         if place == len(row):
             continue
         op = row[place]
-        ahead = _AHEAD[op.kind]
+        ahead = AHEAD[op.kind]
         together = _together(rank, orders[stage], at[stage], ranks, size) if ahead else {op: (rank,)}
         if not together:
             continue

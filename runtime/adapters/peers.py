@@ -12,6 +12,14 @@ from torch import Tensor
 from ..world.agreement import Group
 
 
+def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Sum each tensor over the ranks of a group, in place, all in one message. Collective."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 class Peers(NamedTuple):
     """Where this rank stands; groups are process groups, None: this rank alone."""
 
@@ -32,13 +40,8 @@ class Peers(NamedTuple):
 
     def sum_over_owners(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the owners, in place. Collective."""
-        if self.owners is None or self.num_owners == 1 or not tensors:
-            return
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=self.owners)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        if self.num_owners > 1 and tensors:
+            sum_over(self.owners, tensors)
 
     def sum_over_model(self, values: Tensor) -> Tensor:
         """Sum over the parts of the model, in place. Collective."""

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .peers import sum_over
 from .places import Place, Site
 from .tenant import Layer, OfSite, TenantAdapter
 
@@ -68,7 +68,7 @@ class _Added(torch.autograd.Function):
     def forward(ctx: Any, y_TD: Tensor, x_TC: Tensor, _: Tensor, site: Site, parts: Sequence[_Part]) -> Tensor:
         products = [_inner(x_TC[part.slots], part) for part in parts]
         if site.sums == "products":
-            _sum_over_ranks(products, site)
+            sum_over(site.group, products)
         output_TD = y_TD.clone()
         for part, z_tR in zip(parts, products, strict=True):
             for layer in part.of_site.layers:
@@ -82,21 +82,14 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, *products = ctx.saved_tensors
         site, parts = ctx.of_call
+        dy_TD = dy_TD.contiguous()
         gradients = [_through_b(dy_TD[part.slots], z_tR, part) for part, z_tR in zip(parts, products, strict=True)]
         if site.sums == "gradients":
-            _sum_over_ranks(gradients, site)
+            sum_over(site.group, gradients)
         dx_TC = torch.zeros_like(x_TC) if ctx.needs_input_grad[1] else None
         for part, dz_tR in zip(parts, gradients, strict=True):
             _through_a(x_TC[part.slots], dz_tR, None if dx_TC is None else dx_TC[part.slots], part)
         return dy_TD, dx_TC, None, None, None
-
-
-def _sum_over_ranks(tensors: Sequence[Tensor], site: Site) -> None:
-    """Sum tensors over the tensor-parallel ranks, in place and at once. Collective."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat, group=site.group)
-    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
 
 
 def _inner(x_tC: Tensor, part: _Part) -> Tensor:

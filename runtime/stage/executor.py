@@ -23,6 +23,7 @@ from ...core.plan.action import Action, ActionKind
 from ...core.plan.in_step import Program
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...core.simulate.one_queue import send_turns
 from ...core.simulate.step import SpanKind
 from ..attention.pack import Pack
 from ..attention.prefix import PrefixStore
@@ -133,6 +134,8 @@ class Executor:
         self._scores = any(action.kind == "score" for action in program)
         """No backward follows, so neighbours send nothing back."""
         self._taken = {s: taken_before(orders_of_stage(plan, s)[rank]) for s in neighbours}
+        waits = links is not None and links.one_queue and not self._scores
+        self._turns = send_turns(plan, stage, rank) if waits else None
         self._prefix, self.wgrads = PrefixStore.of_plan(plan, rank), WgradStore()
         self._graphs: dict[int, Graph] = {}
         self._loaded: Loaded | None = None
@@ -156,7 +159,7 @@ class Executor:
             "score": self._score,
         }
         if self._links:
-            self._links.begin()
+            self._links.begin(self._turns)
         at, where = None, ""
         with self._trainer.prepared(self._program, self.wgrads):
             for action in self._program:
@@ -165,6 +168,8 @@ class Executor:
                     number = at.micro_batch
                     where = f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}"
                     self._mark(where)
+                    if self._links:
+                        self._links.turn(at)
                 if action.computes and action.kind != "weight_grads":
                     self._trainer.entering(where)
                 verbs[action.kind](action)

@@ -2,15 +2,18 @@
 
 Trainers' own communicators wait for every send and, for packs of unequal length, exchange shapes first. A plan with an
 order of its own may let two neighbours both send before either receives, which would hang there. Here the plan gives
-the shapes, a send never waits, and each direction has a process group (on NCCL: a communicator and stream) to itself.
+the shapes, a send never waits, and each direction between two stages has a process group (on NCCL: a communicator and
+stream) to itself, also where groups have their communicators from the start and all that one of them does is in order.
 
 A sent tensor stays alive until the neighbour has it. gloo tells that only to who waits, so nobody asks: what the
 neighbour sends back shows, by the plan, how much it had taken before, and waiting for that much costs nothing.
+
+Where a GPU runs all streams in one queue, a second send on a link would stop it until the first is taken; there results
+are held back until their turn (`core.simulate.one_queue`).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,10 +24,10 @@ from torch import Tensor
 
 from ...core.aliases import Ranks
 from ...core.errors import EvenloadError
+from ...core.plan.order import DIRECTIONS
 from ...core.plan.step_plan import Op
+from ...core.simulate.one_queue import Turns
 from ..world.groups import own_group
-
-log = logging.getLogger("evenload")
 
 
 class StageLinks:
@@ -35,41 +38,60 @@ class StageLinks:
     """
 
     def __init__(self, rows: Sequence[Ranks]) -> None:
-        (ranks, up), (_, down) = own_group(rows), own_group(rows)
-        self._groups = {"F": up, "B": down}
+        (ranks,) = (row for row in rows if dist.get_rank() in row)
         stage = ranks.index(dist.get_rank())
-        if stage == 0:
-            warn_of_one_queue(dist.get_backend(self._groups["F"]))
+        # A link to the stage after an even one, and after an odd one; up and down.
+        count = 2 if max(map(len, rows)) > 2 else 1
+        self._groups = [{kind: own_group(pairs(rows, first))[1] for kind in DIRECTIONS} for first in range(count)]
+        self._after, self._before = self._groups[stage % count], self._groups[(stage - 1) % count]
+        self.one_queue = has_one_queue(dist.get_backend(self._after["F"]))
+        """A result waits for its turn; `begin` must say when that is."""
         before, after = ranks[max(0, stage - 1) : stage], ranks[stage + 1 : stage + 2]
         self._source = {"F": before, "B": after}
         self._target = {"F": after, "B": before}
+        self._held: dict[str, deque[tuple[Op, Tensor]]] = {kind: deque() for kind in DIRECTIONS}
+        self._turns: Turns | None = None
         self._sent: dict[str, deque[tuple[Any, Tensor]]] = {"F": deque(), "B": deque()}
         self._taken = {"F": 0, "B": 0}
         self._in_step = False
 
-    def begin(self) -> None:
-        """Call it before the first pass of a step. Raises EvenloadError: the step before never came to `finish`. What
-        its stages sent and nobody took would be taken for what this step sends."""
+    def begin(self, turns: Turns | None = None) -> None:
+        """Call it before the first pass of a step. ``turns``: when sends are issued; None: at once. Raises
+        EvenloadError: the step before never came to `finish`. What its stages sent and nobody took would be taken for
+        what this step sends."""
         if self._in_step:
             raise EvenloadError(
                 "the step before failed halfway, and what its pipeline stages sent is still on the way",
                 "an error that was caught",
                 "let the error end the job, and start again from the last checkpoint",
             )
-        self._in_step = True
+        self._in_step, self._turns = True, turns
+
+    def turn(self, op: Op | None) -> None:
+        """Issue the sends that are due before a pass, or behind the last one; call it before every pass."""
+        for kind in (self._turns or {}).get(op, ()):
+            self._issue(*self._held[kind].popleft())
 
     def send(self, op: Op, tensor: Tensor) -> None:
         """Hand on what a pass gave: up after F, down after B. The tensor must not be written to from here on."""
-        (peer,) = self._target[op.kind]
         tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, peer, group=self._groups[op.kind], tag=op.micro_batch)
+        if self._turns is None:
+            self._issue(op, tensor)
+        else:
+            self._held[op.kind].append((op, tensor))
+
+    def _issue(self, op: Op, tensor: Tensor) -> None:
+        (peer,) = self._target[op.kind]
+        group = (self._after if op.kind == "F" else self._before)[op.kind]
+        work = dist.isend(tensor, peer, group=group, tag=op.micro_batch)
         self._sent[op.kind].append((work, tensor))
 
     def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
         """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind. ``taken``: how
         many tensors of the other direction the neighbour had taken before this pass (`taken_before`)."""
         (peer,) = self._source[op.kind]
-        dist.recv(like, peer, group=self._groups[op.kind], tag=op.micro_batch)
+        group = (self._before if op.kind == "F" else self._after)[op.kind]
+        dist.recv(like, peer, group=group, tag=op.micro_batch)
         self._release("B" if op.kind == "F" else "F", taken)
         return like
 
@@ -80,7 +102,8 @@ class StageLinks:
 
     def finish(self) -> None:
         """Wait until the neighbours have everything; call it at the end of a step."""
-        for kind in ("F", "B"):
+        self.turn(None)
+        for kind in DIRECTIONS:
             self._release(kind, self._taken[kind] + len(self._sent[kind]))
             self._taken[kind] = 0
         self._in_step = False
@@ -88,9 +111,10 @@ class StageLinks:
     def close(self) -> None:
         """Destroy the groups; on every rank."""
         self._sent = {"F": deque(), "B": deque()}
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups = {}
+        for link in self._groups:
+            for group in link.values():
+                dist.destroy_process_group(group)
+        self._groups = []
 
     def _release(self, kind: str, taken: int) -> None:
         while self._taken[kind] < taken:
@@ -99,13 +123,16 @@ class StageLinks:
             self._taken[kind] += 1
 
 
-def warn_of_one_queue(backend: str) -> None:
-    """Say that sends may wait: with one hardware queue for all streams, one that is stuck holds up what comes later."""
-    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        log.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: a second send on a link may stop the device until the first is taken, and "
-            "two stages that both run ahead may then wait for each other; leave it unset, or disable plugins.pipeline"
-        )
+def pairs(rows: Iterable[Ranks], first: int) -> list[Ranks]:
+    """The ranks of neighbouring stages, from stage ``first`` on by twos; who has no neighbour there is alone."""
+    return [
+        pair for row in rows for pair in (row[:first], *(row[i : i + 2] for i in range(first, len(row), 2))) if pair
+    ]
+
+
+def has_one_queue(backend: str) -> bool:
+    """Whether a stuck send holds up what is issued behind it, on whatever stream."""
+    return backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:

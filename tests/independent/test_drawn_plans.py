@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,15 +23,22 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.one_queue import send_turns
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-_spec = importlib.util.spec_from_file_location("independent_checker", Path(__file__).with_name("checker.py"))
-assert _spec is not None
-assert _spec.loader is not None
-checker = importlib.util.module_from_spec(_spec)
-sys.modules["independent_checker"] = checker  # where dataclasses look their annotations up
-_spec.loader.exec_module(checker)
+
+def _beside(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+checker, one_queue = _beside("independent_checker", "checker.py"), _beside("one_queue", "one_queue.py")
 
 load_plugins()
 EXPLORING = settings.get_current_profile_name() == "explore"
@@ -185,8 +193,14 @@ def facts(recipe: dict[str, Any], chain: PlanChain) -> Any:
 
 
 def accept(plan: StepPlan, recipe: dict[str, Any], chain: PlanChain) -> None:
-    """The laws, the checker and the caps of the recipe hold."""
+    """The laws, the checker and the caps of the recipe hold; no rank stops where its device has one queue."""
     check(plan)
+    if plan.limits.num_stages > 1:
+        stops = one_queue.blocked(plan, one_queue.at_once)
+        event(
+            f"{plan.made_by}: {'would stop' if stops else 'would not stop'} in one queue if sends were issued at once"
+        )
+        assert not one_queue.blocked(plan, send_turns)
     checker.refuse(json.loads(json.dumps(step_json(plan))), facts(recipe, chain))
 
 

@@ -90,6 +90,7 @@ KILLERS: dict[str, Words] = {
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
+    "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
@@ -985,7 +986,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "who fits into memory overtakes who has come before",
-        "commands/tenants/crew.py",
+        "commands/tenants/members.py",
         "        waiting = self._for_memory\n",
         "        waiting = sorted(self._for_memory, key=lambda one: one.adapter.r)\n",
         "waiting tenants",
@@ -1027,7 +1028,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a trial that made way begins anew",
-        "commands/tenants/crew.py",
+        "commands/tenants/members.py",
         "                self._states[tenant.number] = state\n        return bool(resting)",
         "                self._states[tenant.number] = None\n        return bool(resting)",
         "sweeps",
@@ -1052,5 +1053,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "        alpha_pattern={key: _whole(alpha) for key, alpha in adapter.alpha_pattern.items()},\n",
         "",
         "adapters",
+    ),
+    Mutant(
+        "a second send does not wait until the first is taken",
+        "core/simulate/one_queue.py",
+        "max(starts[stage, op] + 1, taken)",
+        "starts[stage, op] + 1",
+        "one queue",
     ),
 )

@@ -111,3 +111,10 @@ def say_without_effect(recipe: Recipe) -> None:
     if idle:
         text = "%s have no effect where tenants are trained: a tenant's file says what it is trained on, and how"
         logger.warning(text, ", ".join(sorted(idle)))
+
+
+def say_no_tenants(recipe: Recipe) -> None:
+    """Warn where a folder of tenants is named and the plugin that trains them is off."""
+    if not recipe.adapts and config_of(recipe).tenants is not None:
+        text = "plugins.lora.tenants has no effect: plugins.lora.enabled is false, so the model itself is trained"
+        logger.warning(text)

@@ -14,8 +14,8 @@ from typing import Any
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import from_first
 from ...training.writers import Entry, Write
-from ..crew import Crew
 from ..job import TenantJob
+from ..members import Members
 from ..records.output import BEST, LAST, Output
 from ..tenant import ENDED, ActiveTenant
 from .evaluation import Evaluated, Evaluations, HeldOut, held_out_of
@@ -30,9 +30,9 @@ class Verdicts:
     """See the module. ``saved``: what `state` gave before the job was resumed."""
 
     def __init__(
-        self, job: TenantJob, output: Output, crew: Crew, write: Write, saved: Mapping[str, Any] | None = None
+        self, job: TenantJob, output: Output, members: Members, write: Write, saved: Mapping[str, Any] | None = None
     ) -> None:
-        self._job, self._output, self._crew, self._write, self._saved = job, output, crew, write, saved
+        self._job, self._output, self._members, self._write, self._saved = job, output, members, write, saved
         self._evaluations = Evaluations(job)
         self._held_out: dict[int, HeldOut] = {}
         self._races: dict[str, Race] = {}
@@ -42,7 +42,7 @@ class Verdicts:
 
     def begin(self, step: int) -> None:
         """Evaluate those who take part and have not begun, and say until when all take part. Collective."""
-        new = [one for one in self._crew.active if one.step == 0 and one.config.evaluate and one.best is None]
+        new = [one for one in self._members.active if one.step == 0 and one.config.evaluate and one.best is None]
         self._evaluate(new, step)
         self.race()
 
@@ -56,16 +56,16 @@ class Verdicts:
             going = tenant.state not in ENDED and tenant.step < tenant.steps
             if going and is_over(evaluate, tenant.step, tenant.best_step, tenant.steps):
                 reason = f"no evaluation since step {tenant.best_step} had a lower loss than {tenant.best:.4f}"
-                self._crew.end(tenant, "stopped", reason)
+                self._members.end(tenant, "stopped", reason)
 
     def race(self) -> bool:
         """Close the rungs that can be closed, write rankings, and say until when all take part; whether it was decided
         of anybody that he goes on, or ends. Collective."""
         decided = False
-        for name in self._crew.sweeps:
+        for name in self._members.sweeps:
             self._meet(name)
         for name, race in self._races.items():
-            trials = race.trials(self._crew.tenants)
+            trials = race.trials(self._members.tenants)
             changed = race.take_down(trials)
             while race.close():
                 changed = True
@@ -73,7 +73,7 @@ class Verdicts:
             for tenant in trials:
                 if tenant.state not in ENDED and (rung := race.out_at(tenant.name)):
                     decided = True
-                    self._crew.end(tenant, "dropped", f"in the worse half of the sweep {name} at rung {rung}")
+                    self._members.end(tenant, "dropped", f"in the worse half of the sweep {name} at rung {rung}")
             if changed:
                 self._rank(name, race, trials)
         return self._set_until() or decided
@@ -90,10 +90,10 @@ class Verdicts:
         results, faults = self._evaluations.run([self._held_out_of(tenant) for tenant in due], step)
         for tenant in due:
             if tenant.number in faults:
-                self._crew.end(tenant, "failed", faults[tenant.number])
+                self._members.end(tenant, "failed", faults[tenant.number])
             else:
                 self._note(tenant, results[tenant.number], step)
-        here = {tenant.number for tenant in self._crew.here}
+        here = {tenant.number for tenant in self._members.here}
         self._held_out = {number: one for number, one in self._held_out.items() if number in here}
 
     def _note(self, tenant: ActiveTenant, result: Evaluated, step: int) -> None:
@@ -104,7 +104,7 @@ class Verdicts:
         self._write(_entry(step, tenant.name, row))
         if not math.isfinite(result.loss):
             reason = f"the loss of its evaluation is {result.loss} after {tenant.step} steps"
-            self._crew.end(tenant, "failed", reason)
+            self._members.end(tenant, "failed", reason)
         elif best:
             tenant.best, tenant.best_step = result.loss, tenant.step
             self._keep_best(tenant)
@@ -114,7 +114,7 @@ class Verdicts:
         try:
             self._output.adapter(tenant, BEST)
         except EvenloadError as error:
-            self._crew.end(tenant, "failed", f"its adapter cannot be written: {error}")
+            self._members.end(tenant, "failed", f"its adapter cannot be written: {error}")
 
     def _held_out_of(self, tenant: ActiveTenant) -> HeldOut:
         if tenant.number not in self._held_out:
@@ -128,21 +128,21 @@ class Verdicts:
 
     def _meet(self, name: str) -> None:
         """Open the race of a sweep that has come. Collective."""
-        sweep, digest = self._crew.sweeps[name]
+        sweep, digest = self._members.sweeps[name]
         if name in self._races and self._races[name].sweep is sweep:
             return
-        trials = [tenant for tenant in self._crew.tenants if tenant.file == name and tenant.state not in ENDED]
+        trials = [tenant for tenant in self._members.tenants if tenant.file == name and tenant.state not in ENDED]
         state = (self._saved or {}).get(name)
-        if self._crew.is_renewed(name):
+        if self._members.is_renewed(name):
             state = None
-        elif state is None and any(trial.name in self._crew.past for trial in sweep.trials):
+        elif state is None and any(trial.name in self._members.past for trial in sweep.trials):
             state = from_first(lambda: race_in(self._job.out, name, digest))
         steps = trials[0].steps if trials else sweep.trials[0].tenant.train.steps
         self._races[name] = Race(sweep, digest, steps, state)
 
     def _rank(self, name: str, race: Race, trials: list[ActiveTenant]) -> None:
         """Write how the trials of a sweep rank, with the winner's adapter where it is over."""
-        ranking = race.ranking(trials, self._crew.past)
+        ranking = race.ranking(trials, self._members.past)
         if self._job.leads:
             winner, scored = ranking["winner"], race.sweep.trials[0].tenant.evaluate is not None
             adapter = self._job.out / winner / (BEST if scored else LAST) if winner else None
@@ -155,7 +155,7 @@ class Verdicts:
     def _set_until(self) -> bool:
         """Until which step everybody takes part; whether anybody who waited for it may go on."""
         goes_on = False
-        for tenant in self._crew.here:
+        for tenant in self._members.here:
             race, evaluate = self._races.get(tenant.file), tenant.config.evaluate
             until = race.next_rung(tenant) if race else tenant.steps
             if evaluate is not None and evaluate.patience is not None:

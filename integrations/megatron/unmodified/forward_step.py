@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....core.errors import EvenloadError
@@ -24,7 +25,9 @@ from ..model.attention import PlannedSeqParams, seq_params
 from ..model.expert_gate import bind_gate
 from ..model.rope import TokenRope
 from .experts import routing_packs
-from .samples import UserPack, one_batch
+from .objective import MeanOfMeans
+from .reports import Reports
+from .samples import FIELDS, MASK, UserPack, one_batch
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]
@@ -38,6 +41,8 @@ class UserStep:
         checks: compare what the loss function returns with the token losses.
         routing: what routers know of the step, in a model that has some.
         gate: of its layers with experts.
+        objective: where micro-batches are averaged, the weights of tokens.
+        reports: takes note of what the loss functions report.
     """
 
     def __init__(
@@ -49,9 +54,12 @@ class UserStep:
         checks: bool,
         routing: StepRouting | None = None,
         gate: ExpertGate | None = None,
+        objective: MeanOfMeans | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
         self._routing, self.gate = routing, gate
+        self._objective, self._reports = objective, reports
         self._signature = inspect.signature(gpt.forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
@@ -75,8 +83,9 @@ class UserStep:
         """(output, loss function) of the user's function for a pack."""
         pack, routing = packed.pack, self._routing
         self._params = seq_params(pack, routing=routing) if self._by_token else by_borders(pack, routing)
-        output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
-        return output, loss_func if loss_func is None else self._checked(loss_func, packed.fields["loss_mask"])
+        with present(packed.fields):
+            output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
+        return output, loss_func if loss_func is None else self._checked(loss_func, packed)
 
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """A forward pre-hook: the model's arguments with the plan of the pack, and without a mask."""
@@ -93,14 +102,47 @@ class UserStep:
             )
         return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
 
-    def _checked(self, loss_func: Callable[..., Any], loss_mask: Tensor) -> Callable[..., Any]:
+    def _checked(self, loss_func: Callable[..., Any], packed: UserPack) -> Callable[..., Any]:
         def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            losses = output.detach().clone() if self._checks else None
-            answer = loss_func(output, *args, **kwargs)
-            refuse_loss(answer, losses, loss_mask)
+            losses = output.detach().clone() if self._checks or self._reports else None
+            weighed = output if self._objective is None else self._objective.weigh(output, packed)
+            answer = loss_func(weighed, *args, **kwargs)
+            means = self._objective is not None
+            refuse_loss(answer, losses if self._checks else None, packed.fields["loss_mask"], means=means)
+            if self._reports is not None and losses is not None:
+                self._reports.add(packed, losses, answer[-1])
             return answer
 
         return checked
+
+
+_present: dict[str, Any] | None = None
+
+
+@contextmanager
+def present(fields: dict[str, Any]) -> Iterator[None]:
+    """Inside, the user's function is called for the pack with these fields."""
+    global _present
+    _present = fields
+    try:
+        yield
+    finally:
+        _present = None
+
+
+def batch_on_tensor_ranks(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+    """`get_batch_on_this_tp_rank` of Megatron-LM, which broadcasts a batch of one fixed shape: in a planned step every
+    tensor-parallel rank has the pack already."""
+    if _present is None:
+        return wrapped(*args, **kwargs)
+    device = torch.cuda.current_device()
+    batch = dict.fromkeys((*FIELDS[:3], MASK, FIELDS[3], *_OF_PACKED))
+    batch |= {name: value.to(device, non_blocking=True) for name, value in _present.items()}
+    return batch
+
+
+_OF_PACKED = ("cu_seqlens", "max_seqlen", "local_cp_size")
+"""What a batch of Megatron-LM has besides; None where it holds whole rows."""
 
 
 def by_borders(pack: Pack, routing: StepRouting | None = None) -> PlannedSeqParams:

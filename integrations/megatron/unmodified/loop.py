@@ -5,19 +5,19 @@
 
 The returned function is wrapped (the rows are in `patches.megatron`). In a training call it
 
-    takes    this rank's batches from the user's iterator and cuts them into samples (`samples`);
+    takes    this rank's batches from the user's iterator, or from the rank that has one, as samples (`batches`);
     plans    the samples of all data-parallel ranks as one global batch, and compares the plan on all ranks;
     sends    each sample to the rank that computes it;
     runs     a plan of whole samples without an order of its own in the stock schedule, any other in its own order
              (`order`). `forward_step_func` is called as ever, takes a batch with its own keys, [1, T], and
-             calls the model, which learns what is in the pack by a forward pre-hook (`forward_step`).
+             calls the model, which learns what is in the pack by a forward pre-hook (`forward_step`);
+    reports  what the loss functions reported, for each micro-batch of the loop as far as it is known (`reports`).
 
 Every rank runs the same number of micro-batches, filled up with dummies of one token, so that a collective in the
 user's loss function still finds its partners. Planning is in line: to plan ahead, the next step's batches would have to
 be taken from an iterator that the user may share, save or stop.
 
-Exact where the loop sums: `calculate_per_token_loss=True` and a loss function that returns the *sum* of the token
-losses and their number. Averages of averages change when micro-batches are regrouped, and are refused (`supported`).
+Exact under both objectives of Megatron's: the sum of token losses, and the mean of micro-batch means (`objective`).
 Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
 """
 
@@ -27,13 +27,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from ....core.aliases import Floats
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
@@ -47,11 +48,14 @@ from ...planned_runs import end_of_check, report_step
 from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
+from .batches import Batches, Source
 from .expert_rules import refuse_experts, refuse_routers
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forward_step import UserStep
+from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
-from .samples import MASK, UserPack, exchange, lay_out, split
+from .reports import Kinds, Reports
+from .samples import UserPack, exchange, lay_out
 from .supported import (
     Trouble,
     bare_model,
@@ -76,8 +80,23 @@ class _Loop:
     """Its packs may hold parts of samples."""
     only_stock: Trouble | None
     """Why Megatron's own schedule must run its plans."""
+    source: Source
+    kinds: Kinds | None = None
+    """What the values of its reports are, after the first call."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
+
+
+class _Planned(NamedTuple):
+    """The plan of a training call, and what this rank knows of its samples."""
+
+    plan: StepPlan
+    lay: LayOut
+    own: list[list[int]]
+    """The sequences of each of the loop's own micro-batches."""
+    weights: Floats
+    """[S]; of a token of each sequence, where micro-batches are averaged."""
+    came_with: CameWith
 
 
 class PlannedSteps:
@@ -123,43 +142,57 @@ class PlannedSteps:
         **rest: Any,
     ) -> Any:
         data_iterator, chunk = _only(data_iterator), _only(model)
-        refuse_loop(chunk, data_iterator, rest)
+        refuse_loop(chunk, rest)
         gpt, config = bare_model(chunk), get_model_config(chunk)
         if first := gpt not in self._loops:
             warn_of_dropout(config)
             refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn)
+            self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn, Source(data_iterator))
         loop = self._loops[gpt]
-        batches = [next(data_iterator) for _ in range(num_microbatches)]
+        batches = loop.source.take(data_iterator, num_microbatches)
         try:
-            plan, lay, came_with = self._plan_step(batches, loop.chain, gpt)
+            planned = self._plan_step(batches, loop.chain, gpt)
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
+        plan = planned.plan
+        own = plan.of_rank(parallel_state.get_data_parallel_rank())
         has_experts = bool(config.num_moe_experts)
-        routing = routing_of(config, plan.lengths, came_with, num_microbatches) if has_experts else None
+        routing = routing_of(config, plan.lengths, planned.came_with, num_microbatches) if has_experts else None
         gate = gate_of(plan) if has_experts else None
-        step = UserStep(forward_step_func, gpt, by_token=loop.by_token, checks=first, routing=routing, gate=gate)
+        means = not config.calculate_per_token_loss
+        divisor = len(own) if plan.in_host_schedule else 1
+        step = UserStep(
+            forward_step_func,
+            gpt,
+            by_token=loop.by_token,
+            checks=first,
+            routing=routing,
+            gate=gate,
+            objective=MeanOfMeans(planned.weights, divisor) if means else None,
+            reports=(reports := Reports(len(plan.lengths), loop.kinds)),
+        )
         if plan.in_host_schedule:
-            own = plan.of_rank(parallel_state.get_data_parallel_rank())
-            packs = [lay(plan.micro_batches[index]) for index in own]
-            reports = _run_stock(stock, step, packs, config, model=model, **rest)
+            packs = [planned.lay(plan.micro_batches[index]) for index in own]
+            returned = _run_stock(stock, step, packs, config, model=model, **rest)
         else:
-            whole = bool(rest.get("force_all_reduce"))
-            reports = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=lay, whole=whole)
-        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=len(batches[0]["tokens"]))
+            returned = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=planned.lay, rest=rest)
+        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
-        return reports
+        if not parallel_state.is_pipeline_last_stage():
+            return returned
+        returned = reports.of_loop(returned, planned.own, batches.targets, parallel_state.get_data_parallel_group())
+        loop.kinds = reports.kinds
+        return returned
 
-    def _plan_step(self, batches: list[Any], chain: PlanChain, gpt: Any) -> tuple[StepPlan, LayOut, CameWith]:
+    def _plan_step(self, batches: Batches, chain: PlanChain, gpt: Any) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
-        split_batches = [split(batch) for batch in batches]
-        lengths_of_ranks = everyone([[len(s["tokens"]) for s in samples] for samples in split_batches], group)
+        lengths_of_ranks, targets_of_ranks = zip(*everyone((batches.lengths, batches.targets), group), strict=True)
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
         order = [
             (rank, place, row)
@@ -169,7 +202,7 @@ class PlannedSteps:
         ]
         me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
-        own = {i: split_batches[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
+        own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = chain.plan(as_lengths(lengths))
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)
@@ -194,7 +227,7 @@ class PlannedSteps:
             samples=samples,
             like=next(iter(own.values())),
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-            with_mask=MASK in batches[0],
+            with_mask=batches.with_mask,
             device=next(gpt.parameters()).device,
         )
         slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
@@ -205,9 +238,14 @@ class PlannedSteps:
             len(slots),
             max(slots),
             sum(slots),
-            sum(batch["tokens"].numel() for batch in batches),
+            batches.slots,
         )
-        return plan, lay, [lengths_of_ranks[rank][place] for rank, place, _ in order]
+        places: list[list[int]] = [[] for _ in batches.lengths]
+        for i, (rank, place, _) in enumerate(order):
+            if rank == me:
+                places[place].append(i)
+        came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
+        return _Planned(plan, lay, places, weights_of(targets_of_ranks, order), came_with)
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -232,7 +270,7 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) -> _Loop:
+def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool, source: Source) -> _Loop:
     layout, config = current_layout(), get_model_config(chunk)
     # A stage may hold what others do not, and all of them must make one plan.
     reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
@@ -250,7 +288,7 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool) 
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-    return _Loop(chain, not borders, only_stock)
+    return _Loop(chain, not borders, only_stock, source)
 
 
 def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:

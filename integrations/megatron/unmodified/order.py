@@ -13,14 +13,13 @@ does it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -37,6 +36,7 @@ from ....runtime.stage.tape import Tape
 from ...host import no_mark
 from ..stage import MegatronStage
 from .forward_step import UserStep
+from .groups import collection
 from .samples import UserPack
 from .supported import refuse_loss
 
@@ -45,7 +45,14 @@ LayOut = Callable[..., UserPack]
 
 
 def run_order(
-    plan: StepPlan, *, chunk: Any, gpt: Any, links: StageLinks | None, step: UserStep, lay: LayOut, whole: bool
+    plan: StepPlan,
+    *,
+    chunk: Any,
+    gpt: Any,
+    links: StageLinks | None,
+    step: UserStep,
+    lay: LayOut,
+    rest: Mapping[str, Any],
 ) -> list[Any]:
     """All passes of this rank and the gradient sum; the reports of its loss functions.
 
@@ -53,7 +60,8 @@ def run_order(
         plan: with equally many micro-batches on all ranks (`with_dummies`).
         chunk: Megatron's DistributedDataParallel around ``gpt``.
         lay: a micro-batch of the plan in the user's form.
-        whole: leave the whole gradient sum on every rank, ``force_all_reduce`` of Megatron's schedules.
+        rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
+            rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
     """
     config, device = get_model_config(chunk), next(gpt.parameters()).device
     timers = config.timers
@@ -73,7 +81,8 @@ def run_order(
     executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
     with step.listening(), (config.no_sync_func or nullcontext)():
         executor.run()
-    _sum_gradients(chunk, forward.num_tokens, whole)
+    groups = collection(rest.get("pg_collection"))
+    _sum_gradients(chunk, forward.num_tokens, bool(rest.get("force_all_reduce")), groups)
     if timers is not None:
         timers("forward-backward").stop()
     return forward.reports
@@ -92,15 +101,17 @@ class _Forward:
 
         def kept(output: Tensor) -> Any:
             returned: Any = None if loss_func is None else loss_func(output)
-            refuse_loss(returned, None, output)
+            if returned is None:
+                refuse_loss(returned, None, output)
             if not returned[0].requires_grad:
                 raise EvenloadError(
                     "the loss of a micro-batch is not connected to the model's output",
-                    f"a loss without gradient, for {float(returned[1]):g} tokens with loss",
+                    f"a loss without gradient, for {packed.num_counted:g} tokens with loss",
                     "multiply by loss_mask and sum, also where it is all zero: other slices need this one's gradients",
                 )
-            self.num_tokens += returned[1]
-            self.reports.append(returned[2])
+            if len(returned) == 3:
+                self.num_tokens += returned[1]
+            self.reports.append(returned[-1])
             return returned
 
         return output, kept
@@ -152,23 +163,12 @@ def with_dummies(plan: StepPlan) -> StepPlan:
     )
 
 
-def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool) -> None:
+def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool, groups: Any) -> None:
     """What the stock schedule does behind its last backward."""
     config = get_model_config(chunk)
     if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.start_grad_sync(force_all_reduce=whole)
     if config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func([chunk], num_tokens, pg_collection=_process_groups(), force_all_reduce=whole)
-
-
-def _process_groups() -> ProcessGroupCollection:
-    """Those that Megatron's schedules take where the loop gives none."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
+        divisor = num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func([chunk], divisor, pg_collection=groups, force_all_reduce=whole)

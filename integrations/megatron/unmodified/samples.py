@@ -7,7 +7,6 @@ neither loss nor gradient and is left out. Labels and loss masks stay the sample
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from ....runtime.world.agreement import wire_device
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 MASK = "attention_mask"
 
-_MOVES_MASKS = "get_batch_on_this_tp_rank"
-
 Sample = dict[str, Tensor]
 """`FIELDS` of one sample, each [L]."""
 
@@ -36,8 +33,11 @@ class UserPack:
     """A micro-batch in the user's own form, and the pack that the model needs to know."""
 
     fields: dict[str, Any]
-    """`FIELDS`, each [1, T]; ``attention_mask`` None where the user's batches have one."""
+    """`FIELDS`, each [1, T]; where the user's batches have an ``attention_mask``, one of a single place that masks
+    nothing: the model is given none, and loops that move a mask to the device find one."""
     pack: Pack
+    num_counted: float
+    """The sum of its loss mask."""
 
 
 def split(batch: Any) -> list[Sample]:
@@ -67,13 +67,13 @@ def exchange(
     deferring = [[i for i in own if target[i] == rank] for rank in ranks]
     coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
     there = wire_device(group)
-    sent = torch.cat([_bytes(own[i], there) for places in deferring for i in places])
+    sent = torch.cat([pack_bytes(own[i], there) for places in deferring for i in places])
     to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
     order = [i for places in coming for i in places]
     parts = torch.split(received, [width * lengths[i] for i in order]) if order else ()
-    return {i: _sample(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
+    return {i: unpack_bytes(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
 
 
 def lay_out(
@@ -123,24 +123,13 @@ def lay_out(
         prefix=prefix,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
-    return UserPack({**fields, MASK: None} if with_mask else fields, pack)
+    if with_mask:
+        fields[MASK] = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=like["tokens"].device)
+    return UserPack(fields, pack, float(rows["loss_mask"].sum()))
 
 
 def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The data iterator of one micro-batch: gives its fields once.
-
-    Raises EvenloadError where Megatron-LM's `get_batch_on_this_tp_rank` takes a batch whose mask is None: it moves
-    every mask to the device, and would fail there. Loops that hand the mask on to the model run well, so the batch does
-    not tell the two apart; the code that takes it does.
-    """
-    frame = inspect.currentframe()
-    taker = frame.f_back.f_code.co_name if frame is not None and frame.f_back is not None else ""
-    if taker == _MOVES_MASKS and MASK in fields:
-        raise EvenloadError(
-            "packs have no attention mask, and Megatron-LM's get_batch_on_this_tp_rank asks for that of its loader",
-            "create_attention_mask_in_dataloader=True, which is Megatron-LM's default",
-            "add --no-create-attention-mask-in-dataloader: the model makes its causal mask itself",
-        )
+    """The data iterator of one micro-batch: gives its fields once."""
     yield fields
     raise EvenloadError(
         "forward_step takes more than one batch from its data iterator",
@@ -149,11 +138,13 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
 
 
-def _bytes(sample: Sample, device: torch.device) -> Tensor:
+def pack_bytes(sample: Sample, device: torch.device) -> Tensor:
+    """The fields of a sample behind one another, uint8."""
     return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).to(device)
 
 
-def _sample(data: Tensor, length: int, like: Sample) -> Sample:
+def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:
+    """The sample of ``length`` tokens in its `pack_bytes`, with the dtypes and on the device of ``like``."""
     parts = torch.split(data, [length * like[name].element_size() for name in FIELDS])
     # A clone starts at an aligned address; a view into the middle of the buffer may not.
     return {

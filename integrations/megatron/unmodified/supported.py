@@ -22,6 +22,7 @@ from ....core.recipe.recipe import Recipe
 from ..model.attention import PackedCoreAttention, _refuse_unsupported
 from ..model.rope import TokenRope
 from .expert_rules import recipe_of_experts, rules_of_experts
+from .groups import refuse_groups
 
 log = logging.getLogger("evenload")
 
@@ -29,35 +30,17 @@ Trouble = tuple[str, str, str]
 """The parts of an `EvenloadError`."""
 
 
-def refuse_loop(chunk: Any, data_iterator: Any, rest: dict[str, Any]) -> None:
+def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
     """Raise EvenloadError for a model, its config or arguments of the schedule that evenload cannot honour."""
     config = get_model_config(chunk)
+    refuse_groups(rest.get("pg_collection"), rest.get("p2p_communicator"))
     overlap = bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
     refuse_first(
-        (
-            not config.calculate_per_token_loss,
-            "regrouped micro-batches need a loss that is summed over tokens: an average of averages would change",
-            "calculate_per_token_loss=False",
-            "set calculate_per_token_loss=True, and return (sum of token losses, number of tokens, report) from the "
-            "loss function",
-        ),
         (
             overlap and config.no_sync_func is None,
             "overlapped gradient reduction would start before the last of a changing number of micro-batches",
             "overlap_grad_reduce=True, no_sync_func=None",
             "set config.no_sync_func = model.no_sync, or overlap_grad_reduce=False",
-        ),
-        (
-            data_iterator is None,
-            "a rank has no data iterator",
-            "data_iterator=None",
-            "give every rank its data-parallel rank's iterator, tensor- and pipeline-parallel peers the same data",
-        ),
-        (
-            rest.get("pg_collection") is not None or rest.get("p2p_communicator") is not None,
-            "the schedule is given process groups of its own",
-            "pg_collection or p2p_communicator",
-            "use those of megatron.core.parallel_state, or disable evenload's plugins",
         ),
         (
             rest.get("adjust_tensor_shapes_fn") is not None,
@@ -165,31 +148,44 @@ def refuse_attention(core: DotProductAttention) -> None:
     _refuse_unsupported(core.config, core.attn_mask_type, core.attention_type, core.attention_dropout.p)
 
 
-def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor) -> None:
-    """Raise EvenloadError unless a loss function returned sums. ``losses``: what it was given, to recompute sum and
-    count under ``loss_mask`` [1, T]; None leaves that out, for it waits for the device."""
-    if not isinstance(answer, tuple) or len(answer) != 3:
+def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means: bool = False) -> None:
+    """Raise EvenloadError unless a loss function returned what its loop's objective needs.
+
+    Args:
+        losses: what it was given, to recompute sum and count under ``loss_mask`` [1, T]; None leaves that out, for it
+            waits for the device.
+        means: the loop averages over micro-batches: then two values, the mean and a report, are an answer too.
+    """
+    if not isinstance(answer, tuple) or len(answer) not in ((2, 3) if means else (3,)):
         raise EvenloadError(
             "the loss function does not return (sum of token losses, number of tokens, report)",
             f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__,
-            "return these three; with two, Megatron averages over micro-batches",
+            "return these three" if means else "return these three; with two, Megatron averages over micro-batches",
         )
     if losses is None or losses.shape != loss_mask.shape:
         return
     mask = loss_mask.to(losses.device)
     count, total = float(mask.sum()), float((losses.double() * mask).sum())
+    returned = float(answer[0].detach())
+    if len(answer) == 2:
+        if abs(returned - total / max(1.0, count)) > 1e-3 * abs(total / max(1.0, count)):
+            raise EvenloadError(
+                "the loss function returns something else than the mean of the token losses",
+                f"{returned:g}, the mean is {total / max(1.0, count):g}",
+                "return (sum of token losses, number of tokens, report)",
+            )
+        return
     if float(answer[1]) != count:
         raise EvenloadError(
             "the loss function counts other tokens than those with loss: packs have no padding to count",
             f"{float(answer[1]):g} tokens, loss_mask sums to {count:g}",
             "return loss_mask.sum() as the number of tokens",
         )
-    returned = float(answer[0].detach())
     if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
         raise EvenloadError(
             "the loss function returns the mean of the token losses",
             f"{returned:g}, the sum is {total:g}",
-            "return the sum; Megatron divides by the global number of tokens once",
+            "return the sum; Megatron divides by the number of tokens",
         )
 
 
@@ -232,6 +228,12 @@ def _model_rules(config: Any) -> Iterable[Rule]:
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
+    yield (
+        bool(config.num_moe_experts) and not config.calculate_per_token_loss,
+        "the losses of routers are not weighed yet where micro-batches are averaged",
+        f"calculate_per_token_loss False, num_moe_experts {config.num_moe_experts}",
+        "set calculate_per_token_loss=True, and return the sum of the token losses",
+    )
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from evenload.api import load_recipe
-from evenload.commands.tenants.arrivals.room import room_bytes
+from evenload.commands.tenants.arrivals.memory import free_bytes
 from evenload.core.planning.chain import PlanChain
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ def test_who_does_not_fit_waits_in_order(place: Place, whole: Place) -> None:
     recipe = load_recipe(place.path / "r.yaml")
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     cluster = chain.context.cluster
-    memory_bytes = cluster.memory_bytes + (16 * (26_880 + 5_000) - room_bytes(chain, 256)) / 0.9
+    memory_bytes = cluster.memory_bytes + (16 * (26_880 + 5_000) - free_bytes(chain, 256)) / 0.9
     small = {**cluster.model_dump(mode="json"), "memory_bytes": memory_bytes}
     (place.path / "small.yaml").write_text(yaml.safe_dump(small))
     result = place.trained("cluster=small.yaml")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.exactness import largest_error, relative_error
+from evenload.integrations.huggingface.folders.adapters import write_adapter
 from evenload.integrations.megatron import open_host
 from evenload.runtime.adapters.state import AdapterState
 from megatron_float64 import all_in_float64
 from megatron_pretrained_jobs import recipe_from
 from megatron_tenant_jobs import plan_of
+from transformers import AutoModelForCausalLM
 
 
-def as_with_peft(world: Any, *, folder: str, saved: str, plans: list[str | int], **parallel: int) -> dict[str, float]:
+def as_with_peft(
+    world: Any, *, folder: str, saved: str, out: str, plans: list[str | int], **parallel: int
+) -> dict[str, float]:
     """Largest errors over tenants and steps; see `test_peft.trained_by_peft` for what is saved."""
     tenants = torch.load(saved)
     numbers = range(len(tenants))
@@ -24,7 +30,7 @@ def as_with_peft(world: Any, *, folder: str, saved: str, plans: list[str | int],
     for number, tenant in enumerate(tenants):
         adapter, train = Adapter(**tenant["adapter"]), TenantTrain(**tenant["train"])
         host.adapters.join(number, adapter, train, AdapterState(tenant["start"], {}, {}, 0))
-    worst = dict.fromkeys(("loss", "grad", "norm", "weights"), 0.0)
+    worst = dict.fromkeys(("loss", "grad", "norm", "weights", "logits"), 0.0)
 
     def took(what: str, error: float) -> None:
         worst[what] = max(worst[what], error)
@@ -50,5 +56,27 @@ def as_with_peft(world: Any, *, folder: str, saved: str, plans: list[str | int],
         for name, weight in host.adapters.state(number).weights.items():
             start = tenant["start"][name]
             took("weights", relative_error(weight - start, tenant["end"][name] - start))
+    with all_in_float64():
+        took("logits", _logits_off(host, folder, out, tenants))
     host.close()
+    return worst
+
+
+def _logits_off(host: Any, folder: str, out: str, tenants: list[Any]) -> float:
+    """How far the trained host's logits are from peft's, which opens the adapters that are written. Collective."""
+    ids = [tenant["steps"][0]["samples"][0] for tenant in tenants]
+    plan = plan_of(host, 0, [len(one) for one in ids], range(len(ids)))
+    logits = host.logits(plan, [one.numpy() for one in ids].__getitem__)
+    worst = 0.0
+    for number, tenant in enumerate(tenants):
+        weights = host.adapters.state(number).weights
+        if torch.distributed.get_rank():
+            continue
+        written = Path(out) / f"tenant {number}"
+        write_adapter(written, Adapter(**tenant["adapter"]), weights, folder)
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        model = peft.PeftModel.from_pretrained(base, str(written), autocast_adapter_dtype=False)
+        with torch.no_grad():
+            expected = model(input_ids=ids[number][None]).logits[0]
+        worst = max(worst, relative_error(logits[number][:, : expected.shape[1]], expected))
     return worst

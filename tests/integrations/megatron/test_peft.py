@@ -103,7 +103,7 @@ def _short(name: str) -> str:
         pytest.param(2, [0, 1, 2], {"pp": 2}, id="pp2"),
     ],
 )
-def test_three_steps_in_company_are_those_of_peft_alone(on_ranks, trained, size, plans, layout):
+def test_three_steps_in_company_are_those_of_peft_alone(on_ranks, trained, tmp_path, size, plans, layout):
     folder, saved = trained
-    for worst in on_ranks(size, "as_with_peft", folder=folder, saved=saved, plans=plans, **layout):
+    for worst in on_ranks(size, "as_with_peft", folder=folder, saved=saved, out=str(tmp_path), plans=plans, **layout):
         assert max(worst.values()) < 1e-9, worst

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow
 
@@ -102,3 +104,11 @@ def test_a_tenant_may_adapt_layers_of_one_stage_alone(on_ranks):
         assert part["norms"] == pytest.approx(whole["norms"], rel=1e-9)
         for name, weight in whole["weights"].items():
             assert part["weights"][name] == pytest.approx(weight, rel=1e-9, abs=1e-15)
+
+
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_whoever_comes_and_goes_trains_as_alone(on_ranks, seed):
+    (result,) = on_ranks(1, "soak", seed=seed, steps=20, model__num_layers=1)
+    assert result["after"] == result["before"]
+    assert result["worst"] < 1e-9

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
 from evenload.runtime.experts.balance import Shares
+from evenload.runtime.stage.stage_links import StageLinks
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -264,18 +266,50 @@ def with_weights(plan: StepPlan, seed: int) -> StepPlan:
     return check(replace(plan, limits=limits, order=tuple(map(tuple, rows))))
 
 
+@contextmanager
+def one_queue() -> Iterator[None]:
+    """Links as between devices with one queue: a send waits until the one before it has been taken."""
+    issue = StageLinks._issue
+
+    def waiting(links: StageLinks, op: Op, tensor: Any) -> None:
+        if sent := links._sent[op.kind]:
+            work, earlier = sent.pop()
+            work.wait()
+            sent.append((SimpleNamespace(wait=lambda: None), earlier))
+        issue(links, op, tensor)
+
+    with (
+        patch("evenload.runtime.stage.stage_links.has_one_queue", return_value=True),
+        patch.object(StageLinks, "_issue", waiting),
+    ):
+        yield
+
+
 def user_plans(
-    world: Any, *, seeds: list[int], mutant: str = "", how: dict[str, Any] | None = None, **loop: Any
+    world: Any,
+    *,
+    seeds: list[int],
+    mutant: str = "",
+    how: dict[str, Any] | None = None,
+    queued: bool = False,
+    **loop: Any,
 ) -> list[dict[str, Any]]:
     """Errors of random plans in the user's loop against the same loop with nothing switched on."""
     results = []
+    links = one_queue if queued else nullcontext
     with user_loop(**loop) as user:
         stock = user.step()
         wanted = loss_and_tokens(stock)
         for seed in seeds:
             try:
                 quotas = patch("evenload.integrations.megatron.unmodified.experts.layer_planner", layer_planner_of)
-                with evenload.enabled(recipe()), planning(drawn(seed, **(how or {}))) as made, fault(mutant), quotas:
+                with (
+                    evenload.enabled(recipe()),
+                    planning(drawn(seed, **(how or {}))) as made,
+                    fault(mutant),
+                    quotas,
+                    links(),
+                ):
                     found = user.step()
             except EvenloadError as error:
                 results.append({"seed": seed, "error": error.what})

@@ -14,6 +14,7 @@ from evenload.core.plan.forwards import lower_forwards
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, StepPlan
+from evenload.core.simulate.one_queue import send_turns
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor, StageTrainer
@@ -71,12 +72,17 @@ class Trainer(StageTrainer):
 class Links:
     """What would go to and come from the neighbours."""
 
-    def __init__(self, plan: StepPlan, done: list[tuple[str, Op, Any]]) -> None:
-        self.plan, self.done = plan, done
+    def __init__(self, plan: StepPlan, done: list[tuple[str, Op, Any]], one_queue: bool = False) -> None:
+        self.plan, self.done, self.one_queue = plan, done, one_queue
 
-    def begin(self) -> None:
+    def begin(self, turns: Any) -> None:
         self.done.clear()
         self.waited: list[int] = []
+        self.begun: list[Op] = []
+        self.turns = turns
+
+    def turn(self, op: Op) -> None:
+        self.begun.append(op)
 
     def wait_for_sends(self, most: int) -> None:
         self.waited.append(most)
@@ -172,3 +178,15 @@ def test_what_was_sent_forward_is_waited_for_where_no_backward_follows() -> None
     rest = {"links": links, "plane": None, "clock": BusyClock(CPU), "mark": lambda _: None}
     Executor(plan, 0, 0, program, Trainer(done, True), **rest).run()  # type: ignore[arg-type]
     assert links.waited == [1] * len(plan.micro_batches)
+
+
+def test_sends_wait_for_their_turn_where_a_device_has_one_queue() -> None:
+    plan = _plans.random_plan(5, [30, 4, 17, 9], num_ranks=1, num_stages=2, layers_per_stage=2)
+    trained, scored = lower(plan, 0, 0), lower_forwards(plan, 0, 0)
+    for one_queue, program in ((True, trained), (False, trained), (True, scored)):
+        done: list[tuple[str, Op, Any]] = []
+        links = Links(plan, done, one_queue)
+        rest = {"links": links, "plane": None, "clock": BusyClock(CPU), "mark": lambda _: None}
+        Executor(plan, 0, 0, program, Trainer(done, True), **rest).run()  # type: ignore[arg-type]
+        assert links.turns == (send_turns(plan, 0, 0) if one_queue and program is trained else None)
+        assert program is scored or links.begun == orders_of_stage(plan, 0)[0]

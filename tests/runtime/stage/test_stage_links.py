@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
+import torch
 from evenload.core.plan.step_plan import Op
-from evenload.runtime.stage.stage_links import taken_before, warn_of_one_queue
+from evenload.runtime.stage.stage_links import StageLinks, has_one_queue, pairs, taken_before
 
 
 def test_what_a_neighbour_has_taken_before_each_of_its_passes():
@@ -19,8 +22,33 @@ def test_what_a_neighbour_has_taken_before_each_of_its_passes():
     }
 
 
-@pytest.mark.parametrize(("backend", "queues", "warned"), [("nccl", "1", 1), ("nccl", "8", 0), ("gloo", "1", 0)])
-def test_one_hardware_queue_for_all_streams_is_warned_of(monkeypatch, caplog, backend, queues, warned):
+@pytest.mark.parametrize(
+    ("backend", "queues", "one"), [("nccl", "1", True), ("nccl", "8", False), ("gloo", "1", False)]
+)
+def test_whether_a_device_has_one_queue(monkeypatch, backend, queues, one):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    warn_of_one_queue(backend)
-    assert len(caplog.records) == warned
+    assert has_one_queue(backend) is one
+
+
+def test_every_link_is_in_one_group_and_every_rank_in_one_of_each_kind():
+    rows = [(0, 2, 4), (1, 3, 5)]
+    assert pairs(rows, 0) == [(0, 2), (4,), (1, 3), (5,)]
+    assert pairs(rows, 1) == [(0,), (2, 4), (1,), (3, 5)]
+
+
+def test_results_are_held_back_until_their_turn(monkeypatch):
+    sent = []
+    links = StageLinks.__new__(StageLinks)
+    links._turns, links._held = {Op("B", 0): ("F",), None: ("B",)}, {"F": deque(), "B": deque()}
+    monkeypatch.setattr(StageLinks, "_issue", lambda _, op, tensor: sent.append(op))
+    links.send(Op("F", 0), torch.zeros(1))
+    links.turn(Op("F", 1))
+    assert sent == []
+    links.turn(Op("B", 0))
+    assert sent == [Op("F", 0)]
+    links.send(Op("B", 0), torch.zeros(1))
+    links.turn(None)
+    assert sent == [Op("F", 0), Op("B", 0)]
+    links._turns = None
+    links.send(Op("F", 1), torch.zeros(1))
+    assert sent[-1] == Op("F", 1)

@@ -170,13 +170,13 @@ def test_a_sweep_halves_to_one_winner_that_is_what_it_would_be_alone(
 
 
 ONE_AT_A_TIME = """
-from evenload.commands.tenants import crew
-_missing = crew.Crew._missing_bytes
+from evenload.commands.tenants import members
+_missing = members.Members._missing_bytes
 def missing(self, tenant, *, beside=True):
     others = [one for one in self._job.host.adapters.numbers] if beside else []
     _missing(self, tenant, beside=beside)
     return 1e6 if others else 0.0
-crew.Crew._missing_bytes = missing
+members.Members._missing_bytes = missing
 """
 
 

@@ -12,8 +12,8 @@ LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"pp": 2, "frozen": "embedding"}, id="pp2, embedding frozen"),
     pytest.param(2, {"overlap": True}, id="dp2"),
-    pytest.param(4, {"pp": 2, "overlap": True}, id="dp2pp2"),
-    pytest.param(4, {"pp": 2, **SHARES}, id="tp2pp2 in shares"),
+    pytest.param(4, {"pp": 2, "overlap": True, "queued": True}, id="dp2pp2, one queue"),
+    pytest.param(4, {"pp": 2, **SHARES, "queued": True}, id="tp2pp2 in shares, one queue"),
 ]
 
 

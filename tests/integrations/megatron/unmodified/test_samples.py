@@ -34,7 +34,7 @@ def test_a_pack_holds_the_samples_side_by_side():
     packed = lay_out(
         MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)), samples=samples, like=samples[0], with_mask=True
     )
-    assert packed.fields["attention_mask"] is None
+    assert packed.fields["attention_mask"].tolist() == [[[[False]]]]
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
     assert packed.fields["labels"].tolist() == [[105, 106, 107, 101, 102, 103]]
     assert packed.fields["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1]]
@@ -122,25 +122,3 @@ def test_samples_reach_the_ranks_that_compute_them(world):
         assert {i for i, _, _ in got} == {1: {0, 3}, 0: {1, 2}}[rank]
         assert all(equal for _, _, equal in got)
     assert world(2).run(all_to_one) == [[0, 1], []]
-
-
-def get_batch_on_this_tp_rank(data_iterator):
-    """As Megatron-LM's `megatron.training.utils` has it."""
-    data = next(data_iterator)
-    mask = None if "attention_mask" not in data else data["attention_mask"].to("cpu")
-    return {"tokens": data["tokens"].to("cpu"), "attention_mask": mask}
-
-
-def test_a_mask_of_megatron_lms_loader_is_refused_by_the_flag_that_makes_it():
-    fields = {"tokens": torch.ones(1, 3), "attention_mask": None}
-    with pytest.raises(EvenloadError) as refused:
-        get_batch_on_this_tp_rank(one_batch(fields))
-    assert "create_attention_mask_in_dataloader" in refused.value.found
-    assert "--no-create-attention-mask-in-dataloader" in refused.value.do
-
-
-def test_other_takers_of_a_batch_and_batches_without_a_mask_go_on():
-    without = {"tokens": torch.ones(1, 3)}
-    assert get_batch_on_this_tp_rank(one_batch(without))["attention_mask"] is None
-    masked = {**without, "attention_mask": None}
-    assert next(one_batch(masked)) is masked

@@ -294,7 +294,9 @@ def refusals() -> dict[str, str]:
         for key, _ in config:
             setattr(chunk.config, key, {"calculate_per_token_loss": True}.get(key))
 
-    attempt("average", config=[("calculate_per_token_loss", False)])
+    averages = [("calculate_per_token_loss", False)]
+    attempt("average", config=averages)
+    attempt("mean of nothing", config=averages, forward_step_func=loss(lambda total, count, report: (total, report)))
     attempt("experts", config=[("num_moe_experts", 4)])
     attempt("overlap", model=overlapped)
     attempt("chunks", model=[model, model])
@@ -315,11 +317,12 @@ def refusals() -> dict[str, str]:
 def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
     (told,) = world(1).run(refusals)
     wanted = {
-        "average": "set calculate_per_token_loss=True",
+        "average": "no error",
+        "mean of nothing": "something else than the mean",
         "experts": "num_moe_experts 4",
         "overlap": "config.no_sync_func = model.no_sync",
         "chunks": "2 model chunks",
-        "no iterator": "data_iterator=None",
+        "no iterator": "no rank of a copy of the model has a data iterator",
         "other keys": "keys input_ids",
         "no mapping": "gives Tensor",
         "mask": "not the causal one",

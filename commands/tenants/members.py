@@ -19,8 +19,8 @@ from ...runtime.world.agreement import everyone, from_first
 from .._shared.job import logger
 from .._shared.show import mib
 from .arrivals.folder import Came, Folder, News
+from .arrivals.memory import free_bytes
 from .arrivals.opening import Entrant, open_tenant
-from .arrivals.room import room_bytes
 from .job import TenantJob
 from .records import saving
 from .records.output import LAST, Output
@@ -31,7 +31,7 @@ from .verdicts.trials import Sweep, refuse_late_rung, sweep_of
 Result = TypeVar("Result")
 
 
-class Crew:
+class Members:
     """See the module. ``saved``: what a checkpoint says of an earlier run."""
 
     def __init__(self, job: TenantJob, output: Output, folder: Folder | None, saved: Saved | None) -> None:
@@ -258,7 +258,7 @@ class Crew:
         longest = max(int(one.source.lengths.max()) for one in (tenant, *seated))
         taken = sum(adapters.bytes_of(one.adapter) for one in (tenant, *seated))
         most = float(self._job.gather(taken).max())
-        return max(0.0, most - room_bytes(self._job.chain, longest))
+        return max(0.0, most - free_bytes(self._job.chain, longest))
 
 
 def entrants_of(file: str, config: Tenant, digest: str, sweep: Sweep | None) -> list[Entrant]:

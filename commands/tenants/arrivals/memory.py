@@ -10,7 +10,7 @@ from ....core.planning.chain import PlanChain
 from ....core.planning.stock import UNCAPPED
 
 
-def room_bytes(chain: PlanChain, longest: int) -> float:
+def free_bytes(chain: PlanChain, longest: int) -> float:
     """What the memory of a device leaves for adapters with their gradients and moments; ``longest``: tokens of the
     longest sample, which make the largest micro-batch where no plugin caps it."""
     memory, caps = chain.context.costs.memory, chain.caps

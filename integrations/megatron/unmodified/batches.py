@@ -1,0 +1,135 @@
+"""The batches of a training call, as every rank of a model copy needs them, whoever has a data iterator.
+
+Megatron-LM's `pretrain_gpt.py` gives an iterator to the first tensor-parallel rank of the first and of the last stage
+of a pipeline; its `get_batch` broadcasts a batch of one fixed shape inside the tensor-parallel group, and stages in
+between see none. A plan is made before the first micro-batch and packs have shapes of their own, so all batches of a
+call are spread in front of it:
+
+    with an iterator            takes as many batches as the stock schedule would
+    tensor-parallel peers       get the samples of the rank of their stage that has some
+    stages without any          get the lengths; their samples are zeros, since such a stage embeds and scores nothing
+
+Where every rank has an iterator, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ....core.errors import EvenloadError
+from ....runtime.world.agreement import everyone, wire_device
+from .samples import FIELDS, MASK, Sample, pack_bytes, split, unpack_bytes
+
+
+class _Head(NamedTuple):
+    """What a rank without data must know of the batches of its model copy."""
+
+    lengths: list[list[int]]
+    targets: list[float]
+    dtypes: dict[str, torch.dtype]
+    size: int
+    slots: int
+    with_mask: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The batches that one data-parallel rank brings to a training call."""
+
+    samples: Sequence[Sequence[Sample]]
+    """By micro-batch of the loop."""
+    lengths: list[list[int]]
+    """Of each sample [tokens], by micro-batch."""
+    targets: list[float]
+    """The sum of each micro-batch's loss mask."""
+    size: int
+    """Samples of a micro-batch."""
+    slots: int
+    """Places of input in all of them, padding among them."""
+    with_mask: bool
+    """Whether the loop's batches have an attention mask."""
+
+
+class Source:
+    """Where a rank's batches come from; asked in every training call. Collective when it is made and when it is asked,
+    over the ranks of one copy of the model."""
+
+    def __init__(self, data_iterator: Any) -> None:
+        group = parallel_state.get_model_parallel_group()
+        self._has_iterator = data_iterator is not None
+        holders = everyone(self._has_iterator, group)
+        if not any(holders):
+            raise EvenloadError(
+                "no rank of a copy of the model has a data iterator",
+                "data_iterator=None on all tensor- and pipeline-parallel ranks",
+                "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
+            )
+        self._all_have = all(holders)
+        ranks = dist.get_process_group_ranks(group)
+        peers = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        having = [rank for rank, has in zip(ranks, holders, strict=True) if has]
+        self._first = holders.index(True)
+        self._of_stage = next((rank for rank in having if rank in peers), None)
+        # Whether somebody of this stage waits for samples: the holder sends to all of them, or to none.
+        self._sends = self._of_stage is not None and not set(peers) <= set(having)
+
+    def take(self, data_iterator: Any, num_microbatches: int) -> Batches:
+        """The next batches. Raises EvenloadError for batches of another form, and where an iterator came or went."""
+        if (data_iterator is not None) != self._has_iterator:
+            raise EvenloadError(
+                "a rank has a data iterator in some training calls, and none in others",
+                f"data_iterator {type(data_iterator).__name__}, other than in the first call",
+                "give each rank its iterator in every call, or in none",
+            )
+        samples, head = _taken(data_iterator, num_microbatches) if self._has_iterator else ([], None)
+        if self._all_have:
+            assert head is not None
+            return _batches(samples, head)
+        head = everyone(head, parallel_state.get_model_parallel_group())[self._first]
+        assert head is not None
+        if self._of_stage is None:
+            zeros = [
+                [{n: torch.zeros(L, dtype=d) for n, d in head.dtypes.items()} for L in one] for one in head.lengths
+            ]
+            return _batches(zeros, head)
+        return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
+
+
+def _taken(data_iterator: Any, num_microbatches: int) -> tuple[list[list[Sample]], _Head]:
+    batches = [next(data_iterator) for _ in range(num_microbatches)]
+    samples = [split(batch) for batch in batches]
+    dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
+    targets = [float(batch["loss_mask"].sum()) for batch in batches]
+    lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
+    slots = sum(batch["tokens"].numel() for batch in batches)
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots, MASK in batches[0])
+
+
+def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
+    """The samples of the tensor-parallel rank ``source`` (its rank in the world), on all of them."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    lengths = [length for one in head.lengths for length in one]
+    width = sum(dtype.itemsize for dtype in head.dtypes.values())
+    if dist.get_rank() == source:
+        flat = torch.cat([pack_bytes(sample, wire_device(group)) for one in samples for sample in one])
+        dist.broadcast(flat, source, group=group)
+        return samples
+    flat = torch.empty(width * sum(lengths), dtype=torch.uint8, device=wire_device(group))
+    dist.broadcast(flat, source, group=group)
+    like = {name: torch.empty(0, dtype=dtype) for name, dtype in head.dtypes.items()}
+    parts = iter(torch.split(flat, [width * length for length in lengths]))
+    return [[unpack_bytes(next(parts), length, like) for length in one] for one in head.lengths]
+
+
+def _zeros(length: int, head: _Head) -> Sample:
+    return {name: torch.zeros(length, dtype=dtype) for name, dtype in head.dtypes.items()}
+
+
+def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.with_mask)

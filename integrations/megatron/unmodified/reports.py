@@ -1,0 +1,106 @@
+"""Reports of a loop's loss function, given back for the micro-batches that the loop knows.
+
+A loss function reports for each pack; what a loop prints is made of one report for each of *its* micro-batches. Where a
+value of a report is a pack's (sum of token losses, number of tokens), or their quotient, it is known for every sample,
+and so for every micro-batch of the loop: those are put together from the ranks that computed the samples. A report
+with any other value stays the pack's own, and so do all of that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .samples import UserPack
+
+_SUM, _MEAN = "sum and count", "mean"
+Kinds = dict[str, tuple[str, Tensor]]
+"""What each value of a report is, with one of its values for dtype and shape; empty where one is not known."""
+_CLOSE = 1e-3
+"""A loss function may compute in another precision than this module."""
+
+
+class Reports:
+    """Of one training call, on a rank of the last stage.
+
+    Args:
+        num_sequences: of the step, over all ranks.
+        kinds: what the values were in an earlier call, since a look at them waits for the device.
+    """
+
+    def __init__(self, num_sequences: int, kinds: Kinds | None = None) -> None:
+        self.kinds = kinds
+        self._sums_S: Tensor | None = None
+        self._num_sequences = num_sequences
+        self._packs: list[tuple[Tensor, Tensor, Any]] = []
+        """(sum of token losses, number of tokens, report) of each pack."""
+        self._known = True
+
+    def add(self, packed: UserPack, losses: Tensor, report: Any) -> None:
+        """Take note of a pack: its token losses [1, T] (another shape: not known) and what was reported."""
+        loss_mask = packed.fields["loss_mask"].to(losses.device)
+        if losses.shape != loss_mask.shape:
+            self._known = False
+            return
+        masked_T = (losses.detach().double() * loss_mask.double())[0]
+        if self._sums_S is None:
+            self._sums_S = masked_T.new_zeros(self._num_sequences)
+        lengths = [piece.stop - piece.start for piece in packed.pack.slices]
+        if lengths:
+            ids = torch.tensor([piece.sequence for piece in packed.pack.slices]).repeat_interleave(
+                torch.tensor(lengths)
+            )
+            starts = packed.pack.segments
+            own_T = torch.cat([masked_T[a : a + n] for a, n in zip(starts, lengths, strict=False)])
+            self._sums_S.index_add_(0, ids.to(own_T.device), own_T)
+        self._packs.append((masked_T.sum(), loss_mask.double().sum(), report))
+
+    def of_loop(
+        self, reports: Sequence[Any], own: Sequence[Sequence[int]], targets: Sequence[float], group: Any
+    ) -> Any:
+        """What the loop gets: an entry for each of its micro-batches, or ``reports`` where a value is not known.
+        Collective over ``group``, the data-parallel ranks.
+
+        Args:
+            reports: of all packs of this rank.
+            own: the sequences of each of the loop's micro-batches.
+            targets: tokens with loss of each.
+        """
+        sums_S = self._sums_S if self._sums_S is not None else torch.zeros(self._num_sequences, dtype=torch.float64)
+        dist.all_reduce(sums_S, group=group)
+        if self.kinds is None:
+            self.kinds = self._kinds(reports)
+        if not self.kinds:
+            return reports
+        entries = []
+        for places, num_targets in zip(own, targets, strict=True):
+            total = sums_S[list(places)].sum()
+            entries.append({key: _value(kind, like, total, num_targets) for key, (kind, like) in self.kinds.items()})
+        return entries
+
+    def _kinds(self, reports: Sequence[Any]) -> Kinds:
+        first = reports[0] if reports and self._known and len(self._packs) == len(reports) else None
+        if not isinstance(first, Mapping) or not all(isinstance(value, Tensor) for value in first.values()):
+            return {}
+        kinds = {key: (_SUM if like.numel() == 2 else _MEAN, like) for key, like in first.items()}
+        for total, count, report in self._packs:
+            if not all(_matches(kind, report.get(key), total, count) for key, (kind, _) in kinds.items()):
+                return {}
+        return kinds
+
+
+def _matches(kind: str, value: Any, total: Tensor, count: Tensor) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    expected = torch.stack([total, count]) if kind == _SUM else (total / count.clamp(min=1)).view(1)
+    got = value.detach().double().view(-1).to(expected.device)
+    return got.shape == expected.shape and torch.allclose(got, expected, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
+
+
+def _value(kind: str, like: Tensor, total: Tensor, count: float) -> Tensor:
+    value = torch.stack([total, torch.full_like(total, count)]) if kind == _SUM else total / max(1.0, count)
+    return value.to(like.dtype).to(like.device).view(like.shape)

@@ -1,0 +1,139 @@
+"""What the ranks of unmodified/test_objective.py do: the script's loop under both objectives, fed as by Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import evenload
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.integrations.megatron.unmodified import loop as unmodified
+from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from megatron_float64 import all_in_float64
+from megatron_user_jobs import Loop, drawn, planning, recipe, user_loop, worst
+
+PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
+
+
+class Fed(Loop):
+    """The loop whose iterators only those ranks have to which Megatron-LM gives one, and whose loss function returns
+    the sum, or the mean, as its config asks."""
+
+    def __init__(self, loop: Loop, values: int, lone: bool) -> None:
+        super().__init__(loop.script, loop.model)
+        self.values = values
+        ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        self.fed = not lone or (ends and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        output, loss_func = self.script.forward_step(self.shapes, data_iterator, model)
+
+        def mean(losses: Any) -> Any:
+            total, count, _ = loss_func(losses)
+            average = total / count.clamp(min=1)
+            return average, {"lm loss": average.detach().clone()}
+
+        return output, loss_func if self.values == 3 else mean
+
+    def fed_step(self) -> dict[str, Any]:
+        """A planned step: ranks without data are given None."""
+        batches = self.script.batches
+        with patch.object(self.script, "batches", batches if self.fed else lambda: None):
+            return self.step()
+
+
+def objectives(
+    world: Any, *, values: int = 3, lone: bool = False, seeds: tuple[int, ...] = (), mutant: str = "", **loop: Any
+) -> list[dict[str, Any]]:
+    """Errors of packs in the stock schedule, and of random plans, against the loop with nothing switched on."""
+    results = []
+    with user_loop(**loop) as alike, all_in_float64():
+        user = Fed(alike, values, lone)
+        stock = user.step()
+        with evenload.enabled(recipe(**PACKED)), fault(mutant):
+            results.append(_compared(user.fed_step(), stock))
+        for seed in seeds:
+            with evenload.enabled(recipe()), planning(drawn(seed)), fault(mutant):
+                results.append(_compared(user.fed_step(), stock))
+    return results
+
+
+def _compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    pairs = list(zip(planned["reports"], stock["reports"], strict=True))
+    return {
+        "grad": worst(planned, stock),
+        "reports": max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0),
+        "dtypes": all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs),
+        "rows": {rows for rows, _ in planned["shapes"]},
+    }
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """A planted fault of the objective's code."""
+    if not name:
+        yield
+        return
+    faults = {
+        "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
+        "one count for all": patch.object(
+            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0])] * len(order)
+        ),
+    }
+    with faults[name]:
+        yield
+
+
+def passed_groups(world: Any, **loop: Any) -> list[Any]:
+    """A loop that passes process groups to the schedule: its own, and those of another layout."""
+    told: list[Any] = []
+    with user_loop(**loop) as user:
+        groups = _collection()
+        passed = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, get_model_config(user.model))}
+
+        def step() -> dict[str, Any]:
+            return user.step(schedule=lambda **call: user.script.get_forward_backward_func()(**call, **passed))
+
+        stock = step()
+        with evenload.enabled(recipe(**PACKED)):
+            packed = step()
+        with evenload.enabled(recipe()), planning(drawn(1)):
+            ordered = step()
+        told += [max(worst(one, stock) for one in (packed, ordered)), {rows for rows, _ in packed["shapes"]}]
+        groups.dp_cp, groups.pp = groups.pp, groups.dp_cp
+        with evenload.enabled(recipe(**PACKED)):
+            try:
+                step()
+                told.append("no error")
+            except EvenloadError as error:
+                told.append(error.what)
+    return told
+
+
+def _collection() -> ProcessGroupCollection:
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def missing_iterators(world: Any) -> str:
+    """What a loop is told of which no rank has an iterator."""
+    with user_loop(tp=torch.distributed.get_world_size()) as user, evenload.enabled(recipe(**PACKED)):
+        user.script.batches = lambda: None
+        try:
+            user.step()
+        except EvenloadError as error:
+            return error.what
+    return "no error"

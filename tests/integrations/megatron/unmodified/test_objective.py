@@ -1,0 +1,51 @@
+"""Both objectives of Megatron's loops, fed as Megatron-LM feeds its ranks: gradients and reports of the stock loop."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MEANS = {"calculate_per_token_loss": False}
+LONE = {"lone": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(1, {**MEANS, "seeds": (1, 2)}, id="means"),
+        pytest.param(2, {**MEANS, "overlap": True, "seeds": (1,)}, id="means, dp2"),
+        pytest.param(2, {**MEANS, "values": 2, "seeds": (1,)}, id="means, two values, dp2"),
+        pytest.param(2, {"tp": 2, **LONE, "seeds": (1,)}, id="tokens, tp2, one iterator"),
+        pytest.param(4, {**MEANS, "tp": 2, "pp": 2, **LONE, "seeds": (2,)}, id="means, tp2pp2, two iterators"),
+        pytest.param(4, {**MEANS, "pp": 4, **LONE}, id="means, pp4, stages without iterators"),
+    ],
+)
+def test_gradients_and_reports_are_those_of_the_stock_loop(on_ranks, size, layout):
+    reported = 0
+    for rank in on_ranks(size, "objectives", **layout):
+        for result in rank:
+            assert result["grad"] < 1e-9, result
+            assert result["reports"] < 1e-12
+            assert result["dtypes"]
+            assert result["rows"] == {1}
+        reported += len(rank)
+    assert reported == size * (1 + len(layout.get("seeds", ())))
+
+
+@pytest.mark.parametrize("mutant", ["as if packs were micro-batches", "one count for all"])
+def test_the_proof_catches_wrong_weights(on_ranks, mutant):
+    assert all(rank[0]["grad"] > 1e-4 for rank in on_ranks(2, "objectives", mutant=mutant, **MEANS))
+
+
+def test_groups_that_a_loop_passes_are_passed_on_or_refused(on_ranks):
+    for error, rows, refusal in on_ranks(2, "passed_groups", pp=2):
+        assert error < 1e-9
+        assert rows == {1}
+        assert "not those of megatron.core.parallel_state" in refusal
+
+
+def test_a_loop_without_any_iterator_is_told_so(on_ranks):
+    assert all(
+        "no rank of a copy of the model has a data iterator" in told for told in on_ranks(2, "missing_iterators")
+    )
