@@ -141,15 +141,16 @@ def weights_of_routers(
     """What the z-loss of each token of a sequence, and its balance loss, count in Megatron's gradients, where
     micro-batches have ``tokens_S`` tokens and ``samples_S`` samples and nothing is padded.
 
-    Both are means over a micro-batch. Averaged over micro-batches they stay that. Where token losses are summed, each
-    mean is multiplied by the tokens of its micro-batch: until Megatron-Core 0.19 by those of a rank's share alone, and
-    the balance loss by those of one of its samples.
+    Both are means over a micro-batch. Averaged over micro-batches they stay that, and Megatron then averages over more
+    ranks than have data. Where token losses are summed, each mean is multiplied by the tokens of its micro-batch: until
+    Megatron-Core 0.19 by those of a rank's share alone, and the balance loss by those of one of its samples.
     """
+    cp = parallel_state.get_context_parallel_world_size()
     if not config.calculate_per_token_loss:
-        return 1 / (num_microbatches * tokens_S), 1 / (num_microbatches * samples_S)
+        return cp / (num_microbatches * tokens_S), cp / (num_microbatches * samples_S)
     if Version(megatron.core.__version__).release >= ALL_TOKENS:
         return np.ones_like(lengths_S), lengths_S
-    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shares = cp * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     return np.full_like(lengths_S, 1 / shares), lengths_S / (samples_S * shares)
 
 

@@ -49,7 +49,7 @@ from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
 from .batches import Batches, Source
-from .expert_rules import refuse_experts, refuse_routers
+from .expert_rules import refuse_experts, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
@@ -67,6 +67,7 @@ from .supported import (
     why_stock,
     why_whole,
 )
+from .together import Together
 
 log = logging.getLogger("evenload")
 
@@ -105,6 +106,7 @@ class PlannedSteps:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
         self.active = True
@@ -118,6 +120,9 @@ class PlannedSteps:
         def forward_backward(*args: Any, **call: Any) -> Any:
             if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
+            chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
+            if why := why_together(get_model_config(chunks[0])):
+                return self._run_together(stock, foreign_owner, why, chunks, call)
             return self._run(stock, foreign_owner, **call)
 
         return forward_backward
@@ -125,10 +130,20 @@ class PlannedSteps:
     def release(self) -> None:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
-        for loop in self._loops.values():
-            if loop.links is not None and dist.is_initialized():
-                loop.links.close()
+        links = [loop.links for loop in self._loops.values()] + [loop.links for loop in self._together.values()]
+        for each in filter(None, links):
+            if dist.is_initialized():
+                each.close()
         self._loops.clear()
+        self._together.clear()
+
+    def _run_together(
+        self, stock: Callable[..., Any], foreign_owner: str, why: str, chunks: list[Any], call: dict[str, Any]
+    ) -> Any:
+        """A training call whose micro-batches stay as they are."""
+        if chunks[0] not in self._together:
+            self._together[chunks[0]] = Together.of(self._recipe, chunks, foreign_owner, why, call)
+        return self._together[chunks[0]].run(stock, chunks, call)
 
     def _run(
         self,

@@ -228,12 +228,6 @@ def _model_rules(config: Any) -> Iterable[Rule]:
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
-    yield (
-        bool(config.num_moe_experts) and not config.calculate_per_token_loss,
-        "the losses of routers are not weighed yet where micro-batches are averaged",
-        f"calculate_per_token_loss False, num_moe_experts {config.num_moe_experts}",
-        "set calculate_per_token_loss=True, and return the sum of the token losses",
-    )
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do

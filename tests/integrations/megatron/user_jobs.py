@@ -84,6 +84,7 @@ def user_loop(
     frozen: str = "",
     full: bool = False,
     exact: bool = False,
+    micro_batches: int = 0,
     **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
@@ -91,6 +92,7 @@ def user_loop(
     Args:
         full: no sample is padded.
         exact: routers compute in float64, too.
+        micro_batches: of a rank; 0: as the script has them.
         frozen: weights whose name holds this need no gradient; "": all do.
         config: changes fields of its TransformerConfig.
     """
@@ -101,6 +103,7 @@ def user_loop(
     with patch.dict(sys.modules, {"user_script": script}):
         experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         parallel_state.initialize_model_parallel(tp, pp, **experts_by)
+        script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
