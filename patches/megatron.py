@@ -37,8 +37,9 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             supports=MEGATRON,
             why="The attention of the local layer spec refuses packed sequences. Reaches packs that evenload has made; "
-            "every other call, and Transformer Engine's attention, runs as it is.",
-            wrapper=from_module("..integrations.megatron.unmodified.loop:attention"),
+            "every other call runs as it is. Transformer Engine's attention is wrapped on its "
+            "modules, for as long as a training call.",
+            wrapper=from_module("..integrations.megatron.unmodified.attention:attention"),
             expects=("query", "key", "value", "attention_mask", "packed_seq_params"),
         ),
         Patch(

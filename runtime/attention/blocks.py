@@ -9,7 +9,8 @@ Blocks over the same queries are put together by `merge`; the backward of each t
 the dq of all blocks are added (FlashAttention 2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
 That is what a prefix needs, and what a ring of ranks needs.
 
-Causal means bottom-right: the last query sees all keys, the one before it all but the last. N <= M then.
+Causal means bottom-right: the last query sees all keys, the one before it all but the last. N <= M then. In a window
+it sees its own key and as many before it as the window holds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Inputs(NamedTuple):
     v_MGD: Tensor
     causal: bool
     scale: float
+    window: int | None = None
+    """Keys before its own that a query sees, in a causal block; None: all."""
 
 
 class BlockKernel(NamedTuple):
@@ -56,6 +59,8 @@ class BlockKernel(NamedTuple):
     """Gives (out_NHD, lse_HN); lse in float64 for float64, else in float32."""
     backward: Callable[[Tensor, Inputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(dout_NHD, inputs, out_NHD, lse_HN) gives (dq_NHD, dk_MGD, dv_MGD) in the dtype of the inputs."""
+    windows: bool = False
+    """Whether it knows `Inputs.window`."""
 
 
 def merge(out_NHD: Tensor, lse_HN: Tensor, more_NHD: Tensor, more_lse_HN: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,8 +90,10 @@ def _flash_attn_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: T
 
 
 def _flash_attn_options(x: Inputs) -> dict[str, Any]:
-    no_window: dict[str, Any] = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-    return {"dropout_p": 0.0, "softmax_scale": x.scale, "causal": x.causal, **no_window}
+    left, right = (-1, -1) if x.window is None else (x.window, 0)
+    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
+    plain: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    return {"softmax_scale": x.scale, "causal": x.causal, **window, **plain}
 
 
 def _has_flash_attn() -> bool:
@@ -249,6 +256,8 @@ def _plain_scores(x: Inputs, first: int, end: int) -> Tensor:
     if x.causal:
         ahead = len(x.k_MGD) - len(x.q_NHD) + first + 1
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(ahead)
+        if x.window is not None:
+            unseen |= torch.ones_like(unseen).tril(ahead - x.window - 2)
         scores.masked_fill_(unseen, -torch.inf)
     return scores
 
@@ -264,16 +273,18 @@ def _row_ranges(x: Inputs) -> list[tuple[int, int]]:
 
 
 BLOCKS = (
-    BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward),
+    BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward, True),
     BlockKernel("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
     BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
-    BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward),
+    BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward, True),
 )
 
 
 @cache
-def choose_block(device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel:
+def choose_block(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool = False) -> BlockKernel:
     """The first row of `BLOCKS` that is there and takes these inputs; chosen, and logged, once for each."""
-    block = next(b for b in BLOCKS if b.supports(dtype, device, head_dim) and b.available())
-    log.info("attention over a prefix on %s, %s, head dimension %d: %s", device, dtype, head_dim, block.name)
+    rows = (b for b in BLOCKS if b.windows or not window)
+    block = next(b for b in rows if b.supports(dtype, device, head_dim) and b.available())
+    what = "a window of a prefix" if window else "a prefix"
+    log.info("attention over %s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, block.name)
     return block

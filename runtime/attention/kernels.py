@@ -24,6 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 log = logging.getLogger("evenload")
 
 _HALF = (torch.float16, torch.bfloat16)
+_ROWS = 512
+"""Queries that one call of torch's attention takes at least where there is a window."""
 
 
 class KernelCall(NamedTuple):
@@ -40,6 +42,10 @@ class KernelCall(NamedTuple):
     max_seqlen: int
     """Slots of the longest segment."""
     scale: float
+    window: int | None = None
+    """Tokens before its own that a query sees; None: all."""
+    dropout: float = 0.0
+    """Of the attention weights."""
 
 
 class Kernel(NamedTuple):
@@ -52,6 +58,8 @@ class Kernel(NamedTuple):
     """Whether it takes this dtype, device and head dimension."""
     run: Callable[[KernelCall], torch.Tensor]
     """Gives out_THD."""
+    options: frozenset[str] = frozenset()
+    """Of "window" and "dropout", what it can do."""
 
 
 def on_gpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
@@ -76,14 +84,14 @@ def has(module: str, attribute: str) -> bool:
 def _flash_attn(call: KernelCall) -> torch.Tensor:
     function = importlib.import_module("flash_attn").flash_attn_varlen_func
     borders, longest = call.cu_seqlens, call.max_seqlen
-    out: torch.Tensor = function(
-        call.q_THD, call.k_TGD, call.v_TGD, borders, borders, longest, longest, softmax_scale=call.scale, causal=True
-    )
+    window = (-1, -1) if call.window is None else (call.window, 0)
+    more: dict[str, Any] = {"softmax_scale": call.scale, "causal": True, "window_size": window}
+    out: torch.Tensor = function(*call[:3], borders, borders, longest, longest, dropout_p=call.dropout, **more)
     return out
 
 
 @cache
-def _te_module(heads: int, groups: int, head_dim: int, scale: float) -> Any:
+def _te_module(heads: int, groups: int, head_dim: int, scale: float, window: int | None) -> Any:
     return importlib.import_module("transformer_engine.pytorch").DotProductAttention(
         heads,
         head_dim,
@@ -92,12 +100,13 @@ def _te_module(heads: int, groups: int, head_dim: int, scale: float) -> Any:
         qkv_format="thd",
         attn_mask_type="padding_causal",
         softmax_scale=scale,
+        window_size=None if window is None else (window, 0),
     )
 
 
 def _transformer_engine(call: KernelCall) -> torch.Tensor:
     (_, heads, head_dim), groups = call.q_THD.shape, call.k_TGD.shape[1]
-    out_TX = _te_module(heads, groups, head_dim, call.scale)(
+    out_TX = _te_module(heads, groups, head_dim, call.scale, call.window)(
         call.q_THD,
         call.k_TGD,
         call.v_TGD,
@@ -139,29 +148,60 @@ def _sdpa(call: KernelCall) -> torch.Tensor:
     # (64 segments of 64 tokens, H 8, D 64, float32, one core: backward 161 ms by slices, 34 ms by split).
     lengths = [end - first for first, end in pairwise(call.segments)]
     parts = zip(*(torch.split(x.transpose(0, 1)[None], lengths, dim=2) for x in call[:3]), strict=True)
-    out = [
-        scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa).transpose(1, 2)
-        for q, k, v in parts
-    ]
-    return torch.cat(out, dim=1)[0]
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": gqa, "dropout_p": call.dropout}
+    out = []
+    for q, k, v in parts:
+        if call.window is None or call.window >= q.shape[2] - 1:
+            out.append(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+        else:
+            out += _in_window(q, k, v, call.window, options)
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+def _in_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Of one segment [1, H, n, D]: queries block by block, each over the keys of its own block and the one before."""
+    size = max(window, _ROWS)
+    blocks = list(zip(*(torch.split(x, size, dim=2) for x in (q, k, v)), strict=True))
+    out = []
+    for number, (queries, keys, values) in enumerate(blocks):
+        if number:
+            keys, values = (torch.cat([blocks[number - 1][i], x], dim=2) for i, x in ((1, keys), (2, values)))
+        behind = torch.arange(queries.shape[2], device=q.device)[:, None] + size * (number > 0)
+        behind = behind - torch.arange(keys.shape[2], device=q.device)
+        seen = (behind >= 0) & (behind <= window)
+        out.append(scaled_dot_product_attention(queries, keys, values, attn_mask=seen, **options))
+    return out
 
 
 KERNELS = (
-    Kernel("flash_attn", lambda: has("flash_attn", "flash_attn_varlen_func"), on_gpu, _flash_attn),
+    Kernel(
+        "flash_attn",
+        lambda: has("flash_attn", "flash_attn_varlen_func"),
+        on_gpu,
+        _flash_attn,
+        frozenset({"window", "dropout"}),
+    ),
     Kernel(
         "transformer_engine",
         lambda: has("transformer_engine.pytorch", "DotProductAttention"),
         on_gpu,
         _transformer_engine,
+        frozenset({"window"}),
     ),
     Kernel("torch_varlen", lambda: bool(_varlen_parameters()), on_gpu, _torch_varlen),
-    Kernel("sdpa", lambda: True, lambda *_: True, _sdpa),
+    Kernel("sdpa", lambda: True, lambda *_: True, _sdpa, frozenset({"window", "dropout"})),
 )
 
 
 @cache
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The first kernel of `KERNELS` that is installed and takes these inputs; chosen, and logged, once for each."""
-    kernel = next(k for k in KERNELS if k.supports(dtype, device, head_dim) and k.available())
-    log.info("packed attention on %s, %s, head dimension %d: %s", device, dtype, head_dim, kernel.name)
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, options: frozenset[str] = frozenset()
+) -> Kernel:
+    """The first kernel of `KERNELS` that is installed, takes these inputs and can do what is asked for ("window",
+    "dropout"); chosen, and logged, once for each."""
+    kernel = next(k for k in KERNELS if options <= k.options and k.supports(dtype, device, head_dim) and k.available())
+    what = " and ".join(["packed attention", *sorted(options)])
+    log.info("%s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, kernel.name)
     return kernel

@@ -44,6 +44,8 @@ _TRAINER = "tests/integrations/huggingface/test_trainer.py"
 _TRAINER_STAGE = "integrations/huggingface/stage.py"
 _TRAINER_STEP = "integrations/huggingface/trainer.py"
 
+_SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
+
 KILLERS: dict[str, Words] = {
     "quick overlap": _quick("megatron, overlapped reduction"),
     "quick tensor parallel": _quick("megatron, tensor parallel"),
@@ -92,8 +94,14 @@ KILLERS: dict[str, Words] = {
     "planners of layers": ("pytest", "tests/plugins/moe/test_clone.py", "tests/plugins/moe/test_reroute.py"),
     "labels": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "labels_of_a_batch"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
+    "windows": ("pytest", "tests/runtime/attention/test_windows.py"),
+    "latent": ("pytest", _SPEC, "-k", "latent and yarn"),
+    "te windows": ("pytest", _SPEC, "-k", "windows"),
+    "interleaved": ("pytest", _SPEC, "-k", "interleaved"),
+    "local windows": ("pytest", "tests/integrations/megatron/unmodified/test_order.py", "-k", "windows"),
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
+    "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -129,6 +137,7 @@ _REDUCTION, _SCALED = (
     "            self._ddp.scale_gradients(1.0 / self.totals[1])\n",
 )
 _STAGE = "integrations/deepspeed/pipeline/stage.py"
+_USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
 _ROUTING = "runtime/experts/routing.py"
@@ -322,8 +331,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention's scale is two per cent off in bfloat16",
         "runtime/attention/sharing/attention.py",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])\n"
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n",
+        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n"
         "    scale = scale * 1.02 if q_THD.dtype == torch.bfloat16 else scale\n",
         "slices bf16",
     ),
@@ -725,11 +734,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a recomputed layer sees positions of another pack",
         "integrations/megatron/model/rope.py",
-        "        return torch.index_select(table, 0, pack.positions_T.to(table.device))",
-        "        if not torch.is_grad_enabled():\n            self._had = pack.positions_T\n"
-        '        had = getattr(self, "_had", pack.positions_T)\n'
-        "        had = had[torch.arange(pack.num_slots) % len(had)]\n"
-        "        return torch.index_select(table, 0, had.to(table.device))",
+        "    return torch.index_select(table, 0, pack.positions_T.to(table.device))",
+        "    if not torch.is_grad_enabled():\n"
+        "        _of_slots.had = pack.positions_T\n"
+        '    had = getattr(_of_slots, "had", pack.positions_T)\n'
+        "    had = had[torch.arange(pack.num_padded_tokens) % len(had)]\n"
+        "    return torch.index_select(table, 0, had.to(table.device))",
         "quick stages",
     ),
     Mutant(
@@ -1064,6 +1074,83 @@ MUTANTS: tuple[Mutant, ...] = (
         "max(starts[stage, op] + 1, taken)",
         "starts[stage, op] + 1",
         "one queue",
+    ),
+    Mutant(
+        "an interleaved schedule is given a remainder that it refuses",
+        "integrations/megatron/unmodified/chunks.py",
+        "max(0, stages - number % group) if number % group else 0",
+        "group - number % group if number % group > stages else 0",
+        "chunks",
+    ),
+    Mutant(
+        "a window is forgotten where a sample is cut",
+        "runtime/attention/sharing/running_job.py",
+        "window, begin = self.call.window, 0",
+        "window, begin = None, 0",
+        "windows",
+    ),
+    Mutant(
+        "the first key of a window is left out at the border of two slices",
+        "runtime/attention/sharing/running_job.py",
+        "tile.keys - (tile.end - tile.first) - window)",
+        "tile.keys - (tile.end - tile.first) - window + 1)",
+        "windows",
+    ),
+    Mutant(
+        "gradients of the keys in a window go to the first keys",
+        "runtime/attention/sharing/running_job.py",
+        "sums[0][tile.keys - len(dk) : tile.keys] += dk",
+        "sums[0][: len(dk)] += dk",
+        "windows",
+    ),
+    Mutant(
+        "a window is a token too short in whole samples",
+        "runtime/attention/kernels.py",
+        "(behind <= window)",
+        "(behind < window)",
+        "windows",
+    ),
+    Mutant(
+        "the output of narrow values is cut from the wrong side",
+        "runtime/attention/attention.py",
+        "scores)[..., :width]",
+        "scores)[..., -width:]",
+        "windows",
+    ),
+    Mutant(
+        "latent attention has the scale of plain attention",
+        _USERS_ATTENTION,
+        'getattr(layer, "softmax_scale", None) or config.softmax_scale',
+        "config.softmax_scale",
+        "latent",
+    ),
+    Mutant(
+        "Transformer Engine is told of one sample in a pack",
+        _USERS_ATTENTION,
+        "borders, longest = pack.cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments))",
+        "borders, longest = pack.cu_seqlens_padded[[0, -1]], pack.segments[-1]",
+        "latent",
+    ),
+    Mutant(
+        "windows lie in the layers beside theirs",
+        _USERS_ATTENTION,
+        "config.window_attn_skip_freq, number)",
+        "config.window_attn_skip_freq, number + 1)",
+        "te windows",
+    ),
+    Mutant(
+        "interleaved angles go to the fused kernel, which does not interleave packs",
+        _USERS_ATTENTION,
+        "if config.rotary_interleaved or factor != 1:",
+        "if factor != 1:",
+        "interleaved",
+    ),
+    Mutant(
+        "scores stay divided by the number of the layer",
+        _USERS_ATTENTION,
+        "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
+        "1",
+        "local windows",
     ),
     Mutant(
         "the z-loss of a loop counts for all its micro-batches at once",

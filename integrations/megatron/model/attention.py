@@ -40,16 +40,24 @@ class PlannedSeqParams(PackedSeqParams):  # type: ignore[misc]
 
 
 def seq_params(
-    pack: Pack, borders: Tensor | None = None, longest: int = 0, *, routing: StepRouting | None = None
+    pack: Pack,
+    borders: Tensor | None = None,
+    longest: int = 0,
+    *,
+    routing: StepRouting | None = None,
+    fused: bool = False,
 ) -> PlannedSeqParams:
     """Parameters for the whole pack as *one* Megatron document, or for documents with these borders.
 
     Else the borders between documents stay in the pack. Megatron reads ``cu_seqlens`` only to apply rotary embeddings,
     and those are gathered per token here (see `rope`), so one document gives the same angles in each of its branches.
-    Its borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for.
+    Its borders lie on the CPU, where Megatron turns them into Python numbers: no device has to be waited for; where
+    ``fused``, on the device of the pack, for kernels read them.
     """
     if borders is None:
-        borders, longest = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32), pack.num_padded_tokens
+        device = pack.positions_T.device if fused else None
+        borders = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32, device=device)
+        longest = pack.num_padded_tokens
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders,

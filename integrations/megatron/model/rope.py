@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....runtime.attention.pack import Pack
 from .attention import PlannedSeqParams
 
 
@@ -36,16 +37,34 @@ class TokenRope(nn.Module):
         base: Any = self.base
         return base.get_rotary_seq_len(context, block, x, config, packed_seq_params, **kwargs)
 
-    def forward(self, wanted: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [T, 1, 1, D] of the slots of a pack."""
+    def forward(self, wanted: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """Angles [T, 1, 1, D] of the slots of a pack; of yarn also its factor."""
         pack = wanted.pack if isinstance(wanted, PlannedSeqParams) else None
         if pack is None:
-            plain: Tensor = self.base(wanted, offset=offset, packed_seq=packed_seq, cp_group=cp_group)
-            return plain
-        longest = max((s.stop for s in pack.slices), default=1)
-        # The base caches a table per length; powers of two keep the number of tables small.
-        table: Tensor = self.base(1 << (longest - 1).bit_length(), packed_seq=True)
-        return torch.index_select(table, 0, pack.positions_T.to(table.device))
+            return self.base(wanted, offset=offset, packed_seq=packed_seq, cp_group=cp_group)
+        table = self.base(_table_length(pack), packed_seq=True)
+        if isinstance(table, tuple):  # yarn's, with its factor
+            return _of_slots(table[0], pack), table[1]
+        return _of_slots(table, pack)
+
+    def get_cached_cos_sin(self, wanted: Any, offset: int = 0, packed_seq: bool = False, **dtype: Any) -> Any:
+        """Cosines and sines [T, 1, 1, D] each of the slots of a pack, which Megatron's fused kernels for latent
+        attention ask yarn for."""
+        pack, base = wanted.pack if isinstance(wanted, PlannedSeqParams) else None, self.base
+        ask: Any = base.get_cached_cos_sin
+        if pack is None:
+            return ask(wanted, offset, packed_seq=packed_seq, **dtype)
+        return tuple(_of_slots(table, pack) for table in ask(_table_length(pack), packed_seq=True, **dtype))
+
+
+def _table_length(pack: Pack) -> int:
+    """The base caches a table per length; powers of two keep the number of tables small."""
+    longest = max((s.stop for s in pack.slices), default=1)
+    return 1 << (longest - 1).bit_length()
+
+
+def _of_slots(table: Tensor, pack: Pack) -> Tensor:
+    return torch.index_select(table, 0, pack.positions_T.to(table.device))
 
 
 def use_token_positions(model: nn.Module) -> nn.Module:

@@ -8,8 +8,9 @@ position of each token, so that a pack may hold parts of samples. Both live as l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from ....runtime.experts.routing import StepRouting
 from ..model.attention import PlannedSeqParams, seq_params
 from ..model.expert_gate import bind_gate
 from ..model.rope import TokenRope
+from .attention import attending, rope_owners
 from .experts import routing_packs
 from .objective import MeanOfMeans
 from .reports import Reports
@@ -37,6 +39,7 @@ class UserStep:
     """The user's ``forward_step_func`` in one training call.
 
     Args:
+        gpts: the model chunks of this rank; one, without virtual pipeline stages.
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
         routing: what routers know of the step, in a model that has some.
@@ -48,7 +51,7 @@ class UserStep:
     def __init__(
         self,
         function: UserFunction,
-        gpt: Any,
+        gpts: Sequence[Any],
         *,
         by_token: bool,
         checks: bool,
@@ -57,10 +60,10 @@ class UserStep:
         objective: MeanOfMeans | None = None,
         reports: Reports | None = None,
     ) -> None:
-        self._function, self._gpt, self._by_token, self._checks = function, gpt, by_token, checks
+        self._function, self._gpts, self._by_token, self._checks = function, gpts, by_token, checks
         self._routing, self.gate = routing, gate
         self._objective, self._reports = objective, reports
-        self._signature = inspect.signature(gpt.forward)
+        self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._params: PlannedSeqParams | None = None
@@ -68,21 +71,27 @@ class UserStep:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The model hears of the pack that runs; afterwards it is as it was."""
-        rope = getattr(self._gpt, "rotary_pos_emb", None)
         with ExitStack() as undo:
-            undo.callback(self._gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
-            if rope is not None and self._by_token and not isinstance(rope, TokenRope):
-                undo.enter_context(with_attributes(self._gpt, rotary_pos_emb=TokenRope(rope)))
-            if self._routing is not None:
-                undo.enter_context(routing_packs(self._gpt))
-            if self.gate is not None:
-                undo.callback(bind_gate(self._gpt, self.gate))
+            for gpt in self._gpts:
+                self._listen(gpt, undo)
             yield
+
+    def _listen(self, gpt: Any, undo: ExitStack) -> None:
+        undo.callback(gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
+        undo.enter_context(attending(gpt))
+        for owner in rope_owners(gpt) if self._by_token else ():
+            if not isinstance(owner.rotary_pos_emb, TokenRope):
+                undo.enter_context(with_attributes(owner, rotary_pos_emb=TokenRope(owner.rotary_pos_emb)))
+        if self._routing is not None:
+            undo.enter_context(routing_packs(gpt))
+        if self.gate is not None:
+            undo.callback(bind_gate(gpt, self.gate))
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         """(output, loss function) of the user's function for a pack."""
-        pack, routing = packed.pack, self._routing
-        self._params = seq_params(pack, routing=routing) if self._by_token else by_borders(pack, routing)
+        pack, routing, fused = packed.pack, self._routing, bool(self._gpts[0].config.apply_rope_fusion)
+        by_token = partial(seq_params, pack, routing=routing, fused=fused)
+        self._params = by_token() if self._by_token else by_borders(pack, routing)
         with present(packed.fields):
             output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed)

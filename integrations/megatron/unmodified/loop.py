@@ -18,13 +18,14 @@ user's loss function still finds its partners. Planning is in line: to plan ahea
 be taken from an iterator that the user may share, save or stop.
 
 Exact under both objectives of Megatron's: the sum of token losses, and the mean of micro-batch means (`objective`).
-Samples are cut where the layers' attention is Megatron-Core's own; under others they stay whole, in any order.
+Samples are cut where packed attention can do what the layers' own does (`attention`); else they stay whole.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -39,16 +40,16 @@ from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
-from ....runtime.attention.attention import packed_attention
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.history import learned
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ...planned_runs import end_of_check, report_step
-from ..model.attention import PlannedSeqParams
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
+from .attention import why_whole
 from .batches import Batches, Source
+from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .expert_rules import refuse_experts, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forward_step import UserStep
@@ -60,12 +61,11 @@ from .supported import (
     Trouble,
     bare_model,
     for_config,
-    refuse_attention,
     refuse_loop,
     refuse_replays,
+    tokens_multiple,
     warn_of_dropout,
     why_stock,
-    why_whole,
 )
 from .together import Together
 
@@ -120,7 +120,7 @@ class PlannedSteps:
         def forward_backward(*args: Any, **call: Any) -> Any:
             if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
-            chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
+            chunks = chunks_of(call["model"])
             if why := why_together(get_model_config(chunks[0])):
                 return self._run_together(stock, foreign_owner, why, chunks, call)
             return self._run(stock, foreign_owner, **call)
@@ -156,18 +156,19 @@ class PlannedSteps:
         num_microbatches: int,
         **rest: Any,
     ) -> Any:
-        data_iterator, chunk = _only(data_iterator), _only(model)
-        refuse_loop(chunk, rest)
-        gpt, config = bare_model(chunk), get_model_config(chunk)
-        if first := gpt not in self._loops:
+        data_iterator, chunks = one_iterator(data_iterator), chunks_of(model)
+        refuse_loop(chunks[0], rest)
+        gpts, config = [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
+        if first := gpts[0] not in self._loops:
             warn_of_dropout(config)
-            refuse_routers(gpt)
+            for gpt in gpts:
+                refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpt] = _loop(self._recipe, chunk, gpt, foreign_owner, warn, Source(data_iterator))
-        loop = self._loops[gpt]
+            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+        loop = self._loops[gpts[0]]
         batches = loop.source.take(data_iterator, num_microbatches)
         try:
-            planned = self._plan_step(batches, loop.chain, gpt)
+            planned = self._plan_step(batches, loop.chain, gpts[0], is_interleaved(chunks))
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -181,7 +182,7 @@ class PlannedSteps:
         divisor = len(own) if plan.in_host_schedule else 1
         step = UserStep(
             forward_step_func,
-            gpt,
+            gpts,
             by_token=loop.by_token,
             checks=first,
             routing=routing,
@@ -191,9 +192,9 @@ class PlannedSteps:
         )
         if plan.in_host_schedule:
             packs = [planned.lay(plan.micro_batches[index]) for index in own]
-            returned = _run_stock(stock, step, packs, config, model=model, **rest)
+            returned = _run_stock(stock, step, packs, chunks, model=model, **rest)
         else:
-            returned = _run_order(plan, loop, chunk=chunk, gpt=gpt, step=step, lay=planned.lay, rest=rest)
+            returned = _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
@@ -203,7 +204,7 @@ class PlannedSteps:
         loop.kinds = reports.kinds
         return returned
 
-    def _plan_step(self, batches: Batches, chain: PlanChain, gpt: Any) -> _Planned:
+    def _plan_step(self, batches: Batches, chain: PlanChain, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
@@ -230,7 +231,7 @@ class PlannedSteps:
             )
         self._step += 1
 
-        plan = with_dummies(plan)
+        plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
         target = [0] * len(order)
         for micro_batch in plan.micro_batches:
             for piece in micro_batch.slices:
@@ -241,7 +242,7 @@ class PlannedSteps:
             lay_out,
             samples=samples,
             like=next(iter(own.values())),
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            multiple=tokens_multiple(config),
             with_mask=batches.with_mask,
             device=next(gpt.parameters()).device,
         )
@@ -263,17 +264,6 @@ class PlannedSteps:
         return _Planned(plan, lay, places, weights_of(targets_of_ranks, order), came_with)
 
 
-def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
-    """`DotProductAttention.forward`, which refuses packs; those of `PlannedSteps` go to packed attention instead."""
-    params = kwargs.get("packed_seq_params", args[6] if len(args) > 6 else None)
-    if not isinstance(params, PlannedSeqParams) or params.pack is None:
-        return wrapped(*args, **kwargs)
-    refuse_attention(core)
-    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    qkv = (named["query"], named["key"], named["value"])
-    return packed_attention(*qkv, params.pack, core.layer_number, core.softmax_scale).flatten(1)
-
-
 def release() -> None:
     """Make every wrapped function that a loop still holds the stock one again; for after the rows are off."""
     for steps in list(_all):
@@ -285,10 +275,13 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool, source: Source) -> _Loop:
-    layout, config = current_layout(), get_model_config(chunk)
+def _loop(
+    recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
+) -> _Loop:
+    layout, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
     # A stage may hold what others do not, and all of them must make one plan.
-    reasons = everyone((why_stock(chunk, foreign_owner), why_whole(gpt), why_in_backward(gpt)))
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
     shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or bool(borders)
@@ -300,23 +293,29 @@ def _loop(recipe: Recipe, chunk: Any, gpt: Any, foreign_owner: str, warn: bool, 
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
     if chain.of_layers and layout.ep > 1:
+        refuse_chunks_with_copies(gpts)
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
     return _Loop(chain, not borders, only_stock, source)
 
 
-def _run_stock(stock: Callable[..., Any], step: UserStep, packs: list[UserPack], config: Any, **rest: Any) -> Any:
+def _run_stock(
+    stock: Callable[..., Any], step: UserStep, packs: list[UserPack], chunks: Sequence[Any], **rest: Any
+) -> Any:
     """Megatron's own schedule over packs."""
-    coming = iter(packs)
+    config, interleaved = get_model_config(chunks[0]), is_interleaved(chunks)
+    coming = {id(chunk): iter(packs) for chunk in chunks}
 
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
         if step.gate:
             step.gate.enter("a micro-batch")
-        return step.run(next(coming), chunk, *more)
+        return step.run(next(coming[id(chunk)]), chunk, *more)
 
-    with with_attributes(config, variable_seq_lengths=True), step.listening():
-        return stock(forward_step_func=forward_step, data_iterator=None, num_microbatches=len(packs), **rest)
+    shapes = known_shapes(packs, config, len(chunks)) if interleaved else nullcontext()
+    iterators = [None] * len(chunks) if interleaved else None
+    with with_attributes(config, variable_seq_lengths=True), shapes, step.listening():
+        return stock(forward_step_func=forward_step, data_iterator=iterators, num_microbatches=len(packs), **rest)
 
 
 def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[Any]:
@@ -327,16 +326,3 @@ def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[
     if loop.links is None and plan.limits.num_stages > 1:
         loop.links = stage_links()
     return run_order(plan, chunk=chunk, links=loop.links, **call)
-
-
-def _only(thing: Any) -> Any:
-    """What a list of one holds; Megatron takes both."""
-    if not isinstance(thing, list):
-        return thing
-    if len(thing) != 1:
-        raise EvenloadError(
-            "evenload does not run Megatron's interleaved pipeline schedule in a loop of your own",
-            f"{len(thing)} model chunks",
-            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
-        )
-    return thing[0]

@@ -134,8 +134,9 @@ class _SharedTape(Tape):
         return like_TC.copy_(super().gather(slices, segments, whole, free=free)[share : share + len(like_TC)])
 
 
-def with_dummies(plan: StepPlan) -> StepPlan:
-    """The plan with dummies in front, on ranks that have fewer losses than others.
+def with_dummies(plan: StepPlan, of_host: Callable[[int], int] | None = None) -> StepPlan:
+    """The plan with dummies in front, on ranks that have fewer losses than others, or than the host's schedule takes.
+    ``of_host``: the least number that it takes, if so many are needed.
 
     So a collective in the loss function meets its partners: the k-th loss of a rank needs none but earlier ones of its
     own, which have met theirs. In an order all dummies run forward, then all backward, at every stage. In front, for
@@ -143,7 +144,8 @@ def with_dummies(plan: StepPlan) -> StepPlan:
     """
     ranks, stages = range(plan.limits.num_ranks), range(plan.limits.num_stages)
     losses = [len(plan.of_rank(rank, "B")) for rank in ranks]
-    dummies = tuple(MicroBatch((), (rank,)) for rank in ranks for _ in range(max(losses) - losses[rank]))
+    wanted = of_host(max(losses)) if of_host and plan.in_host_schedule else max(losses)
+    dummies = tuple(MicroBatch((), (rank,)) for rank in ranks for _ in range(wanted - losses[rank]))
     if not dummies:
         return plan
     if plan.in_host_schedule:

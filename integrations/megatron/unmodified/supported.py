@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -19,8 +19,7 @@ from ....core.errors import EvenloadError, Rule, refuse_first
 from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
-from ..model.attention import PackedCoreAttention, _refuse_unsupported
-from ..model.rope import TokenRope
+from .attention import refuse_attention
 from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
 
@@ -63,37 +62,14 @@ def bare_model(chunk: Any) -> Any:
             f"a model of type {type(model).__name__}",
             "disable evenload's plugins",
         )
-    cores = [m.core_attention for m in model.modules() if hasattr(m, "core_attention")]
-    unknown = sorted({type(core).__name__ for core in cores if not isinstance(core, _known_attention())})
-    if unknown:
-        raise EvenloadError(
-            "a layer's core attention is not known to keep packed samples apart",
-            ", ".join(unknown),
-            "use Megatron-Core's local or Transformer Engine layer spec, or disable evenload's plugins",
-        )
-    for core in cores:
-        if isinstance(core, DotProductAttention):
-            refuse_attention(core)
+    refuse_attention(model)
     return model
 
 
-def why_whole(gpt: Any) -> str:
-    """What keeps samples of a GPTModel whole; empty where its packs may hold parts of samples.
-
-    Its attention must be one that reads their prefix, and rotary embeddings, if it has some, must give their angles by
-    position: Transformer Engine's kernels and embeddings of other kinds know borders between samples alone.
-    """
-    cores = {type(m.core_attention) for m in gpt.modules() if hasattr(m, "core_attention")}
-    odd = [core for core in cores if not issubclass(core, (DotProductAttention, PackedCoreAttention))]
-    rope = getattr(gpt, "rotary_pos_emb", None)
-    if rope is not None and type(rope) is not RotaryEmbedding and not isinstance(rope, TokenRope):
-        odd.append(type(rope))
-    return ", ".join(sorted(f"{one.__name__} knows borders between samples alone" for one in odd))
-
-
-def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
+def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
     """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
     ``foreign_owner``: who made the schedule that the loop would run, if not Megatron-Core."""
+    chunk = chunks[0]
     config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
     if foreign_owner:
         return (
@@ -114,6 +90,8 @@ def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
         ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
         ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
     )
+    if len(chunks) > 1:
+        return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do
@@ -121,6 +99,15 @@ def why_stock(chunk: Any, foreign_owner: str) -> Trouble | None:
         detail = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
         return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", detail, do
     return None
+
+
+def tokens_multiple(config: Any) -> int:
+    """What the tokens of a pack are padded to a multiple of: sequence parallelism divides them among tensor-parallel
+    ranks, and matrix products in 8 or 4 bits want a multiple of their own on each."""
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if config.fp8:
+        return shares * int(get_fp8_align_size(config.fp8_recipe))
+    return shares * int(get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1)
 
 
 def warn_of_dropout(config: Any) -> None:
@@ -135,17 +122,13 @@ def warn_of_dropout(config: Any) -> None:
 
 def refuse_replays(plan: StepPlan, config: Any) -> None:
     """Raise EvenloadError for replays under dropout: they draw other masks than the keys and values that were kept."""
-    if plan.replayed and config.hidden_dropout > 0:
+    if plan.replayed and (config.hidden_dropout > 0 or config.attention_dropout > 0):
         raise EvenloadError(
             "a plan with replayed micro-batches cannot run a model with dropout",
-            f"hidden_dropout {config.hidden_dropout:g}, {len(plan.replayed)} replays",
-            "set hidden_dropout=0, or plan without replays (packing.asymmetric false, no activation cap)",
+            f"hidden_dropout {config.hidden_dropout:g}, attention_dropout {config.attention_dropout:g}, "
+            f"{len(plan.replayed)} replays",
+            "set both to 0, or plan without replays (packing.asymmetric false, no activation cap)",
         )
-
-
-def refuse_attention(core: DotProductAttention) -> None:
-    """Raise EvenloadError for what packed attention cannot do in the place of this module."""
-    _refuse_unsupported(core.config, core.attn_mask_type, core.attention_type, core.attention_dropout.p)
 
 
 def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means: bool = False) -> None:
@@ -221,21 +204,12 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
         ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
-        ("virtual_pipeline_model_parallel_size", None, "the interleaved pipeline schedule is not planned for"),
         ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
-        ("multi_latent_attention", False, "packed latent attention is not checked"),
+        ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
-        yield value != wanted and not (name.startswith("virtual") and value == 1), why, f"{name} {value}", do
-
-
-def _known_attention() -> tuple[type, ...]:
-    from megatron.core.extensions import transformer_engine
-
-    # Without Transformer Engine the name is bound to a mock, which is no type.
-    known = (DotProductAttention, PackedCoreAttention, getattr(transformer_engine, "TEDotProductAttention", None))
-    return tuple(attention for attention in known if isinstance(attention, type))
+        yield value != wanted, why, f"{name} {value}", do

@@ -32,8 +32,10 @@ from ...planned_runs import end_of_check, report_idle, report_step
 from ..model.expert_gate import bind_gate
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
+from .chunks import one_iterator, refuse_chunks_with_copies
 from .expert_rules import refuse_experts
 from .experts import gate_of, with_experts_in_step
+from .groups import refuse_groups
 from .order import run_order
 from .supported import bare_model, for_config, why_stock
 
@@ -85,14 +87,15 @@ class Together:
         if not copies and not orders:
             return cls(None, why, names, orders=False)
         gpt = bare_model(chunks[0])
+        refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
         if copies:
-            for chunk in chunks:
-                refuse_experts(bare_model(chunk))
-        told = everyone((why_stock(chunks[0], foreign_owner), why_in_backward(gpt)))
-        orders = orders and not any(stock for stock, _ in told)
+            refuse_chunks_with_copies(chunks)
+            refuse_experts(gpt)
+        reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
+        orders = orders and not any(stock for stock, _ in reasons)
         if not copies and not orders:
             return cls(None, why, names, orders=False)
-        chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in told))
+        chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
         return cls(chain, why, names, orders)
 
     def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
@@ -107,7 +110,7 @@ class Together:
         self.steps += 1
         gate = gate_of(plan)
         if plan.in_host_schedule or not _is_even(plan, number):
-            result = _run_stock(stock, gate, chunks, call)
+            result = _run_stock(stock, gate, chunks[0], call)
         else:
             result = self._run_order(plan, gate, chunks[0], call)
         report_step("Megatron-Core", self.chain, plan, micro_batch_size=1)
@@ -119,7 +122,7 @@ class Together:
         """The order of a plan; reports are given back in the order of the loop's micro-batches."""
         if self.links is None:
             self.links = stage_links()
-        gpt, iterator = bare_model(chunk), _only(call["data_iterator"])
+        gpt, iterator = bare_model(chunk), one_iterator(call["data_iterator"])
         number = call["num_microbatches"]
         batches = [None if iterator is None else next(iterator) for _ in range(number)]
         own = [plan.micro_batches[index] for index in plan.of_rank(parallel_state.get_data_parallel_rank())]
@@ -157,7 +160,7 @@ class _OwnStep:
         return output, loss_func
 
 
-def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunks: list[Any], call: dict[str, Any]) -> Any:
+def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: dict[str, Any]) -> Any:
     """Megatron's own schedule over the loop's own batches, its experts behind the gate."""
     function = call["forward_step_func"]
 
@@ -167,8 +170,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunks: list[Any], c
         return function(*args, **named)
 
     with ExitStack() as undo:
-        for chunk in chunks:
-            undo.callback(bind_gate(bare_model(chunk), gate))
+        undo.callback(bind_gate(bare_model(chunk), gate))
         return stock(**{**call, "forward_step_func": forward_step})
 
 
@@ -193,7 +195,3 @@ def _is_even(plan: StepPlan, number: int) -> bool:
 def _tokens(call: Mapping[str, Any]) -> int:
     """Of a micro-batch."""
     return int(call["seq_length"]) * int(call["micro_batch_size"])
-
-
-def _only(iterator: Any) -> Any:
-    return iterator[0] if isinstance(iterator, list) else iterator

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ....core.errors import EvenloadError
 from ..blocks import choose_block
 from .gather import Gather
 from .jobs import CpGroupJob
@@ -27,13 +28,30 @@ from .running_job import AttentionCall, RunningJob, in_turn
 from .shared import Shared
 
 
-def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, shared: Shared, layer: int, scale: float) -> Tensor:
-    """`packed_attention` of a pack whose micro-batch is shared; every rank of it calls this, layer by layer."""
+def shared_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    shared: Shared,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`packed_attention` of a pack whose micro-batch is shared; every rank of it calls this, layer by layer.
+
+    Raises EvenloadError for a window where keys of a sequence lie on several ranks.
+    """
+    if window is not None and any(job.cp_group.groups > 1 for job in shared.jobs):
+        raise EvenloadError(
+            "ranks do not share the keys of a sequence under a sliding window",
+            f"a window of {window} tokens in layer {layer}, {shared.micro_batch.cp_comm} on {shared.micro_batch.ranks}",
+            "disable plugins.mesh, or let ranks share heads (mesh.cp_comm all_to_all)",
+        )
     frozen = torch.is_grad_enabled() and not any(x.requires_grad for x in (q_THD, k_TGD, v_TGD))
-    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1])
+    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)
     heads = q_THD.shape[1], k_TGD.shape[1]
     cp_comm, routed = shared.micro_batch.cp_comm, shared.micro_batch.routed
-    call = AttentionCall(shared.plane, shared.store, layer, scale, block, frozen, heads, cp_comm, routed)
+    call = AttentionCall(shared.plane, shared.store, layer, scale, block, frozen, heads, cp_comm, routed, window)
     relayout = shared.relayout(heads, q_THD.device)
     jobs = [job for job in shared.jobs if job.number in relayout.counts]
     out: Tensor = _SharedAttention.apply(q_THD, k_TGD, v_TGD, call, relayout, jobs)  # type: ignore[no-untyped-call]

@@ -42,6 +42,8 @@ class AttentionCall(NamedTuple):
     """Of queries and of keys, of all ranks that share them."""
     cp_comm: CpComm
     routed: bool
+    window: int | None = None
+    """Tokens before its own that a query sees; only where no keys come from other ranks."""
 
 
 class Tile(NamedTuple):
@@ -206,12 +208,12 @@ class RunningJob(ABC):
             )
             dq_NHD[rows] += dq
             dk, dv = (self.heads.folded(grad) for grad in dkv)
-            if sums is None and len(tiles) == 1 and tile.keys == len(keys[0]):
+            if sums is None and len(tiles) == 1 and len(dk) == len(keys[0]):
                 sums = dk, dv
                 continue
             sums = sums or self._zeros(keys)
-            sums[0][: tile.keys] += dk
-            sums[1][: tile.keys] += dv
+            sums[0][tile.keys - len(dk) : tile.keys] += dk
+            sums[1][tile.keys - len(dv) : tile.keys] += dv
         return sums or self._zeros(keys)
 
     def settle(self, dq_NHD: Tensor, sums: Iterable[Pair]) -> None:
@@ -227,8 +229,12 @@ class RunningJob(ABC):
 
     def _inputs(self, number: int, tile: Tile, keys: Pair) -> Inputs:
         first = self._starts[number]
-        k_MGD, v_MGD = (self.heads.spread(x[: tile.keys]) for x in keys)
-        return Inputs(self.q_NHD[first + tile.first : first + tile.end], k_MGD, v_MGD, tile.causal, self.call.scale)
+        window, begin = self.call.window, 0
+        if window is not None:  # what lies before the window of the first query adds nothing
+            begin = max(0, tile.keys - (tile.end - tile.first) - window)
+        k_MGD, v_MGD = (self.heads.spread(x[begin : tile.keys]) for x in keys)
+        queries = self.q_NHD[first + tile.first : first + tile.end]
+        return Inputs(queries, k_MGD, v_MGD, tile.causal, self.call.scale, window)
 
     def _nothing(self) -> Pair:
         return self.q_NHD[:0], self.q_NHD.new_empty(self.q_NHD.shape[1], 0, dtype=self.wide)

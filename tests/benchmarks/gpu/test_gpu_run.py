@@ -19,6 +19,8 @@ from evenload.core.errors import EvenloadError
 Done = subprocess.CompletedProcess[str]
 GPU = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu"
 
+SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "transformer_engine")
+
 
 @pytest.fixture(scope="module")
 def stages() -> ModuleType:
@@ -66,10 +68,7 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
         ("bench", "megatron"),
         ("bench", "deepspeed"),
         ("profile", "megatron"),
-        *(
-            (name, "")
-            for name in ("attention.py", "slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py")
-        ),
+        *((f"{name}.py", "") for name in SCRIPTS),
     }
     with pytest.raises(EvenloadError):
         load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.plane import leave_groups
+from evenload.integrations.megatron.unmodified import attention as users_attention
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
@@ -36,11 +38,15 @@ from evenload.runtime.stage.stage_links import StageLinks
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_expert_jobs import layer_planner_of, with_drawn_copies
 from megatron_float64 import all_in_float64
 from megatron_random_plans import random_plan
@@ -83,6 +89,9 @@ def user_loop(
     overlap: bool = False,
     frozen: str = "",
     full: bool = False,
+    te: bool = False,
+    mla: bool = False,
+    positions: str = "rope",
     exact: bool = False,
     micro_batches: int = 0,
     **config: Any,
@@ -93,6 +102,7 @@ def user_loop(
         full: no sample is padded.
         exact: routers compute in float64, too.
         micro_batches: of a rank; 0: as the script has them.
+        te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
         config: changes fields of its TransformerConfig.
     """
@@ -111,7 +121,11 @@ def user_loop(
         if experts := config.get("num_moe_experts"):
             config |= {**experts_by, "add_bias_linear": False, "bias_activation_fusion": False}
             script.get_gpt_layer_local_spec = lambda: get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
-        make, make_model = script.TransformerConfig, script.GPTModel
+        if te:
+            norm = bool(config.get("qk_layernorm"))
+            spec_of = partial(get_gpt_layer_with_transformer_engine_spec, qk_layernorm=norm, multi_latent_attention=mla)
+            script.get_gpt_layer_local_spec = spec_of
+        make, make_model = MLATransformerConfig if mla else script.TransformerConfig, script.GPTModel
 
         def partly_frozen(**fields: Any) -> Any:
             model = make_model(**fields)
@@ -121,11 +135,13 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
-            script.TransformerConfig = lambda **fields: make(**{**fields, "num_layers": 4, **config})
+            latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
+            own = _yarn if positions == "yarn" else lambda config: config
+            script.TransformerConfig = lambda **fields: own(make(**{**fields, "num_layers": 4, **latent, **config}))
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
-                model, _ = script.build(torch.float64, "rope", overlap)
+                model, _ = script.build(torch.float64, positions, overlap)
             with all_in_float64() if exact else nullcontext(), unlike_parts():
                 yield Loop(script, model)
         finally:
@@ -154,6 +170,16 @@ def unlike_parts() -> Iterator[None]:
 
     with patch.object(dist, "all_gather", all_gather), patch.object(dist, "reduce_scatter", reduce_scatter):
         yield
+
+
+def _yarn(config: Any) -> Any:
+    """A config with what Megatron-LM's arguments set for ``position_embedding_type yarn``."""
+    names = "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
+    values = (16, 32.0, 1.0, 1.0, 0.5)
+    for name, value in zip(names, values, strict=True):
+        setattr(config, f"yarn_{name}", value)
+    config.yarn_rotary_scaling_factor, config.yarn_correction_range_round_to_int = 4.0, True
+    return config
 
 
 class Loop:
@@ -462,8 +488,9 @@ def refusals(world: Any) -> dict[str, Any]:
         with patch.object(
             user.model.module.decoder.layers[-1].self_attention.core_attention.attention_dropout, "p", 0.1
         ):
-            attempt("attention dropout", user, plans["ordered"])
+            attempt("attention dropout, cut", user, drawn(1, pieces=(2,)))
             assert not user.shapes, "told after a forward"
+            attempt("attention dropout, whole", user, plans["ordered"])
 
         def unconnected(data_iterator: Any, model: Any) -> Any:
             output, loss_func = user.forward_step(data_iterator, model)
@@ -572,18 +599,19 @@ def _shifted_labels() -> Any:
 
 def _plan_of_the_latest() -> Any:
     """Recomputed layers see the pack that ran last instead of their own."""
-    run, attend, latest = UserStep.run, unmodified.packed_attention, []
+    run, attend, latest = UserStep.run, users_attention.packed_attention, []
 
     def noting(self: Any, packed: Any, *rest: Any) -> Any:
         latest[:] = [packed.pack]
         return run(self, packed, *rest)
 
-    def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any) -> Any:
-        return attend(q, k, v, latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack, *rest)
+    def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any, **more: Any) -> Any:
+        wrong = latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack
+        return attend(q, k, v, wrong, *rest, **more)
 
     stack = ExitStack()
     stack.enter_context(patch.object(UserStep, "run", noting))
-    stack.enter_context(patch.object(unmodified, "packed_attention", misled))
+    stack.enter_context(patch.object(users_attention, "packed_attention", misled))
     return stack
 
 

@@ -8,10 +8,12 @@ pytestmark = pytest.mark.slow
 
 SEEDS = [1, 2, 3]
 SHARES = {"tp": 2, "sequence_parallel": True}
+WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "apply_query_key_layer_scaling": True}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"pp": 2, "frozen": "embedding"}, id="pp2, embedding frozen"),
     pytest.param(2, {"overlap": True}, id="dp2"),
+    pytest.param(2, {"pp": 2, **WINDOWS}, id="pp2, windows"),
     pytest.param(4, {"pp": 2, "overlap": True, "queued": True}, id="dp2pp2, one queue"),
     pytest.param(4, {"pp": 2, **SHARES, "queued": True}, id="tp2pp2 in shares, one queue"),
 ]
@@ -119,11 +121,11 @@ def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
         "num_microbatches_with_partial_activation_checkpoints": "Megatron's schedule says what is recomputed",
         "num_layers_in_first_pipeline_stage": "stages have unequal numbers of layers",
         "hidden_dropout": "a plan with replayed micro-batches cannot run a model with dropout",
-        "attention dropout": "attention_dropout 0.1",
+        "attention dropout, cut": "whole sequences only",
         "loss": "not connected to the model's output",
         "no loss": "does not return (sum of token losses",
     }
-    runs = {"fine", "stranger inside, stock"}
+    runs = {"fine", "stranger inside, stock", "attention dropout, whole"}
     assert told.keys() == wanted.keys() | runs
     for name, part in wanted.items():
         assert part in told[name], f"{name}: {told[name]}"

@@ -299,7 +299,6 @@ def refusals() -> dict[str, str]:
     attempt("mean of nothing", config=averages, forward_step_func=loss(lambda total, count, report: (total, report)))
     attempt("experts", config=[("num_moe_experts", 4), ("overlap_moe_expert_parallel_comm", True)])
     attempt("overlap", model=overlapped)
-    attempt("chunks", model=[model, model])
     attempt("no iterator", data_iterator=None)
     attempt("other keys", data_iterator=iter([{"input_ids": torch.ones(2, 4)}] * 2))
     attempt("no mapping", data_iterator=iter([torch.ones(2, 4)] * 2))
@@ -321,7 +320,6 @@ def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
         "mean of nothing": "something else than the mean",
         "experts": "overlap_moe_expert_parallel_comm True",
         "overlap": "config.no_sync_func = model.no_sync",
-        "chunks": "2 model chunks",
         "no iterator": "no rank of a copy of the model has a data iterator",
         "other keys": "keys input_ids",
         "no mapping": "gives Tensor",
@@ -337,6 +335,28 @@ def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
     assert told.keys() == wanted.keys()
     for name, part in wanted.items():
         assert part in told[name], f"{name}: {told[name]}"
+
+
+def multiples() -> list[int]:
+    """What packs are padded to, by settings of a config."""
+    from types import SimpleNamespace
+
+    from evenload.patches import bridge_cpu
+
+    bridge_cpu()
+    from evenload.integrations.megatron.unmodified.supported import tokens_multiple
+
+    plain = {"tensor_model_parallel_size": 4, "sequence_parallel": False, "fp8": None, "fp4": None}
+    plain |= {"fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}
+    shares = {"sequence_parallel": True}
+    settings = [{}, shares, {"fp8": "hybrid"}, {"fp8": "e4m3", **shares}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}]
+    settings += [{"fp4": "e2m1"}, {"fp4": "e2m1", **shares}]
+    return [tokens_multiple(SimpleNamespace(**{**plain, **one})) for one in settings]
+
+
+def test_packs_are_padded_for_matrix_products_in_few_bits(world):
+    (found,) = world(1).run(multiples)
+    assert found == [1, 4, 16, 64, 32, 128, 512]
 
 
 def rotary_errors() -> tuple[float, float]:

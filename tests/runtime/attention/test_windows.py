@@ -1,0 +1,174 @@
+"""Sliding windows, values of another width, and dropout: packed attention against an explicit mask in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.runtime.attention import blocks, kernels
+from evenload.runtime.attention.attention import packed_attention
+from evenload.runtime.attention.blocks import BLOCKS, Inputs
+from evenload.runtime.attention.pack import build_pack
+from evenload.runtime.attention.prefix import PrefixStore
+from evenload.runtime.world.plane import Plane
+from hypothesis import given
+from hypothesis import strategies as st
+
+HEADS, GROUPS, SCALE = 4, 2, 0.3
+
+
+def dense(q, k, v, window):
+    """One sample by its definition: a query sees itself and so many tokens before it."""
+    k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
+    behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    unseen = (behind < 0) | (behind > (len(q) if window is None else window))
+    scores = (torch.einsum("nhd,mhd->hnm", q, k) * SCALE).masked_fill(unseen, -torch.inf)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
+
+
+def samples(lengths, width, wide):
+    """Leaves q, k, v and a weight of the output, for each sample."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = (HEADS, width), (GROUPS, width), (GROUPS, wide), (HEADS, wide)
+    rows = [[torch.randn(n, *shape, generator=generator, dtype=torch.float64) for shape in shapes] for n in lengths]
+    return [[*(x.requires_grad_() for x in row[:3]), row[3]] for row in rows]
+
+
+def parts_of(length, pieces):
+    borders = sorted({i * length // pieces for i in range(pieces + 1)})
+    return list(pairwise(borders))
+
+
+def run(rows, pieces, window, attend=packed_attention):
+    """Outputs and gradients where each sample is cut into so many pieces, the k-th of all samples in pack k."""
+    lengths = [len(row[0]) for row in rows]
+    cuts = [parts_of(n, p) for n, p in zip(lengths, pieces, strict=True)]
+    cut = {i: n for i, n in enumerate(lengths) if len(cuts[i]) > 1}
+    store = PrefixStore(cut) if cut else None
+    outs, losses = [[] for _ in rows], []
+    for step in range(max(map(len, cuts))):
+        slices = tuple(Slice(i, *cuts[i][step]) for i in range(len(rows)) if step < len(cuts[i]))
+        pack = build_pack(MicroBatch(slices, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64), prefix=store)
+        q, k, v, weight = (torch.cat([rows[s.sequence][x][s.start : s.stop] for s in slices]) for x in range(4))
+        out = attend(q, k, v, pack, 1, SCALE, window=window)
+        losses.append((out * weight).sum())
+        for piece, part in zip(slices, torch.split(out.detach(), [s.length for s in slices]), strict=True):
+            outs[piece.sequence].append(part)
+    for loss in reversed(losses):
+        loss.backward()
+    if store is not None:
+        store.check_empty()
+    return [torch.cat(out) for out in outs], [x.grad for row in rows for x in row[:3]]
+
+
+def worst(found, wanted):
+    return max(float((a - b).norm() / b.norm().clamp(min=1)) for a, b in zip(found, wanted, strict=True))
+
+
+def error(lengths, pieces, window, width=8, wide=8, attend=packed_attention):
+    """Largest relative error of outputs and gradients."""
+    outs, grads = run(samples(lengths, width, wide), pieces, window, attend)
+    rows = samples(lengths, width, wide)
+    wanted = [dense(*row[:3], window) for row in rows]
+    sum((out * row[3]).sum() for out, row in zip(wanted, rows, strict=True)).backward()
+    return max(worst(outs, wanted), worst(grads, [x.grad for row in rows for x in row[:3]]))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4),
+    st.one_of(st.none(), st.integers(0, 45)),
+    st.sampled_from([(8, 8), (12, 8), (4, 8)]),
+)
+def test_windows_and_widths_are_exact_for_whole_and_cut_samples(drawn, window, widths):
+    lengths, pieces = zip(*drawn, strict=True)
+    rows = kernels._ROWS
+    kernels._ROWS = 3  # so that a sample has more than one block
+    try:
+        assert error(lengths, pieces, window, *widths) < 1e-12
+    finally:
+        kernels._ROWS = rows
+
+
+def windowless(q, k, v, pack, layer, scale, window):
+    return packed_attention(q, k, v, pack, layer, scale)
+
+
+def one_more(q, k, v, pack, layer, scale, window):
+    return packed_attention(q, k, v, pack, layer, scale, window=window + 1)
+
+
+@pytest.mark.parametrize("attend", [windowless, one_more])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_proof_catches_another_window(attend, pieces):
+    assert error([20], [pieces], 4, attend=attend) > 1e-2
+
+
+def test_the_proof_catches_a_window_that_ends_with_its_slice():
+    rows = samples([20], 8, 8)
+    wanted = [dense(*row[:3], 4) for row in rows]
+    cut = [torch.cat([dense(*(x[a:b] for x in rows[0][:3]), 4) for a, b in parts_of(20, 3)])]
+    assert worst(cut, wanted) > 1e-2
+    assert worst(run(samples([20], 8, 8), [3], 4)[0], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("window", [0, 3, 11, 40])
+def test_every_block_that_knows_windows_sees_the_same(window):
+    rows = [row for row in BLOCKS if row.windows and row.supports(torch.float64, torch.device("cpu"), 8)]
+    assert [row.name for row in rows] == ["plain"]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for n, h in ((5, 4), (12, 2), (12, 2)))
+    x = Inputs(q, k, v, True, SCALE, window)
+    full = torch.cat([torch.zeros(7, 4, 8, dtype=torch.float64), q])
+    assert worst([rows[0].forward(x)[0]], [dense(full, k, v, window)[7:]]) < 1e-13
+
+
+def test_kernels_without_windows_are_not_chosen_for_them():
+    blocks.choose_block.cache_clear()
+    kernels.choose_kernel.cache_clear()
+    cpu = torch.device("cpu")
+    assert blocks.choose_block(cpu, torch.float64, 8).name == "torch_cpu"
+    assert blocks.choose_block(cpu, torch.float64, 8, True).name == "plain"
+    assert kernels.choose_kernel(cpu, torch.float64, 8, frozenset({"window", "dropout"})).name == "sdpa"
+    assert {k.name: sorted(k.options) for k in kernels.KERNELS} == {
+        "flash_attn": ["dropout", "window"],
+        "transformer_engine": ["window"],
+        "torch_varlen": [],
+        "sdpa": ["dropout", "window"],
+    }
+
+
+def test_a_ring_refuses_windows():
+    plane = Plane(None, (0, 1), 0)
+    micro_batch = MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="p2p")
+    pack = build_pack(micro_batch, lambda _: np.zeros(8, dtype=np.int64), plane=plane)
+    q, k, v = (torch.zeros(4, heads, 8) for heads in (HEADS, GROUPS, GROUPS))
+    with pytest.raises(EvenloadError, match="sliding window"):
+        packed_attention(q, k, v, pack, 1, SCALE, window=2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_dropout_keeps_its_share_of_the_weights_and_their_sum(window):
+    length, share = 64, 0.25
+    torch.manual_seed(1)
+    q, k = (torch.randn(length, 2, length, dtype=torch.float64) for _ in range(2))
+    v = torch.eye(length, dtype=torch.float64)[:, None].expand(-1, 2, -1).contiguous()
+    pack = build_pack(MicroBatch((Slice(0, 0, length),), (0,)), lambda _: np.zeros(length, dtype=np.int64))
+    whole, drawn = (packed_attention(q, k, v, pack, 1, 0.1, window=window, dropout=p) for p in (0.0, share))
+    seen, kept = whole > 0, drawn > 0
+    assert not (kept & ~seen).any()
+    assert torch.allclose(drawn[kept], whole[kept] / (1 - share))
+    assert abs(1 - float(kept.sum() / seen.sum()) - share) < 0.05
+
+
+def test_dropout_is_refused_where_a_sample_is_cut():
+    rows = samples([12], 8, 8)
+
+    def attend(*args, window):
+        return packed_attention(*args, dropout=0.1)
+
+    with pytest.raises(EvenloadError, match="attention dropout"):
+        run(rows, [2], None, attend)
