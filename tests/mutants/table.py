@@ -1134,8 +1134,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "windows lie in the layers beside theirs",
         _USERS_ATTENTION,
-        "config.window_attn_skip_freq, number)",
-        "config.window_attn_skip_freq, number + 1)",
+        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number",
+        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number + 1",
         "te windows",
     ),
     Mutant(

@@ -19,18 +19,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
-    save_to_aux_losses_tracker,
     topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from packaging.version import Version
 from torch import Tensor
 
 from ....core.aliases import Floats
@@ -41,10 +38,8 @@ from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.routing import StepRouting
 from ....runtime.experts.weights import REPORTED_SEQUENCE, LoopWeights
 from ...host import no_mark
+from ..compat import ROUTERS_COUNT_ALL, report_router_loss
 from ..model.experts import PlannedRouter, forget_tokens
-
-ALL_TOKENS = (0, 19)
-"""From this version of Megatron-Core on the losses of routers are multiplied by all tokens of a micro-batch."""
 
 CameWith = Sequence[Sequence[int]]
 """For each sequence of a step the lengths of those that came in one micro-batch of the loop, its own among them."""
@@ -148,7 +143,7 @@ def weights_of_routers(
     cp = parallel_state.get_context_parallel_world_size()
     if not config.calculate_per_token_loss:
         return cp / (num_microbatches * tokens_S), cp / (num_microbatches * samples_S)
-    if Version(megatron.core.__version__).release >= ALL_TOKENS:
+    if ROUTERS_COUNT_ALL:
         return np.ones_like(lengths_S), lengths_S
     shares = cp * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     return np.full_like(lengths_S, 1 / shares), lengths_S / (samples_S * shares)
@@ -160,4 +155,4 @@ def _report(config: Any, name: str, layer: int, value: Tensor) -> None:
         groups = {"reduce_group": parallel_state.get_tensor_model_parallel_group()}
     else:
         groups = {"avg_group": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)}
-    save_to_aux_losses_tracker(name, value, layer, config.num_layers + (config.mtp_num_layers or 0), **groups)
+    report_router_loss(name, value, layer, config.num_layers + (config.mtp_num_layers or 0), **groups)

@@ -279,11 +279,11 @@ def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
     layout, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
+    shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
-    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
     reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
-    shares = any(plugin.shares for plugin in recipe.enabled())
     whole = only_stock is not None or shares or bool(borders)
     if whole and warn:
         why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"

@@ -44,6 +44,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -231,9 +232,8 @@ class Loop:
 
 def of_routers() -> dict[str, torch.Tensor]:
     """What Megatron would print of the losses of routers, layer by layer, of this stage alone."""
-    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
     values = {}
-    for name, entry in sorted(tracker.items()):
+    for name, entry in sorted(moe_utils.get_moe_layer_wise_logging_tracker().items()):
         values[name] = entry["values"].clone()
         torch.distributed.all_reduce(values[name])
         entry["values"].zero_()
@@ -500,6 +500,40 @@ def refusals(world: Any) -> dict[str, Any]:
         attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
         attempt("fine", user, plans["ordered"])
     return messages
+
+
+def attention_rules(world: Any) -> dict[str, str]:
+    """Why samples stay whole, and what is refused, for settings of a live model's attention."""
+    said = {}
+    with user_loop() as user:
+        gpt, layer = user.model.module, user.model.module.decoder.layers[-1].self_attention
+        core = layer.core_attention
+
+        def why(name: str, target: Any, shares: bool = False, **values: Any) -> None:
+            with ExitStack() as stack:
+                for field, value in values.items():
+                    stack.enter_context(patch.object(target, field, value))
+                try:
+                    users_attention.refuse_attention(gpt)
+                    said[name] = users_attention.why_whole(gpt, shares=shares)
+                except EvenloadError as error:
+                    said[name] = str(error)
+
+        why("as it is", gpt)
+        why("dropout", core.attention_dropout, p=0.1)
+        why("clip", gpt.config, qk_clip=True)
+        why("window", gpt.config, window_size=(5, 0), window_attn_skip_freq=4)
+        why("window, shared", gpt.config, shares=True, window_size=(5, 0), window_attn_skip_freq=4)
+        why("no window, shared", gpt.config, shares=True)
+        why("rope", gpt, rotary_pos_emb=OtherRope(8, 1.0))
+        why("all before", core.scale_mask_softmax, window_size=(-1, 0))
+        why("ahead", core.scale_mask_softmax, window_size=(5, 5))
+        why("sink", gpt.config, softmax_type="learnable")
+        why("no mask", layer, attn_mask_type=AttnMaskType.no_mask)
+        why("cross", layer, attention_type="cross")
+        with patch.dict(layer._modules, core_attention=torch.nn.Identity()):
+            why("stranger", gpt)
+    return said
 
 
 def copied(world: Any, **loop: Any) -> dict[str, Any]:
