@@ -136,7 +136,15 @@ class Together:
         step = _OwnStep(call["forward_step_func"], gpt, gate, losses)
         shape = call["seq_length"], call["micro_batch_size"]
         reports = run_order(
-            plan, chunk=chunk, gpt=gpt, links=self.links, step=step, lay=lay, rest=call, own=(number, *shape)
+            plan,
+            chunk=chunk,
+            gpt=gpt,
+            links=self.links,
+            plane=None,
+            step=step,
+            lay=lay,
+            rest=call,
+            own=(number, *shape),
         )
         return [report for _, report in sorted(zip(losses, reports, strict=True), key=lambda pair: pair[0])]
 

@@ -29,6 +29,7 @@ JOBS = (
     "user_jobs",
     "together_jobs",
     "objective_jobs",
+    "mesh_jobs",
     "chunk_jobs",
 )
 

@@ -87,6 +87,7 @@ def user_loop(
     pp: int = 1,
     ep: int = 1,
     etp: int | None = None,
+    cp: int = 1,
     overlap: bool = False,
     frozen: str = "",
     full: bool = False,
@@ -95,6 +96,7 @@ def user_loop(
     positions: str = "rope",
     exact: bool = False,
     micro_batches: int = 0,
+    spec: Callable[[], Any] | None = None,
     **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
@@ -105,16 +107,18 @@ def user_loop(
         micro_batches: of a rank; 0: as the script has them.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
+        spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
     """
-    spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    file = importlib.util.spec_from_file_location("user_script", SCRIPT)
+    script = importlib.util.module_from_spec(file)
+    file.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
         experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        parallel_state.initialize_model_parallel(tp, pp, **experts_by)
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **experts_by)
         script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -136,9 +140,10 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
+            layout = {"num_layers": 4, "context_parallel_size": cp}
             latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
             own = _yarn if positions == "yarn" else lambda config: config
-            script.TransformerConfig = lambda **fields: own(make(**{**fields, "num_layers": 4, **latent, **config}))
+            script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
