@@ -63,6 +63,18 @@ def why_together(config: Any) -> str:
     return ""
 
 
+def refuse_losses_of_rows(config: Any, has_borders: bool) -> None:
+    """Raise EvenloadError for a balance loss of sequences where a row of the loop's batches holds several samples."""
+    losses = config.moe_router_load_balancing_type
+    on = SEQUENCE_LOSS in ([losses] if isinstance(losses, str) else losses) and _coefficient(config, SEQUENCE_LOSS) > 0
+    if has_borders and on:
+        raise EvenloadError(
+            "the balance loss of sequences takes a row of a batch for one sequence, whatever samples lie in it",
+            f"moe_router_load_balancing_type {SEQUENCE_LOSS}, and batches with borders between samples",
+            "balance by the expert bias instead (moe_router_enable_expert_bias), or disable evenload's plugins",
+        )
+
+
 def rules_of_experts(config: Any) -> Iterable[Rule]:
     """What does not compose with regrouped micro-batches."""
     if config.num_moe_experts is None:

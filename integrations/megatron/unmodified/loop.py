@@ -42,7 +42,9 @@ from ....core.plan.token_layout import tokens_of_ranks
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.history import learned
+from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
 from ....runtime.world.plane import Plane
@@ -52,12 +54,14 @@ from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
-from .expert_rules import refuse_experts, refuse_routers, why_together
+from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
+from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
+from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
 from .sharing import plan_in_rounds, ranks_of_samples
 from .supported import (
@@ -120,6 +124,7 @@ class PlannedSteps:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
         self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
         self.active = True
@@ -180,7 +185,10 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
         loop = self._loops[gpts[0]]
-        batches = loop.source.take(data_iterator, num_microbatches)
+        taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
+        if taken and holds_rows(taken[0]):
+            return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
+        batches = loop.source.spread(taken)
         try:
             planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
         except EvenloadError:
@@ -189,9 +197,7 @@ class PlannedSteps:
             raise
         plan = planned.plan
         own = plan.of_rank(parallel_state.get_data_parallel_rank())
-        has_experts = bool(config.num_moe_experts)
-        routing = routing_of(config, plan.lengths, planned.came_with, num_microbatches) if has_experts else None
-        gate = gate_of(plan) if has_experts else None
+        routing, gate = _routing(config, planned, batches)
         means = not config.calculate_per_token_loss
         divisor = len(own) if plan.in_host_schedule else 1
         step = UserStep(
@@ -199,6 +205,7 @@ class PlannedSteps:
             gpts,
             by_token=loop.by_token,
             checks=first,
+            has_borders=batches.form.has_borders,
             routing=routing,
             gate=gate,
             objective=MeanOfMeans(planned.weights, divisor) if means else None,
@@ -217,6 +224,20 @@ class PlannedSteps:
         returned = reports.of_loop(returned, planned.own, batches.targets, parallel_state.get_data_parallel_group())
         loop.kinds = reports.kinds
         return returned
+
+    def _run_rows(
+        self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
+    ) -> list[Any]:
+        """A training call on TensorDicts."""
+        if gpt not in self._rows:
+            layout, warn = current_layout(), dist.get_rank() == 0
+            recipe = for_config(self._recipe, get_model_config(gpt), gpt.vocab_size, layout)
+            self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
+        steps = self._rows[gpt]
+        reports, plan = steps.run(stock, function, chunks, taken, **rest)
+        report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
+        end_of_check()
+        return reports
 
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
@@ -248,7 +269,7 @@ class PlannedSteps:
             like=next(iter(own.values())),
             multiple=tokens_multiple(config),
             plane=loop.plane_of(plan),
-            with_mask=batches.with_mask,
+            form=batches.form,
             device=next(gpt.parameters()).device,
         )
         slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
@@ -303,6 +324,15 @@ def _loop(
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
     return _Loop(chain, not borders, only_stock, source)
+
+
+def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
+    """What layers with experts know of a step, in a model that has some."""
+    if not config.num_moe_experts:
+        return None, None
+    refuse_losses_of_rows(config, batches.form.has_borders)
+    plan = planned.plan
+    return routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan)
 
 
 def _run_stock(

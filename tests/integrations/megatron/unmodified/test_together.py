@@ -51,3 +51,20 @@ def test_a_loop_in_which_no_plugin_has_anything_to_do_is_left_alone_and_says_so_
     assert len(first["idle"]) == 1
     assert "moe_router_load_balancing_type aux_loss" in first["idle"][0]
     assert "plugins.packing would regroup" in first["idle"][0]
+
+
+def test_a_balance_loss_of_sequences_is_refused_where_a_row_holds_several():
+    from types import SimpleNamespace
+
+    from evenload.core.errors import EvenloadError
+    from evenload.patches import bridge_cpu
+
+    bridge_cpu()
+    from evenload.integrations.megatron.unmodified.expert_rules import refuse_losses_of_rows
+
+    on = SimpleNamespace(moe_router_load_balancing_type=["seq_aux_loss"], moe_aux_loss_coeff=[1e-2])
+    off = SimpleNamespace(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
+    refuse_losses_of_rows(on, has_borders=False)
+    refuse_losses_of_rows(off, has_borders=True)
+    with pytest.raises(EvenloadError, match="takes a row of a batch for one sequence"):
+        refuse_losses_of_rows(on, has_borders=True)
