@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....core.errors import EvenloadError, refuse_first
+from .....core.errors import EvenloadError
 from .....runtime.attention.pack import Pack
 from .borders import COUNTS
 
@@ -78,21 +78,6 @@ def form_of(batch: Any) -> Form:
         detail = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise EvenloadError("the fields of a batch have not all one shape [b, s]", detail, "mend the dataset")
     return Form({key: _look(value) for key, value in batch.items() if key not in FIELDS and key not in _NOT_READ})
-
-
-def refuse_router_losses(form: Form, config: Any) -> None:
-    """Raise EvenloadError where Megatron balances experts over rows: it takes one of several samples for a sequence."""
-    losses, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    named = {losses: coefficients} if isinstance(losses, str) else dict(zip(losses, coefficients, strict=True))
-    of_rows = config.num_moe_experts is not None and form.has_borders and named.get("seq_aux_loss", 0) > 0
-    refuse_first(
-        (
-            of_rows,
-            "Megatron's balance loss of sequences takes a row of packed samples for one sequence; packs change rows",
-            f"moe_router_load_balancing_type {losses}, moe_aux_loss_coeff {coefficients}",
-            "set moe_router_load_balancing_type=none (the expert bias knows no rows), or disable evenload's plugins",
-        )
-    )
 
 
 def _look(value: Any) -> Look | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of, refuse_router_losses
+from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of
 from evenload.integrations.megatron.unmodified.samples import lay_out, split
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,15 +194,3 @@ def test_a_mask_of_tokens_must_have_what_carries_loss():
     assert tokens_of({**batch, "attention_mask": torch.tensor([[1, 1, 1, 0]])}) == [[10, 11, 12]]
     with pytest.raises(EvenloadError, match="not the causal one"):
         split({**batch, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
-
-
-@pytest.mark.parametrize(("losses", "coefficients"), [("seq_aux_loss", 1e-2), (["none", "seq_aux_loss"], [1e-2, 1e-2])])
-def test_a_balance_loss_over_rows_of_samples_is_refused(losses, coefficients):
-    names = {"moe_router_load_balancing_type": losses, "moe_aux_loss_coeff": coefficients}
-    plain = {key: value for key, value in sft("11").items() if key in FIELDS}
-    with pytest.raises(EvenloadError, match="takes a row of packed samples for one sequence"):
-        refuse_router_losses(form_of(sft("11")), SimpleNamespace(num_moe_experts=4, **names))
-    for batch, experts in ((plain, 4), (sft("11"), None)):
-        refuse_router_losses(form_of(batch), SimpleNamespace(num_moe_experts=experts, **names))
-    off = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0}
-    refuse_router_losses(form_of(sft("11")), SimpleNamespace(num_moe_experts=4, **off))
