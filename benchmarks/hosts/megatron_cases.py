@@ -7,6 +7,7 @@ runs and runs with plugins have the same.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cases import Arguments, Case
@@ -40,6 +41,10 @@ MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 
 
+UNEQUAL = f"{PP} 2 --num-layers 3 --decoder-first-pipeline-num-layers 2"
+ORDERED = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n  pipeline: {enabled: true}\n"
+
+
 def arguments(flags: str) -> Arguments:
     """Of `pretrain_gpt.py` with these flags behind the base ones."""
     return lambda folder, layout: [*BASE.split(), *flags.split()]
@@ -61,6 +66,11 @@ def case(note: str, layout: str, flags: str = "", ranks: int = 2, recipe: str = 
     )
 
 
+def refused(note: str, flags: str = "", recipe: str = PACKING) -> Case:
+    """A run of which the message counts."""
+    return replace(case(f"refused: {note}", "2 ranks", flags, recipe=recipe), has_stock=False)
+
+
 def _nothing(folder: Path, layout: str) -> list[str]:
     return []
 
@@ -74,6 +84,21 @@ SIMPLE_LOOP = Case(
     recipes=(STOCK, PACKING),
     printed=SIMPLE,
 )
+SHORT = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 32, slices: off}\n"
+OTHER = "trainer: deepspeed\nplugins:\n  packing: {enabled: true, max_tokens: 192}\n"
+REFUSED = (
+    refused("the loader's mask is not causal", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
+    refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
+    refused("jitter of routers", f"{EXPERTS} --moe-input-jitter-eps 0.01"),
+    refused("Sinkhorn's balance", f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"),
+    refused("batches of other keys", "--hybrid-context-parallel --context-parallel-size 1"),
+    refused("no sample fits", recipe=SHORT),
+    refused("nothing is trained", "--skip-train --eval-iters 2"),
+    refused("no plugin", recipe=STOCK),
+    refused("another trainer's recipe", recipe=OTHER),
+    refused("stages of unequal layers under an order", UNEQUAL, recipe=ORDERED),
+)
+"""What cannot gain, or is refused: an exit code and one message before the first update."""
 CASES = (
     case("default flags", "dp2"),
     case("loss per token", "dp2", "--calculate-per-token-loss"),
@@ -100,4 +125,5 @@ CASES = (
     case("multi-token prediction", "dp2", "--mtp-num-layers 1"),
     case("sliding window", "dp2", "--window-size 16,0"),
     SIMPLE_LOOP,
+    *REFUSED,
 )

@@ -42,6 +42,9 @@ RECIPE = "trainer: {}\nplugins:\n  packing: {{enabled: true, max_tokens: {}}}\n"
 NAMES = ("loss", "grad_norm", "eval_loss")
 Row = dict[str, Any]
 
+NOTHING: Row = {"code": None, "values": {name: {} for name in NAMES}, "tokens": 0, "step_s": [], "said": ""}
+"""Of a run that was not asked for."""
+
 
 def measured(
     case: Case, layout: str, script: Path, data: Path, folder: Path, recipe: Path | None, float64: bool = False
@@ -102,6 +105,9 @@ def compared(case: Case, layout: str, script: Path, data: Path, folder: Path, re
     runs: dict[str, list[Row]] = {"stock": [], "evenload": []}
     for repeat in range(repeats):
         for name, on in zip(runs, recipes, strict=True):
+            if name == "stock" and not case.has_stock:
+                runs[name].append(NOTHING)
+                continue
             own = free(folder, case, layout, f"{name}-{repeat}")
             runs[name].append(measured(case, layout, script, data, own, on))
     gradients = None
@@ -215,7 +221,7 @@ def cells(row: Row, notes: list[str]) -> list[Any]:
     name = f"{row['script']} {row['arguments']}".strip()
     if "missing" in row:
         return [name, *("-" for _ in range(9)), row["missing"]]
-    runs = ["yes" if code == 0 else f"no ({code})" for code in row["codes"]]
+    runs = ["-" if code is None else "yes" if code == 0 else f"no ({code})" for code in row["codes"]]
     equal = ["-" if value is None else f"{value:.0e}" for value in (*row["difference"].values(), row["gradients"])]
     tokens = " -> ".join(f"{count:,}" for count in row["tokens"])
     step = " -> ".join("-" if value is None else seconds(value) for value in row["step_s"])
