@@ -45,16 +45,16 @@ class Guards:
     def __init__(self, checkout: Path, folder: Path) -> None:
         os.environ["HOSTS_MEGATRON"] = str(folder)
         sys.path[:0] = [str(checkout), str(ROOT / "tests" / "hosts" / "startup")]
-        import megatron_lm
+        import megatron_lm  # noqa: F401
         from evenload.patches import bridge_cpu
 
         bridge_cpu()
         _name_transformer_engine()
-        megatron_lm.OneDevice.get_device_capability = staticmethod(lambda *_: (self._capability, 0))
-        self._capability = 9
         import megatron.training.arguments as arguments
 
         self._arguments: Any = arguments
+        self._capability = 9
+        arguments.get_device_arch_version = lambda: self._capability
 
     def verdict(self, recipe: Recipe) -> Verdict:
         """What happens to the recipe before its first step."""
@@ -101,7 +101,7 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
     except EvenloadError as error:
         return "refused", error.what, error.found
-    trouble = why_stock(loop, "")
+    trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
     return ("whole", trouble[0], trouble[1]) if trouble else ("cut", "", "")
 
 

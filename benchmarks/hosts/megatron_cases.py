@@ -100,16 +100,16 @@ REFUSED = (
 )
 """What cannot gain, or is refused: an exit code and one message before the first update."""
 CASES = (
-    case("default flags", "dp2"),
+    case("default flags", "dp2", exact=True),
     case("loss per token", "dp2", "--calculate-per-token-loss"),
-    case("tensor parallel", "tp2", f"{TP} 2"),
+    case("tensor parallel", "tp2", f"{TP} 2", exact=True),
     case("sequence parallel", "tp2", f"{TP} 2 --sequence-parallel"),
-    case("two stages", "pp2", f"{PP} 2"),
+    case("two stages", "pp2", f"{PP} 2", exact=True),
     case("four stages", "pp4", f"{PP} 4 --num-layers 4", ranks=4),
-    case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4),
-    case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-    case("experts, loss by sequence", "ep2", f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"),
-    case("experts, auxiliary loss", "ep2", EXPERTS),
+    case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4, exact=True),
+    case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", exact=True),
+    case("experts, loss by sequence", "ep2", f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", exact=True),
+    case("experts, auxiliary loss", "ep2", EXPERTS, exact=True),
     case(
         "distributed optimizer, overlap",
         "dp2",
@@ -120,10 +120,10 @@ CASES = (
     case("full recompute", "dp2", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     case("selective recompute", "dp2", "--recompute-granularity selective"),
     case("resets at documents", "dp2", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
-    case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN),
+    case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN, exact=True),
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
-    case("multi-token prediction", "dp2", "--mtp-num-layers 1"),
-    case("sliding window", "dp2", "--window-size 16,0"),
+    case("multi-token prediction", "dp2", "--mtp-num-layers 1", exact=True),
+    case("sliding window", "dp2", "--window-size 16,0", exact=True),
     SIMPLE_LOOP,
     *REFUSED,
 )

@@ -156,11 +156,13 @@ def apart(stock: Path, own: Path) -> float | None:
     """The largest relative difference of a rank's gradients; None where a run has left none."""
     import torch
 
-    pairs = [
-        (torch.load(path), torch.load(own / path.name)) for path in stock.glob("*.pt") if (own / path.name).exists()
-    ]
-    each = [float((two[name] - one).norm() / one.norm()) for one, two in pairs for name in one if one[name].norm() > 0]
-    return max(each, default=None)
+    differences = []
+    for path in sorted(stock.glob("*.pt")):
+        if (own / path.name).exists():
+            one, two = torch.load(path), torch.load(own / path.name)
+            lengths = {name: float(one[name].norm()) for name in one}
+            differences += [float((two[name] - one[name]).norm()) / lengths[name] for name in one if lengths[name] > 0]
+    return max(differences, default=None)
 
 
 def difference(stock: dict[int, float], own: dict[int, float]) -> float | None:
