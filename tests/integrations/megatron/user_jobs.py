@@ -84,12 +84,14 @@ def user_loop(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    cp: int = 1,
     overlap: bool = False,
     frozen: str = "",
     full: bool = False,
     te: bool = False,
     mla: bool = False,
     positions: str = "rope",
+    spec: Callable[[], Any] | None = None,
     **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
@@ -98,14 +100,16 @@ def user_loop(
         full: no sample is padded.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
+        spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
     """
-    spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    file = importlib.util.spec_from_file_location("user_script", SCRIPT)
+    script = importlib.util.module_from_spec(file)
+    file.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
-        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -127,9 +131,10 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
+            layout = {"num_layers": 4, "context_parallel_size": cp}
             latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
             own = _yarn if positions == "yarn" else lambda config: config
-            script.TransformerConfig = lambda **fields: own(make(**{**fields, "num_layers": 4, **latent, **config}))
+            script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
