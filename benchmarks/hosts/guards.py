@@ -92,7 +92,7 @@ class Guards:
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
-    from evenload.integrations.megatron.unmodified.attention import rules_of_layer
+    from evenload.integrations.megatron.unmodified.attention import rules_of_layer, why_whole
     from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
@@ -102,7 +102,12 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     except EvenloadError as error:
         return "refused", error.what, error.found
     trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
-    return ("whole", trouble[0], trouble[1]) if trouble else ("cut", "", "")
+    if trouble:
+        return "whole", trouble[0], trouble[1]
+    attention = layer(config)
+    if why := why_whole(SimpleNamespace(modules=lambda: [attention]), shares=False):
+        return "whole", why, ""
+    return "cut", "", ""
 
 
 def chunk(config: Any, arguments: Any) -> Any:
@@ -124,6 +129,7 @@ def layer(config: Any) -> Any:
     """Self-attention as the layer specs of GPT make it."""
     from megatron.core.transformer.enums import AttnMaskType
 
+    # That of Megatron's own, where dropout is a setting of the module, has the same value.
     core = SimpleNamespace(scale_mask_softmax=SimpleNamespace(window_size=config.window_size))
     return SimpleNamespace(
         config=config, attention_type="self", attn_mask_type=AttnMaskType.causal, core_attention=core

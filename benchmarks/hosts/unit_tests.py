@@ -36,12 +36,16 @@ RECIPES = {
     "plugins": "trainer: megatron\nplugins:\n  packing: {enabled: true}\n  pipeline: {enabled: true}\n",
 }
 PLUGIN = '''
-"""What upstream's tests ask of a machine at their start: an asset from the network, and Transformer Engine's version."""
+"""What upstream's tests ask a machine at their start: an asset of the network, Transformer Engine's version."""
+
+import os
 
 import megatron.core.utils as utils
+import torch
 from packaging.version import Version
 
 utils._te_version = utils.get_te_version() or Version("0.0")
+torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
 import tests.test_utils.python_scripts.download_unit_tests_dataset as assets
 
 
@@ -83,7 +87,18 @@ def run(checkout: Path, file: str, recipe: str, folder: Path, ranks: int, limit_
     variables = launching.megatron_environment(folder, checkout / "pretrain_gpt.py")
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(folder)])
     variables["LOCAL_RANK"] = "0"
-    words = ["-q", "-p", "no:cacheprovider", "-p", "asked_of_machine", "--tb=line", "--rootdir", checkout]
+    words = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "asked_of_machine",
+        "--tb=line",
+        "-o",
+        "addopts=",
+        "--rootdir",
+        checkout,
+    ]
     words += [f"--junitxml={folder}/report.xml", checkout / "tests" / "unit_tests" / file]
     launching.launch(
         script, words, folder, folder / "recipe.yaml", "forks", ranks=ranks, variables=variables, limit_s=limit_s
