@@ -93,9 +93,12 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
     from evenload.integrations.megatron.unmodified.attention import rules_of_layer, why_whole
+    from evenload.integrations.megatron.unmodified.expert_rules import why_together
     from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
+    if why := why_together(config):
+        return together(loop, config, why)
     try:
         refuse_loop(loop, {})
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
@@ -108,6 +111,26 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     if why := why_whole(SimpleNamespace(modules=lambda: [attention]), shares=False):
         return "whole", why, ""
     return "cut", "", ""
+
+
+def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
+    """The answer to a loop whose micro-batches stay as they are: what a plugin can still do, as `Together.of` asks."""
+    from evenload.core.errors import EvenloadError
+    from evenload.integrations.megatron.unmodified.expert_rules import refuse_experts
+    from evenload.integrations.megatron.unmodified.supported import why_stock
+    from evenload.integrations.megatron.unmodified.together import _IN_TURN
+
+    one_chunk = (config.virtual_pipeline_model_parallel_size or 1) == config.context_parallel_size == 1
+    in_order = one_chunk and config.pipeline_model_parallel_size > 1 and not why.startswith(_IN_TURN)
+    if in_order and why_stock([loop], "") is None:
+        return "together", f"{why}; plugins.pipeline can plan", ""
+    try:
+        refuse_experts(SimpleNamespace(config=config, decoder=SimpleNamespace(layers=[])))
+    except EvenloadError as error:
+        return "idle", why, error.found
+    if config.expert_model_parallel_size > 1 and not config.moe_grouped_gemm:
+        return "together", f"{why}; plugins.moe can plan", ""
+    return "idle", why, "no plugin has anything to do"
 
 
 def chunk(config: Any, arguments: Any) -> Any:
