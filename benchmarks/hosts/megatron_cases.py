@@ -85,7 +85,6 @@ SIMPLE_LOOP = Case(
     printed=SIMPLE,
 )
 SHORT = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 32, slices: off}\n"
-OTHER = "trainer: deepspeed\nplugins:\n  packing: {enabled: true, max_tokens: 192}\n"
 REFUSED = (
     refused("the loader's mask is not causal", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
     refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
@@ -95,7 +94,6 @@ REFUSED = (
     refused("no sample fits", recipe=SHORT),
     refused("nothing is trained", "--skip-train --eval-iters 2"),
     refused("no plugin", recipe=STOCK),
-    refused("another trainer's recipe", recipe=OTHER),
     refused("stages of unequal layers under an order", UNEQUAL, recipe=ORDERED),
 )
 """What cannot gain, or is refused: an exit code and one message before the first update."""
