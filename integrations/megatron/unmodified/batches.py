@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
+from .context_parallel import targets_of_columns
 from .samples import FIELDS, MASK, Sample, pack_bytes, split, unpack_bytes
 
 
@@ -31,10 +32,11 @@ class _Head(NamedTuple):
     """What a rank without data must know of the batches of its model copy."""
 
     lengths: list[list[int]]
-    targets: list[float]
+    targets: list[list[float]]
     dtypes: dict[str, torch.dtype]
     size: int
     slots: int
+    row: int
     with_mask: bool
 
 
@@ -46,12 +48,14 @@ class Batches:
     """By micro-batch of the loop."""
     lengths: list[list[int]]
     """Of each sample [tokens], by micro-batch."""
-    targets: list[float]
-    """The sum of each micro-batch's loss mask."""
+    targets: list[list[float]]
+    """The sum of each micro-batch's loss mask, on each context-parallel rank of the stock loop."""
     size: int
     """Samples of a micro-batch."""
     slots: int
-    """Places of input in all of them, padding among them."""
+    """Places of input in all of them on a rank of the stock loop, padding among them."""
+    row: int
+    """Places that the stock loop has of each sample."""
     with_mask: bool
     """Whether the loop's batches have an attention mask."""
 
@@ -105,10 +109,11 @@ def _taken(data_iterator: Any, num_microbatches: int) -> tuple[list[list[Sample]
     batches = [next(data_iterator) for _ in range(num_microbatches)]
     samples = [split(batch) for batch in batches]
     dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
-    targets = [float(batch["loss_mask"].sum()) for batch in batches]
+    ranks = parallel_state.get_context_parallel_world_size()
+    targets = [targets_of_columns(batch["loss_mask"], ranks) for batch in batches]
     lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
-    slots = sum(batch["tokens"].numel() for batch in batches)
-    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots, MASK in batches[0])
+    slots, row = sum(batch["tokens"].numel() for batch in batches), batches[0]["tokens"].shape[1]
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, MASK in batches[0])
 
 
 def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
@@ -132,4 +137,4 @@ def _zeros(length: int, head: _Head) -> Sample:
 
 
 def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
-    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.with_mask)
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.with_mask)

@@ -54,6 +54,7 @@ from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
+from .context_parallel import Columns, OneContextRank, data_rank
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
@@ -87,6 +88,8 @@ class _Loop:
     source: Source
     kinds: Kinds | None = None
     """What the values of its reports are, after the first call."""
+    one_context: OneContextRank | None = None
+    """What stands in for Megatron's context parallelism in a training call."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
     plane: Plane | None = None
@@ -106,10 +109,11 @@ class _Planned(NamedTuple):
 
     plan: StepPlan
     lay: LayOut
+    columns: Columns
     own: list[list[int]]
-    """The sequences of each of the loop's own micro-batches."""
+    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
     weights: Floats
-    """[S]; of a token of each sequence, where micro-batches are averaged."""
+    """Of a token of each column, where micro-batches are averaged."""
 
 
 class PlannedSteps:
@@ -139,7 +143,7 @@ class PlannedSteps:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
         for loop in self._loops.values():
-            for groups in (loop.links, loop.plane):
+            for groups in (loop.links, loop.plane, loop.one_context):
                 if groups is not None and dist.is_initialized():
                     groups.close()
         self._loops.clear()
@@ -173,7 +177,7 @@ class PlannedSteps:
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
             raise
         plan = planned.plan
-        own = plan.of_rank(parallel_state.get_data_parallel_rank())
+        own = plan.of_rank(data_rank())
         routing = _routing(plan, config, batches.size) if config.num_moe_experts else None
         gate = gate_of(plan) if config.num_moe_experts else None
         means = not config.calculate_per_token_loss
@@ -185,28 +189,35 @@ class PlannedSteps:
             checks=first,
             routing=routing,
             gate=gate,
-            objective=MeanOfMeans(planned.weights, divisor) if means else None,
-            reports=(reports := Reports(len(plan.lengths), loop.kinds)),
+            objective=MeanOfMeans(planned.weights, divisor, planned.columns) if means else None,
+            reports=(reports := Reports(planned.columns, loop.kinds)),
         )
-        if plan.in_host_schedule:
-            packs = [planned.lay(plan.micro_batches[index]) for index in own]
-            returned = _run_stock(stock, step, packs, chunks, model=model, **rest)
-        else:
-            returned = _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
+        rest = loop.one_context.of_schedule(rest) if loop.one_context else rest
+        with loop.one_context.inside(gpts, config) if loop.one_context else nullcontext():
+            if plan.in_host_schedule:
+                packs = [planned.lay(plan.micro_batches[index]) for index in own]
+                returned = _run_stock(stock, step, packs, chunks, model=model, **rest)
+            else:
+                returned = _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned
-        returned = reports.of_loop(returned, planned.own, batches.targets, parallel_state.get_data_parallel_group())
+        targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]
+        returned = reports.of_loop(returned, planned.own, targets, _data_group())
         loop.kinds = reports.kinds
         return returned
 
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
-        group = parallel_state.get_data_parallel_group()
-        lengths_of_ranks, targets_of_ranks = zip(*everyone((batches.lengths, batches.targets), group), strict=True)
+        group, ranks = _data_group(), parallel_state.get_context_parallel_world_size()
+        me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
+        # Context-parallel ranks are given the same samples: the first brings them.
+        brought = batches.lengths if place_in_row == 0 else [[] for _ in batches.lengths]
+        gathered = everyone((brought, batches.targets, batches.row), group)
+        lengths_of_ranks, targets_of_ranks, rows = zip(*gathered, strict=True)
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
         order = [
             (rank, place, row)
@@ -214,7 +225,6 @@ class PlannedSteps:
             for rank, one in enumerate(lengths_of_ranks)
             for row in range(len(one[place]) if place < len(one) else 0)
         ]
-        me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
         own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = plan_in_rounds(loop.chain, as_lengths(lengths))
@@ -224,12 +234,13 @@ class PlannedSteps:
         self._step += 1
 
         plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
-        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
+        like = batches.samples[0][0]
+        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
         config = gpt.config
         lay = partial(
             lay_out,
             samples=samples,
-            like=next(iter(own.values())),
+            like=like,
             multiple=tokens_multiple(config),
             plane=loop.plane_of(plan),
             with_mask=batches.with_mask,
@@ -245,11 +256,12 @@ class PlannedSteps:
             sum(slots),
             batches.slots,
         )
+        columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
         places: list[list[int]] = [[] for _ in batches.lengths]
         for i, (rank, place, _) in enumerate(order):
-            if rank == me:
-                places[place].append(i)
-        return _Planned(plan, lay, places, weights_of(targets_of_ranks, order))
+            if rank == me - place_in_row:
+                places[place].append(columns.number(i, place_in_row))
+        return _Planned(plan, lay, columns, places, weights_of(targets_of_ranks, order))
 
 
 def release() -> None:
@@ -266,7 +278,8 @@ _all: set[PlannedSteps] = set()
 def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
-    layout, gpt = current_layout(), gpts[0]
+    stock, gpt = current_layout(), gpts[0]
+    layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
     shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
     own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
@@ -286,7 +299,12 @@ def _loop(
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
-    return _Loop(chain, not borders, only_stock, source)
+    return _Loop(chain, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
+
+
+def _data_group() -> Any:
+    """All data x context ranks with the same part of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _routing(plan: StepPlan, config: Any, micro_batch_size: int) -> StepRouting:

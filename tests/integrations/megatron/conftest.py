@@ -29,6 +29,7 @@ JOBS = (
     "user_jobs",
     "objective_jobs",
     "mesh_jobs",
+    "context_jobs",
     "chunk_jobs",
 )
 
