@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ....core.errors import Rule
+from ....core.errors import Rule, refuse_first
 from ....core.plan.step_plan import Slice
 from ....runtime.attributes import with_attributes
 
@@ -86,6 +86,18 @@ def rules_of_context(config: Any) -> Iterator[Rule]:
     for name, value, why in settings:
         detail = f"context_parallel_size {config.context_parallel_size}, {name} {getattr(config, name)}"
         yield bool(value), f"context parallelism is taken over by the plan, and {why}", detail, do
+
+
+def refuse_other_forms(what: str) -> None:
+    """Raise EvenloadError for batches of a loop with context parallelism that hold ``what``; empty: rows of samples."""
+    refuse_first(
+        (
+            bool(what),
+            "context parallelism is taken over by the plan, and only where each row of a batch is a sample",
+            f"context_parallel_size {parallel_state.get_context_parallel_world_size()}, batches of {what}",
+            "set context_parallel_size=1 and let plugins.mesh share samples, or disable evenload's plugins",
+        )
+    )
 
 
 def data_rank() -> int:

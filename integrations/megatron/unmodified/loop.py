@@ -54,12 +54,14 @@ from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
-from .context_parallel import Columns, OneContextRank, data_rank
+from .context_parallel import Columns, OneContextRank, data_rank, refuse_other_forms
 from .experts import gate_of, refuse_experts, refuse_routers
+from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
+from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
 from .sharing import plan_in_rounds, ranks_of_samples
 from .supported import (
@@ -122,6 +124,7 @@ class PlannedSteps:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
         self.active = True
@@ -169,7 +172,12 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
         loop = self._loops[gpts[0]]
-        batches = loop.source.take(data_iterator, num_microbatches)
+        taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
+        if taken and holds_rows(taken[0]):
+            if loop.one_context:
+                refuse_other_forms("ragged rows")
+            return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
+        batches = loop.source.spread(taken)
         try:
             planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
         except EvenloadError:
@@ -187,6 +195,7 @@ class PlannedSteps:
             gpts,
             by_token=loop.by_token,
             checks=first,
+            has_borders=batches.form.has_borders,
             routing=routing,
             gate=gate,
             objective=MeanOfMeans(planned.weights, divisor, planned.columns) if means else None,
@@ -208,6 +217,20 @@ class PlannedSteps:
         returned = reports.of_loop(returned, planned.own, targets, _data_group())
         loop.kinds = reports.kinds
         return returned
+
+    def _run_rows(
+        self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
+    ) -> list[Any]:
+        """A training call on TensorDicts."""
+        if gpt not in self._rows:
+            layout, warn = current_layout(), dist.get_rank() == 0
+            recipe = for_config(self._recipe, get_model_config(gpt), gpt.vocab_size, layout)
+            self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
+        steps = self._rows[gpt]
+        reports, plan = steps.run(stock, function, chunks, taken, **rest)
+        report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
+        end_of_check()
+        return reports
 
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
@@ -243,7 +266,7 @@ class PlannedSteps:
             like=like,
             multiple=tokens_multiple(config),
             plane=loop.plane_of(plan),
-            with_mask=batches.with_mask,
+            form=batches.form,
             device=next(gpt.parameters()).device,
         )
         slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
