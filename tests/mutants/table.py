@@ -78,6 +78,8 @@ KILLERS: dict[str, Words] = {
     + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
+    "context in loops": ("pytest", "tests/integrations/megatron/unmodified/test_context_parallel.py")
+    + ("-k", "means and not dp2 and not pp2"),
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -150,6 +152,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "positions = [torch.arange(s.start, s.stop) for s in slices]",
         "positions = [torch.arange(s.stop - s.start) for s in slices]",
         "mesh in loops",
+    ),
+    Mutant(
+        "context-parallel ranks have chunks in a row, not in zig-zag",
+        f"{_IN_LOOPS}/context_parallel.py",
+        "min(k, chunks - 1 - k)",
+        "k // 2",
+        "context in loops",
+    ),
+    Mutant(
+        "a context-parallel rank counts its first chunk twice",
+        f"{_IN_LOOPS}/context_parallel.py",
+        "chunks[rank] + chunks[-1 - rank]",
+        "2 * chunks[rank]",
+        "context in loops",
+    ),
+    Mutant(
+        "every context-parallel rank reports what the first one has",
+        f"{_IN_LOOPS}/loop.py",
+        "columns.number(i, place_in_row)",
+        "columns.number(i, 0)",
+        "context in loops",
     ),
     Mutant(
         "losses of ranks that share samples in a loop do not meet",

@@ -77,7 +77,9 @@ def rules_of_context(config: Any) -> Iterator[Rule]:
     do = "set context_parallel_size=1 and let plugins.mesh share samples, or disable evenload's plugins"
     coefficients = config.moe_aux_loss_coeff if config.num_moe_experts else 0.0
     weighed = any(coefficients if isinstance(coefficients, (list, tuple)) else [coefficients])
+    virtual = config.virtual_pipeline_model_parallel_size
     settings = (
+        ("virtual_pipeline_model_parallel_size", virtual, "virtual pipeline stages are not checked there"),
         ("multi_latent_attention", config.multi_latent_attention, "latent attention is not checked there"),
         ("mtp_num_layers", config.mtp_num_layers, "multi-token prediction looks across its borders"),
         ("moe_aux_loss_coeff", weighed, "balance losses of experts are means over its parts of samples"),

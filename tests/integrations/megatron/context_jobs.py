@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -71,8 +72,8 @@ class ContextAttention(DotProductAttention):
         return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(dim=-1), v).flatten(2)
 
 
-def context_spec() -> Any:
-    spec = get_gpt_layer_local_spec()
+def context_spec(experts: int | None = None) -> Any:
+    spec = get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
     spec.submodules.self_attention.submodules.core_attention = ContextAttention
     return spec
 
@@ -93,7 +94,8 @@ def in_context(
 ) -> list[dict[str, Any]]:
     """Errors of planned steps against the loop with Megatron's context parallelism, and that loop again."""
     results = []
-    with user_loop(spec=context_spec, **loop) as alike, all_in_float64():
+    spec = partial(context_spec, loop.get("num_moe_experts"))
+    with user_loop(spec=spec, **loop) as alike, all_in_float64():
         user = CutByRank(alike)
         stock = user.step()
         plans = [(one, nullcontext([])) for one in plugins]

@@ -85,7 +85,7 @@ def fault(name: str) -> Iterator[None]:
     faults = {
         "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
         "one count for all": patch.object(
-            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0])] * len(order)
+            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
         ),
     }
     with faults[name]:

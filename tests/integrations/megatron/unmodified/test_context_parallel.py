@@ -8,6 +8,14 @@ pytestmark = pytest.mark.slow
 
 PACKS = {"packing": {"enabled": True, "max_tokens": 128}}
 CUT = {"packing": {"enabled": True, "max_tokens": 24, "slices": "even"}}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp64",
+}
 MEANS = {"calculate_per_token_loss": False}
 
 
@@ -19,6 +27,7 @@ MEANS = {"calculate_per_token_loss": False}
         pytest.param(4, {"cp": 2, **MEANS, "seeds": (1,)}, id="means, dp2cp2"),
         pytest.param(4, {"cp": 2, "pp": 2, **MEANS}, id="means, pp2cp2"),
         pytest.param(4, {"cp": 2, "tp": 2}, id="tokens, tp2cp2"),
+        pytest.param(2, {"cp": 2, "ep": 2, **EXPERTS}, id="tokens, cp2ep2"),
     ],
 )
 def test_gradients_and_reports_are_those_of_context_parallelism(on_ranks, size, layout):
