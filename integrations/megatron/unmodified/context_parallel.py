@@ -102,6 +102,18 @@ def refuse_other_forms(what: str) -> None:
     )
 
 
+def refuse_together(config: Any, why: str) -> None:
+    """Raise EvenloadError for a loop with context parallelism whose micro-batches stay as they are, as ``why`` says."""
+    refuse_first(
+        (
+            config.context_parallel_size > 1,
+            "context parallelism is taken over by the plan, and not where experts keep micro-batches as they are",
+            f"context_parallel_size {config.context_parallel_size}, {why}",
+            "set context_parallel_size=1, or disable evenload's plugins",
+        )
+    )
+
+
 def data_rank() -> int:
     """This rank's place among all data x context ranks, the plane of a plan."""
     rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
