@@ -165,14 +165,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "context-parallel ranks have chunks in a row, not in zig-zag",
-        f"{_IN_LOOPS}/context_parallel.py",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
         "min(k, chunks - 1 - k)",
         "k // 2",
         "context in loops",
     ),
     Mutant(
         "a context-parallel rank counts its first chunk twice",
-        f"{_IN_LOOPS}/context_parallel.py",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
         "chunks[rank] + chunks[-1 - rank]",
         "2 * chunks[rank]",
         "context in loops",
@@ -186,14 +186,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "losses of ranks that share samples in a loop do not meet",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "        return check(_in_launch_rounds(plan))\n",
         "        return plan\n",
         "rounds of losses",
     ),
     Mutant(
         "a shared sample is sent to one of its ranks alone",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "                ranks[piece.sequence].add(rank)\n",
         "                ranks[piece.sequence] = {rank}\n",
         "rounds of losses",

@@ -24,8 +24,8 @@ from megatron.core import parallel_state
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
-from .context_parallel import refuse_other_forms, targets_of_columns
 from .forms.form import FIELDS, Form, form_of
+from .ranks.context_parallel import refuse_other_forms, targets_of_columns
 from .samples import Sample, pack_bytes, split, unpack_bytes
 
 

@@ -54,17 +54,17 @@ from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
-from .context_parallel import Columns, OneContextRank, data_rank, refuse_other_forms, refuse_together
 from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
+from .ranks.context_parallel import Columns, OneContextRank, data_rank, refuse_other_forms, refuse_together
+from .ranks.sharing import plan_in_rounds, ranks_of_samples
 from .reports import Kinds, Reports
 from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
-from .sharing import plan_in_rounds, ranks_of_samples
 from .supported import (
     Trouble,
     bare_model,

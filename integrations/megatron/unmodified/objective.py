@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....core.aliases import Floats
 from ....core.errors import EvenloadError
-from .context_parallel import Columns
+from .ranks.context_parallel import Columns
 from .samples import UserPack
 
 

@@ -36,9 +36,9 @@ from ....runtime.stage.tape import Tape
 from ....runtime.world.plane import Plane
 from ...host import no_mark
 from ..stage import MegatronStage
-from .context_parallel import data_rank
 from .forward_step import UserStep
 from .groups import collection
+from .ranks.context_parallel import data_rank
 from .samples import UserPack
 from .supported import refuse_loss
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context_parallel import Columns
+from .ranks.context_parallel import Columns
 from .samples import UserPack
 
 _SUM, _MEAN = "sum and count", "mean"

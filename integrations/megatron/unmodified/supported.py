@@ -20,9 +20,9 @@ from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from .attention import refuse_attention
-from .context_parallel import rules_of_context
 from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
+from .ranks.context_parallel import rules_of_context
 
 log = logging.getLogger("evenload")
 

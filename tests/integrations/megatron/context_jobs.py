@@ -16,7 +16,7 @@ import evenload
 import torch
 import torch.distributed as dist
 from evenload.integrations.megatron.unmodified import batches
-from evenload.integrations.megatron.unmodified.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
 from evenload.runtime.attributes import with_attributes
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

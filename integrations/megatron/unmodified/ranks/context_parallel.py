@@ -25,9 +25,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ....core.errors import Rule, refuse_first
-from ....core.plan.step_plan import Slice
-from ....runtime.attributes import with_attributes
+from .....core.errors import Rule, refuse_first
+from .....core.plan.step_plan import Slice
+from .....runtime.attributes import with_attributes
 
 _CONTEXT, _TENSOR_AND_CONTEXT = "_CONTEXT_PARALLEL_GROUP", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
 _STANDS_FOR = {_CONTEXT: "alone", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "alone", _TENSOR_AND_CONTEXT: "tensor"}
