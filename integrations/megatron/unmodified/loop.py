@@ -39,6 +39,7 @@ from megatron.core.utils import get_model_config
 from ....core.aliases import Floats
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan, as_lengths
+from ....core.plan.token_layout import tokens_of_ranks
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
@@ -46,9 +47,10 @@ from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
+from ....runtime.world.plane import Plane
 from ...planned_runs import end_of_check, report_step
 from ..model.linears import why_in_backward
-from ..plane import current_layout, stage_links
+from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
@@ -58,6 +60,7 @@ from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
 from .samples import UserPack, exchange, lay_out
+from .sharing import plan_in_rounds, ranks_of_samples
 from .supported import (
     Trouble,
     bare_model,
@@ -86,6 +89,16 @@ class _Loop:
     """What the values of its reports are, after the first call."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
+    plane: Plane | None = None
+    """Of the ranks that may share samples, from the first plan on that shares one."""
+
+    def plane_of(self, plan: StepPlan) -> Plane | None:
+        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
+        if not plan.shared:
+            return None
+        self.plane = self.plane or open_plane()
+        self.plane.node_ranks = plan.limits.node_ranks
+        return self.plane
 
 
 class _Planned(NamedTuple):
@@ -126,8 +139,9 @@ class PlannedSteps:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
         for loop in self._loops.values():
-            if loop.links is not None and dist.is_initialized():
-                loop.links.close()
+            for groups in (loop.links, loop.plane):
+                if groups is not None and dist.is_initialized():
+                    groups.close()
         self._loops.clear()
 
     def _run(
@@ -153,7 +167,7 @@ class PlannedSteps:
         loop = self._loops[gpts[0]]
         batches = loop.source.take(data_iterator, num_microbatches)
         try:
-            planned = self._plan_step(batches, loop.chain, gpts[0], is_interleaved(chunks))
+            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -188,7 +202,7 @@ class PlannedSteps:
         loop.kinds = reports.kinds
         return returned
 
-    def _plan_step(self, batches: Batches, chain: PlanChain, gpt: Any, interleaved: bool) -> _Planned:
+    def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
@@ -203,34 +217,25 @@ class PlannedSteps:
         me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
         own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-        plan = chain.plan(as_lengths(lengths))
+        plan = plan_in_rounds(loop.chain, as_lengths(lengths))
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)
         agree(plan.digest, "plans", self._step)
-        if plan.shared:
-            raise EvenloadError(
-                "a training loop of your own does not share samples between ranks",
-                f"a plan of {plan.made_by or 'hand'}",
-                "disable plugins.mesh, or use `evenload train`",
-            )
         self._step += 1
 
         plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
-        target = [0] * len(order)
-        for micro_batch in plan.micro_batches:
-            for piece in micro_batch.slices:
-                (target[piece.sequence],) = micro_batch.ranks
-        samples = exchange(own, [rank for rank, _, _ in order], target, lengths, group)
+        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
         config = gpt.config
         lay = partial(
             lay_out,
             samples=samples,
             like=next(iter(own.values())),
             multiple=tokens_multiple(config),
+            plane=loop.plane_of(plan),
             with_mask=batches.with_mask,
             device=next(gpt.parameters()).device,
         )
-        slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
+        slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
         log.info(
             "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
             self._step,
@@ -262,14 +267,14 @@ def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
     layout, gpt = current_layout(), gpts[0]
+    shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
-    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
     reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
-    shares = any(plugin.shares for plugin in recipe.enabled())
-    whole = only_stock is not None or shares or bool(borders)
+    whole = only_stock is not None or bool(borders)
     if whole and warn:
-        why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
+        why = borders or (only_stock and " ".join(only_stock[:2]))
         log.warning("no sample is cut in this loop: %s", why)
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunks[0]), gpt.vocab_size, layout), layout, warn=warn, whole=whole
@@ -316,4 +321,4 @@ def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[
     refuse_replays(plan, get_model_config(chunk))
     if loop.links is None and plan.limits.num_stages > 1:
         loop.links = stage_links()
-    return run_order(plan, chunk=chunk, links=loop.links, **call)
+    return run_order(plan, chunk=chunk, links=loop.links, plane=loop.plane if plan.shared else None, **call)

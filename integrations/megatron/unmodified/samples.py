@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import MicroBatch
-from ....runtime.attention.pack import IGNORE, Pack, padded_borders
+from ....runtime.attention.pack import IGNORE, Pack, padded_borders, pieces_of_ranks
 from ....runtime.attention.prefix import PrefixStore
+from ....runtime.attention.sharing.shared import Shared
 from ....runtime.world.agreement import wire_device
+from ....runtime.world.plane import Plane
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 MASK = "attention_mask"
@@ -50,7 +52,7 @@ def split(batch: Any) -> list[Sample]:
 
 
 def exchange(
-    own: Mapping[int, Sample], source: Sequence[int], target: Sequence[int], lengths: Sequence[int], group: Any
+    own: Mapping[int, Sample], source: Sequence[int], targets: Sequence[set[int]], lengths: Sequence[int], group: Any
 ) -> dict[int, Sample]:
     """The samples that this rank computes, by their place in the global batch, on the device that `own` lies on.
 
@@ -58,14 +60,15 @@ def exchange(
 
     Args:
         own: what this rank has read, by place; at least one sample.
-        source, target: rank in ``group`` that has read, and that computes, the sample at each place.
+        source: rank in ``group`` that has read the sample at each place.
+        targets: ranks in ``group`` that compute some of it.
         lengths: of the sample at each place [tokens].
     """
     me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     like = next(iter(own.values()))
     width = sum(like[name].element_size() for name in FIELDS)
-    deferring = [[i for i in own if target[i] == rank] for rank in ranks]
-    coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
+    deferring = [[i for i in own if rank in targets[i]] for rank in ranks]
+    coming = [[i for i, there in enumerate(targets) if me in there and source[i] == rank] for rank in ranks]
     there = wire_device(group)
     sent = torch.cat([pack_bytes(own[i], there) for places in deferring for i in places])
     to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
@@ -85,8 +88,10 @@ def lay_out(
     multiple: int = 1,
     with_mask: bool = False,
     device: torch.device | None = None,
+    plane: Plane | None = None,
 ) -> UserPack:
-    """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
+    """The slices of a micro-batch side by side, or what this rank has of a shared one; none gives a dummy of one token
+    without loss.
 
     The fields of a part of a sample are those parts of its fields: its labels are shifted already, its positions and
     those of the pack begin where it does.
@@ -96,8 +101,10 @@ def lay_out(
         like: any sample, for dtypes and device.
         multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
         device: of the borders and positions that the model needs; None: where the samples are.
+        plane: over which ranks share micro-batches; None where the plan shares none.
     """
-    slices = micro_batch.slices
+    pieces_of = pieces_of_ranks(micro_batch, plane)
+    slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
     parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
     lengths = [len(part["tokens"]) for part in parts]
@@ -112,6 +119,9 @@ def lay_out(
     rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
     device = device or like["tokens"].device
+    shared = None
+    if plane and pieces_of:
+        shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
     pack = Pack.of(
         lengths,
         segments,
@@ -121,6 +131,7 @@ def lay_out(
         num_targets=int(target_T.sum()),
         slices=slices,
         prefix=prefix,
+        shared=shared,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
     if with_mask:

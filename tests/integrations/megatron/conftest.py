@@ -28,6 +28,7 @@ JOBS = (
     "dropout_jobs",
     "user_jobs",
     "objective_jobs",
+    "mesh_jobs",
     "chunk_jobs",
 )
 
