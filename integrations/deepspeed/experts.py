@@ -37,7 +37,7 @@ try:
     from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
     from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-except ImportError:  # before 0.19, where no model has such a layer
+except ImportError:  # older versions: no model has such a layer, or it exchanges tokens in another way
     COMM_BACKEND, PRESET_MODELS, AutoEPMoELayer = "", {}, type("AutoEPMoELayer", (torch.nn.Module,), {})
 
 __all__ = ["COMM_BACKEND", "AutoEPMoELayer"]
@@ -55,9 +55,9 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
         return {}
     if not PRESET_MODELS:
         raise EvenloadError(
-            "this version of DeepSpeed divides no experts: AutoEP came with 0.19",
+            "this version of DeepSpeed has no AutoEP whose exchange of tokens evenload knows",
             f"parallel.ep {recipe.parallel.ep}, {describe_version('deepspeed')}",
-            "pip install 'deepspeed>=0.19', or set parallel.ep=1: every rank then has all experts",
+            "pip install 'deepspeed>=0.19.8', or set parallel.ep=1: every rank then has all experts",
         )
     kind = model.config.model_type
     preset = preset_of(kind)
