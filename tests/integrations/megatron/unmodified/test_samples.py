@@ -6,7 +6,8 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.samples import FIELDS, exchange, lay_out, one_batch, split
+from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of
+from evenload.integrations.megatron.unmodified.samples import exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 
@@ -32,7 +33,10 @@ def test_a_pack_holds_the_samples_side_by_side():
     given = batch(["0110", "1110"])
     samples = dict(enumerate(split(given)))
     packed = lay_out(
-        MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)), samples=samples, like=samples[0], with_mask=True
+        MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)),
+        samples=samples,
+        like=samples[0],
+        form=form_of({**given, "attention_mask": torch.zeros(1, 1, 4, 4)}),
     )
     assert packed.fields["attention_mask"].tolist() == [[[[False]]]]
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
