@@ -15,11 +15,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from survey import OF_GPT, Recipe, Verdict, words, world_size
+from survey import OF_GPT, FunctionalTest, Verdict, words, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
 """Which upstream's parser compares with flags."""
+PACKING = {"trainer": "megatron", "plugins": {"packing": {"enabled": True}}}
 TE_VERSION = "2.9.0"
 NAMED = {
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
@@ -46,8 +47,10 @@ class Guards:
         os.environ["HOSTS_MEGATRON"] = str(folder)
         sys.path[:0] = [str(checkout), str(ROOT / "tests" / "hosts" / "startup")]
         import megatron_lm  # noqa: F401
+        from evenload.api import load_plugins
         from evenload.patches import bridge_cpu
 
+        load_plugins()
         bridge_cpu()
         _name_transformer_engine()
         import megatron.training.arguments as arguments
@@ -56,12 +59,12 @@ class Guards:
         self._capability = 9
         arguments.get_device_arch_version = lambda: self._capability
 
-    def verdict(self, recipe: Recipe) -> Verdict:
+    def verdict(self, recipe: FunctionalTest) -> Verdict:
         """What happens to the recipe before its first step."""
         answer = self._asked(recipe)
         return Verdict(recipe.name, recipe.kind, *answer)
 
-    def _asked(self, recipe: Recipe) -> tuple[str, str, str]:
+    def _asked(self, recipe: FunctionalTest) -> tuple[str, str, str]:
         if recipe.mode == "inference":
             return "alone", "inference: no training call", ""
         if recipe.mode == "rl":
@@ -76,7 +79,7 @@ class Guards:
             return "no parse", str(error) or f"{Path(place.filename).name}:{place.lineno}", place.line or ""
         return of_loop(config, arguments)
 
-    def _parsed(self, recipe: Recipe) -> Any:
+    def _parsed(self, recipe: FunctionalTest) -> Any:
         for name in VARIABLES:
             os.environ.pop(name, None)
             if name in recipe.variables:
@@ -92,9 +95,10 @@ class Guards:
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
+    from evenload.core.recipe.recipe import Recipe
     from evenload.integrations.megatron.unmodified.attention import rules_of_layer, why_whole
     from evenload.integrations.megatron.unmodified.expert_rules import why_together
-    from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
+    from evenload.integrations.megatron.unmodified.supported import for_config, refuse_loop, why_stock
 
     loop = chunk(config, arguments)
     if why := why_together(config):
@@ -102,6 +106,7 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     try:
         refuse_loop(loop, {})
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
+        for_config(Recipe.model_validate(PACKING), config, arguments.padded_vocab_size or 2**17, layout(arguments))
     except EvenloadError as error:
         return "refused", error.what, error.found
     trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
@@ -131,6 +136,15 @@ def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
     if config.expert_model_parallel_size > 1 and not config.moe_grouped_gemm:
         return "together", f"{why}; plugins.moe can plan", ""
     return "idle", why, "no plugin has anything to do"
+
+
+def layout(arguments: Any) -> Any:
+    """That of a plan: context-parallel ranks are data ranks in it."""
+    from evenload.core.machine.layout import Layout
+
+    tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    dp = arguments.data_parallel_size * arguments.context_parallel_size
+    return Layout(tp=tp, pp=pp, ep=min(dp, arguments.expert_model_parallel_size), dp=dp)
 
 
 def chunk(config: Any, arguments: Any) -> Any:

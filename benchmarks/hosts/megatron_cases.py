@@ -36,6 +36,7 @@ STOCK = "trainer: megatron\n"
 PACKING = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n"
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-aux-loss-coeff 1e-2 --disable-bias-linear"""
+SINKHORN = EXPERTS.replace("--moe-aux-loss-coeff 1e-2", "")
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -89,7 +90,7 @@ REFUSED = (
     refused("the loader's mask is not causal", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
     refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
     refused("jitter of routers", f"{EXPERTS} --moe-input-jitter-eps 0.01"),
-    refused("Sinkhorn's balance", f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"),
+    refused("Sinkhorn's balance", f"{SINKHORN} --moe-router-load-balancing-type sinkhorn"),
     refused("multi-token prediction", "--mtp-num-layers 1"),
     refused("no sample fits", recipe=SHORT),
     refused("nothing is trained", "--skip-train --eval-iters 2"),
@@ -119,6 +120,7 @@ CASES = (
     case("selective recompute", "dp2", "--recompute-granularity selective"),
     case("resets at documents", "dp2", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
     case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN, exact=True),
+    case("stages of unequal layers", "pp2", UNEQUAL),
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
     case("sliding window", "dp2", "--window-size 16,0", exact=True),
     SIMPLE_LOOP,

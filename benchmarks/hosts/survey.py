@@ -57,7 +57,7 @@ they are. It counts inference and models that are no GPT as trained ones."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FunctionalTest:
     """A functional test of Megatron-LM."""
 
     kind: str
@@ -78,7 +78,7 @@ class Verdict:
     found: str = ""
 
 
-def recipes(checkout: Path) -> list[Recipe]:
+def recipes(checkout: Path) -> list[FunctionalTest]:
     """Those of a checkout that have a micro-batch size."""
     folder = checkout / "tests" / "functional_tests" / "test_cases"
     read = []
@@ -88,7 +88,7 @@ def recipes(checkout: Path) -> list[Recipe]:
         if "--micro-batch-size" in flags:
             variables = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
             mode = content.get("MODE") or "pretraining"
-            read.append(Recipe(path.parts[-3], path.parts[-2], flags, variables, mode))
+            read.append(FunctionalTest(path.parts[-3], path.parts[-2], flags, variables, mode))
     return read
 
 
@@ -118,7 +118,7 @@ def world_size(flags: Flags) -> int:
     return ranks
 
 
-def by_flags(read: Iterable[Recipe]) -> dict[str, int]:
+def by_flags(read: Iterable[FunctionalTest]) -> dict[str, int]:
     """Recipes with each of `HARD`, and with none of them."""
     counts = Counter(name for recipe in read for name, has in HARD.items() if has(recipe.flags))
     return {**{name: counts[name] for name in HARD}, "none of them": sum(_plain(recipe.flags) for recipe in read)}

@@ -179,6 +179,8 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
     if config.hidden_size % heads:
         # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
         heads = groups = layout.tp
+    # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
+    layers = -(-config.num_layers // layout.pp) * layout.pp
     dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
     return recipe.changed(
         {
@@ -190,7 +192,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
             "model": {
                 "family": "llama" if config.gated_linear_unit else "gpt",
                 **(recipe_of_experts(config) if config.num_moe_experts else {}),
-                "num_layers": config.num_layers,
+                "num_layers": layers,
                 "hidden_size": config.hidden_size,
                 "ffn_hidden_size": config.ffn_hidden_size,
                 "num_attention_heads": heads,
