@@ -98,6 +98,12 @@ KILLERS: dict[str, Words] = {
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
+    "further tokens": (
+        "pytest",
+        "tests/integrations/megatron/unmodified/test_chunks.py",
+        "-k",
+        "multi and dp2 and not chunks",
+    ),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -136,6 +142,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
+_FURTHER = "integrations/megatron/unmodified/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -1147,5 +1154,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
         "1",
         "local windows",
+    ),
+    Mutant(
+        "further tokens weigh as if packs were micro-batches of the loop",
+        _FURTHER,
+        "weights_SK = means_SK * divisor / of_rank[:, None]",
+        "weights_SK = means_SK",
+        "further tokens",
+    ),
+    Mutant(
+        "the last token of a sample has a further target",
+        _FURTHER,
+        "mask_T[start:end][layer + 1 :]",
+        "mask_T[start:end][layer:]",
+        "further tokens",
     ),
 )

@@ -54,6 +54,7 @@ from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .experts import gate_of, refuse_experts, refuse_routers
 from .forward_step import UserStep
+from .mtp import next_tokens
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
@@ -95,6 +96,8 @@ class _Planned(NamedTuple):
     lay: LayOut
     own: list[list[int]]
     """The sequences of each of the loop's own micro-batches."""
+    order: list[tuple[int, int, int]]
+    """(data rank, micro-batch, row) of each sequence."""
     weights: Floats
     """[S]; of a token of each sequence, where micro-batches are averaged."""
 
@@ -173,6 +176,7 @@ class PlannedSteps:
             gate=gate,
             objective=MeanOfMeans(planned.weights, divisor) if means else None,
             reports=(reports := Reports(len(plan.lengths), loop.kinds)),
+            further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
         if plan.in_host_schedule:
             packs = [planned.lay(plan.micro_batches[index]) for index in own]
@@ -244,7 +248,7 @@ class PlannedSteps:
         for i, (rank, place, _) in enumerate(order):
             if rank == me:
                 places[place].append(i)
-        return _Planned(plan, lay, places, weights_of(targets_of_ranks, order))
+        return _Planned(plan, lay, places, order, weights_of(targets_of_ranks, order))
 
 
 def release() -> None:
