@@ -98,12 +98,7 @@ KILLERS: dict[str, Words] = {
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
-    "further tokens": (
-        "pytest",
-        "tests/integrations/megatron/unmodified/test_chunks.py",
-        "-k",
-        "multi and dp2 and not chunks",
-    ),
+    "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
