@@ -1,6 +1,7 @@
 # make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
 # make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
 # make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
+# make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,11 +10,12 @@ FLOORS := core data runtime plugins integrations patches commands
 # Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs. Some tests
 # wait for ranks that hang, so two cores have work for three processes.
 WORKERS ?= 3
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest $(SPREAD)
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check explore mutants lint types contracts docs site clean
+.PHONY: train test test-newest test-older check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -22,6 +24,16 @@ train: $(READY)
 
 test: $(READY)
 	$(PYTEST) -m "not gpu"
+
+# The same tests on other versions of the hosts.
+NEWEST := integrations/megatron commands/proof/test_compare.py commands/test_train.py patches
+OLDER := integrations/deepspeed
+
+test-newest: .venv-newest/ready
+	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(NEWEST))
+
+test-older: .venv-older/ready
+	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(OLDER))
 
 check: lint types contracts
 	$(PYTEST) -m "not gpu and not slow" -q
@@ -63,5 +75,15 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
+# What a dependency group names, over all else of $(VENV); made in seconds. pip refuses megatron-core 0.17 and newer on
+# Python 3.11, where they work.
+.venv-%/ready: $(READY)
+	rm -rf .venv-$*
+	$(BIN)/python -m venv --without-pip .venv-$*
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	    > "$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/over.pth"
+	.venv-$*/bin/python -m pip install --quiet --ignore-requires-python --no-deps --group $*
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-* build dist *.egg-info

@@ -221,11 +221,16 @@ def check(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """What is installed, what is supported, which patches would apply, and why not."""
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model and plugins to look at.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is installed and supported, which patches and attention kernels apply, what plugins do in which loop."""
     from .commands.doctor import doctor as work
 
-    _show("doctor", work(), as_json)
+    _show("doctor", work(load_recipe(recipe) if recipe else None), as_json)
 
 
 @app.command()

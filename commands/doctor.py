@@ -1,4 +1,5 @@
-"""What is installed, what is supported, which attention kernels and patches are at hand. Works without torch."""
+"""What is installed, what is supported, which attention kernels and patches are at hand, and what each plugin can do in
+which training loop. Works without torch."""
 
 from __future__ import annotations
 
@@ -7,16 +8,24 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..core.errors import EvenloadError
+from ..core.recipe.recipe import Recipe
 from ._shared.hosts import TRAINERS
+from .installation.attention_paths import attention_paths
+from .installation.training_loops import training_loops
 
 
-def doctor() -> dict[str, Any]:
-    """Versions of all hosts, attention kernels (where torch is), and the state of every patch row."""
+def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
+    """Versions of all hosts, attention kernels (where torch is), the state of every patch row, and training loops.
+
+    With a recipe: for its precision and model, and for the plugins that it enables.
+    """
     return {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "hosts": _hosts(),
         "attention": _attention(),
+        "attention_paths": attention_paths(recipe),
+        "loops": training_loops(recipe),
         "solver": _solver(),
         "patches": _patches(),
         "trainers": {name: all(need.satisfied() for need in needs) for name, needs in TRAINERS.items()},

@@ -1,4 +1,5 @@
-"""Which version of a trainer this process imports: what its module says of itself, whatever pip lists.
+"""Which versions of trainers are supported, and which one this process imports: what its module says of itself,
+whatever pip lists.
 
     loaded              the module's ``__version__``
     not loaded yet      the distribution's, where its files are those that the import would find
@@ -15,6 +16,48 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED = {
+    "torch": ">=2.9,<3",
+    "megatron-core": ">=0.16.1,<0.20",
+    "deepspeed": ">=0.18,<0.20",
+    "transformers": ">=5,<6",
+    "accelerate": ">=1,<2",
+}
+"""Distributions and their versions: the one place that says so, for rows, doctor and messages."""
+
+
+def supported(distribution: str) -> SpecifierSet:
+    """The versions of a distribution that evenload works with."""
+    return SpecifierSet(SUPPORTED[distribution])
+
+
+def requirement(distribution: str) -> str:
+    """``megatron-core >=0.16.1,<0.20``, as rows name it."""
+    return f"{distribution} {SUPPORTED[distribution]}"
+
+
+def what_to_install(distribution: str, version: str | None, supports: SpecifierSet) -> str:
+    """What to do about a version that is not supported; nobody is sent back to an older one."""
+    install = f"pip install '{distribution}{supports}'"
+    if not _is_newer(version, supports):
+        return install
+    return (
+        f"install a version of evenload that supports {version}, or give evenload an environment of its own, in which "
+        f"{install}"
+    )
+
+
+def _is_newer(version: str | None, supports: SpecifierSet) -> bool:
+    """Whether a version lies above all of the supported ones."""
+    ends = [Version(one.version) for one in supports if one.operator.startswith("<")]
+    try:
+        return version is not None and any(Version(version) >= end for end in ends)
+    except InvalidVersion:
+        return False
 
 
 def is_installed(distribution: str) -> bool:

@@ -1,4 +1,4 @@
-"""The CPU bridge: Megatron-Core 0.16.1 on a machine without CUDA, as rows.
+"""The CPU bridge: Megatron-Core on a machine without CUDA, as rows.
 
 Megatron-Core runs on gloo, but names CUDA all over: it asks for the current device, allocates on ``"cuda"``, keeps its
 generator there, waits for streams and asserts on type strings. The rows answer these questions for the CPU. They come
@@ -18,15 +18,17 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
+from ..integrations.versions import requirement
 from .ledger import Ledger
 from .row import Patch, from_module
 from .slots import within
 
-TORCH = "torch >=2.6,<3"
-MEGATRON = "megatron-core >=0.16.1,<0.17"
+TORCH = requirement("torch")
+MEGATRON = requirement("megatron-core")
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,11 @@ def no_cuda() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def no_triton() -> bool:
+    """Whether there is neither CUDA nor Triton here."""
+    return no_cuda() and not find_spec("triton")
 
 
 _of_torch, _of_megatron = (partial(Patch, supports=versions, when=no_cuda) for versions in (TORCH, MEGATRON))
@@ -93,6 +100,22 @@ _TORCH_ROWS = (
         "get torch's error as before.",
         replace=_stand_in("cuda_method"),
     ),
+)
+
+_TRITON_ROWS = tuple(
+    Patch(
+        name=f"cpu.triton.{versions}",
+        target=f"sys:modules[megatron.core.transformer.moe.{module}]",
+        supports=MEGATRON,
+        only=versions,
+        when=no_triton,
+        why="Upstream fault: the schedules import kernels of paged stashing, and these Triton, which builds of torch "
+        "without CUDA leave out. A stand-in takes the module's place before the import; its functions, which only "
+        "moe_paged_stash calls, raise.",
+        replace=_stand_in("module_without_triton"),
+        fills_gap=True,
+    )
+    for versions, module in ((">=0.18,<0.19", "paged_stash"), (">=0.19", "ops.paged_stash"))
 )
 
 _GENERATOR_ROWS = tuple(
@@ -156,6 +179,7 @@ _EXPERT_ROWS = (
     _of_megatron(
         name="cpu.moe.te_general_gemm",
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        only="<0.17",
         why="Upstream fault: without Transformer Engine the name is never bound, and the router's gating raises "
         "NameError. None is what the code tests for.",
         replace=lambda _: None,
@@ -185,7 +209,15 @@ _CHECKPOINT_ROW = _of_megatron(
 
 def rows() -> tuple[Patch, ...]:
     """Every row of the bridge, in the order in which they go on."""
-    return (*_TORCH_ROWS, *_GENERATOR_ROWS, _QUIET_ROW, *_ALLOCATION_ROWS, *_EXPERT_ROWS, _CHECKPOINT_ROW)
+    return (
+        *_TORCH_ROWS,
+        *_TRITON_ROWS,
+        *_GENERATOR_ROWS,
+        _QUIET_ROW,
+        *_ALLOCATION_ROWS,
+        *_EXPERT_ROWS,
+        _CHECKPOINT_ROW,
+    )
 
 
 def bridge_cpu(ledger: Ledger | None = None, *, lazy: bool = False) -> Ledger:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..core.errors import EvenloadError
+
 CPU = torch.device("cpu")
 
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
@@ -167,6 +169,25 @@ def init_data_on_cpu(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
         return wrapped(CPU if str(device).startswith("cuda") else device, *rest, **options)
 
     return call(*args, **kwargs)
+
+
+class _WithoutTriton(ModuleType):
+    """A module of kernels that cannot be imported here: it has every name, as a function that raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def needs_triton(*args: Any, **kwargs: Any) -> Any:
+            raise EvenloadError(
+                "a kernel of Megatron-Core cannot run without Triton", name, "set moe_paged_stash=False, or use a GPU"
+            )
+
+        return needs_triton
+
+
+def module_without_triton(_: Any) -> ModuleType:
+    return _WithoutTriton("megatron.core.transformer.moe.without_triton")
 
 
 class _LoggingWithoutRngWarning(ModuleType):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 
 from ..core.recipe.recipe import Recipe
+from ..integrations.versions import requirement
 from .row import Patch, from_module
 
-DEEPSPEED = "deepspeed >=0.19,<0.20"
+DEEPSPEED = requirement("deepspeed")
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LOOP = "..integrations.deepspeed.unmodified.loop"
 _EXPERTS = "..integrations.deepspeed.experts"
@@ -60,7 +61,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             Patch(
                 name=f"deepspeed.autoep.{verb}",
                 target=f"{_REGISTRY}.{method}",
-                supports="transformers >=5,<6",
+                supports=requirement("transformers"),
                 why=f"DeepSpeed's AutoEP {what} by its name, where Transformers since 5.23 takes a model, and fails. "
                 "Names are looked up as they stand; a model is looked up as ever.",
                 wrapper=from_module(f"{_EXPERTS}:{verb}_by_name"),

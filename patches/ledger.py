@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from ..core.errors import EvenloadError
 from ..integrations.versions import describe_version
 from .import_hook import ImportHook
-from .row import Patch, check_owner, check_signature, check_version, missing_symbol
+from .row import Patch, check_owner, check_signature, check_version, is_needed_by_version, missing_symbol
 from .slots import MISSING, Slot, describe, globals_holding, is_loading, locate, within
 from .wrapping import PatchedFunction
 
@@ -136,6 +136,8 @@ class Ledger:
             self._skip(row, "already held by another ledger of this process")
         elif row.when is not None and not row.when():
             self._skip(row, f"not needed here: {row.when.__name__} is false")
+        elif not is_needed_by_version(row):
+            self._skip(row, _other_version(row))
         return row.identity not in self._skipped
 
     def _skip(self, row: Patch, why: str) -> None:
@@ -165,6 +167,9 @@ class Ledger:
     def _put_on(self, row: Patch) -> None:
         slot = _slot_of(row)
         check_version(row)  # its module is loaded now, and may be another than the installed one
+        if not is_needed_by_version(row):
+            self._skip(row, _other_version(row))
+            return
         original = slot.resolve()
         if row.fills_gap and original is not MISSING:
             self._skip(row, f"{row.target} is there already")
@@ -215,6 +220,10 @@ class Ledger:
                         "take that change off first (last on, first off), then undo again; nothing was undone",
                     )
                 unwound[slot.place] = before
+
+
+def _other_version(row: Patch) -> str:
+    return f"not needed here: only {row.only} of {Requirement(row.supports).name} needs it"
 
 
 def _slot_of(row: Patch) -> Slot:

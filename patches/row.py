@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from ..core.errors import EvenloadError
-from ..integrations.versions import describe_version, is_installed, listed_version, version_of
+from ..integrations.versions import describe_version, is_installed, listed_version, version_of, what_to_install
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,6 +56,8 @@ class Patch:
     """Package whose own code must be found at the target: for a row that may take its place, not only wrap it."""
     when: Callable[[], bool] | None = None
     """The row is needed only where this holds; asked when the row is applied."""
+    only: str = ""
+    """Which of the supported versions need the row, ``>=0.18``; in the others there is nothing to do."""
 
     def __post_init__(self) -> None:
         assert (self.wrapper is None) != (self.replace is None), f"{self.name}: give wrapper or replace"
@@ -71,6 +74,12 @@ class Patch:
         return self.name, self.target
 
 
+def is_needed_by_version(row: Patch) -> bool:
+    """Whether the version that is imported needs the row; one that is not known yet may."""
+    version = version_of(Requirement(row.supports).name) if row.only else None
+    return version is None or SpecifierSet(row.only).contains(version, prereleases=True)
+
+
 def check_version(row: Patch) -> None:
     """Raise `EvenloadError` where the version that is imported is known and not supported; imports nothing.
 
@@ -85,7 +94,7 @@ def check_version(row: Patch) -> None:
             return
         raise EvenloadError(what, describe_version(needs.name), f"{install}, or leave the patch out")
     if not needs.specifier.contains(version, prereleases=True):
-        do = f"{install}, or use a version of evenload that supports {version}"
+        do = what_to_install(needs.name, version, needs.specifier)
         if (listed := listed_version(needs.name)) is not None and needs.specifier.contains(listed, prereleases=True):
             do = f"take that folder off PYTHONPATH, so that {listed} is imported"
         raise EvenloadError(what, describe_version(needs.name), do)

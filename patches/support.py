@@ -55,9 +55,10 @@ def _entries(rows: Iterable[Patch]) -> str:
 
 def _entry(row: Patch) -> list[str]:
     where = [*([f"`{row.when.__name__}`"] if row.when else []), *(["it is absent"] if row.fills_gap else [])]
+    versions = f"{row.supports}; only {row.only} needs it" if row.only else row.supports
     condition = f", where {' and '.join(where)}" if where else ""
     symbols = ", ".join(f"`{path}`" for path in (row.target, *row.aliases))
-    return textwrap.wrap(f"- **{row.name}** ({row.supports}{condition}): {symbols}. {row.why}", 118, **_LIST)
+    return textwrap.wrap(f"- **{row.name}** ({versions}{condition}): {symbols}. {row.why}", 118, **_LIST)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
-from ..integrations.versions import is_installed
+from ..integrations.versions import is_installed, requirement
 from .row import Patch, from_module
 
-TRANSFORMERS = "transformers >=5,<6"
-ACCELERATE = "accelerate >=1,<2"
+TRANSFORMERS = requirement("transformers")
+ACCELERATE = requirement("accelerate")
 _TRAINER = "transformers.trainer:Trainer"
 _LOOP = "..integrations.huggingface.trainer"
 _ACCELERATE = "..integrations.huggingface.accelerate_loop"

@@ -98,7 +98,7 @@ def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> N
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
     done = evenload("train", "recipe.yaml", cwd=place, bare=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "do: pip install 'torch>=2.6' 'megatron-core<0.17,>=0.16.1'\n" in done.stderr
+    assert "do: pip install 'torch<3,>=2.9' 'megatron-core<0.20,>=0.16.1'\n" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["train", "verify", "bench", "profile"])

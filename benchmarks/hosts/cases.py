@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ Arguments = Callable[[Path, str], list[str]]
 LAYOUTS = launching.LAYOUTS
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 """torch_adam: DeepSpeed's own is compiled at its first use."""
+
+
+PRINTED = {
+    "loss": re.compile(r"Step (\d+), Loss: ([\d.]+)"),
+    "eval_loss": re.compile(r"epoch (\d+): perplexity: ([\d.]+)"),
+}
+"""What scripts without a Trainer print, by step or epoch."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,12 @@ class Case:
     by_environment: dict[str, Any] | None = None
     """Where the environment tells the layout, as ``accelerate launch`` does: what the ds_config has besides."""
     note: str = ""
+    ranks: int = launching.RANKS
+    recipes: tuple[str | None, str | None] = (None, None)
+    """Of the stock run, if it needs one, and of the run with plugins; None: packing alone."""
+    printed: dict[str, re.Pattern[str]] = field(default_factory=lambda: PRINTED)
+    exact: bool = False
+    """Its gradients can be compared in float64."""
 
     @property
     def name(self) -> str:

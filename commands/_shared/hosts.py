@@ -9,7 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ...core.errors import EvenloadError
-from ...integrations.versions import describe_version, is_installed, version_of
+from ...integrations.versions import describe_version, is_installed, supported, version_of, what_to_install
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class Requirement:
         return self.supports.contains(version, prereleases=True)
 
 
-_TORCH = Requirement("torch", SpecifierSet(">=2.6"))
-_TRANSFORMERS = Requirement("transformers", SpecifierSet(">=5,<6"))
+_NEEDS = {
+    "megatron": ("torch", "megatron-core"),
+    "deepspeed": ("torch", "deepspeed", "transformers"),
+    "transformers": ("torch", "transformers", "accelerate"),
+}
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
-    "megatron": (_TORCH, Requirement("megatron-core", SpecifierSet(">=0.16.1,<0.17"))),
-    "deepspeed": (_TORCH, Requirement("deepspeed", SpecifierSet(">=0.19,<0.20")), _TRANSFORMERS),
-    "transformers": (_TORCH, _TRANSFORMERS, Requirement("accelerate", SpecifierSet(">=1,<2"))),
+    trainer: tuple(Requirement(name, supported(name)) for name in names) for trainer, names in _NEEDS.items()
 }
 OWN_LOOP = ("megatron", "deepspeed")
 """The trainers that evenload's own training loop drives."""
@@ -60,7 +61,7 @@ def require(trainer: str) -> None:
             what = f"trainer '{trainer}' needs {need.distribution}"
             raise EvenloadError(what, "it is not installed", f"pip install {packages}")
         detail = f"{describe_version(need.distribution)}; supported: {need.supports}"
-        do = f"pip install '{need.wanted}'"
+        do = what_to_install(need.distribution, version_of(need.distribution), need.supports)
         raise EvenloadError(f"this version of {need.distribution} is not supported", detail, do)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ..company.table import table as table_of_company
 from ..experts.table import table as table_of_loads
+from ..installation.table import tables as tables_of_installation
 from ..sweep import said, written
 from ..tenants.table import tables as tables_of_tenants
 from ..training.table import table as table_of_run
@@ -408,12 +408,9 @@ def lora(result: Result) -> Group:
     return tables_of_tenants(result)
 
 
-def doctor(result: Result) -> Table:
-    rows = [(r["name"], r["found"] or "not installed", r["supports"], r["status"]) for r in result["hosts"]]
-    rows += [(f"{kind}: {r['name']}", "", "", r["status"]) for kind in ("attention", "solver") for r in result[kind]]
-    groups = Counter((r["name"].partition(".")[0], r["supports"], r["status"]) for r in result["patches"])
-    rows += [(f"patches: {name}", f"{count} rows", *more) for (name, *more), count in groups.items()]
-    return grid("doctor", ("", "found", "supported", "status"), rows)
+def doctor(result: Result) -> Group:
+    """What is installed, attention by path, plugins by loop."""
+    return tables_of_installation(result)
 
 
 def plugins(result: Result) -> Table:

@@ -14,7 +14,7 @@ forward again may meet others in its backward than in its first forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
 from .order import DIRECTIONS, orders_of_stage
@@ -44,6 +44,27 @@ def in_rounds(plan: StepPlan) -> StepPlan:
     rows = [[_in_one_order(plan, stage, group) for group in groups] for stage in stages]
     order = tuple(tuple(dict.fromkeys(chain.from_iterable(row))) for row in rows)
     return plan if order == plan.order else plan.revised(order=order)
+
+
+def levelled(micro_batches: Sequence[MicroBatch], num_ranks: int) -> list[MicroBatch]:
+    """The same in rounds that all ranks run, with dummies for those without work: each in the first round that is later
+    than what its ranks did before."""
+    done = [0] * num_ranks
+    rounds: list[list[MicroBatch]] = []
+    for m in micro_batches:
+        place = max(done[rank] for rank in m.ranks)
+        if place == len(rounds):
+            rounds.append([])
+        rounds[place].append(m)
+        for rank in m.ranks:
+            done[rank] = place + 1
+    return [m for one in rounds for m in (*one, *idle(one, num_ranks))]
+
+
+def idle(micro_batches: Iterable[MicroBatch], num_ranks: int) -> list[MicroBatch]:
+    """A dummy for each rank that has none of these micro-batches."""
+    busy = {rank for m in micro_batches for rank in m.ranks}
+    return [MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy]
 
 
 def reach_of(plan: StepPlan, rounds: list[Round]) -> list[int]:

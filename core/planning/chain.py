@@ -93,10 +93,10 @@ class PlanChain:
 
     @classmethod
     def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
-        """The chain for a training loop that is not ours: one batch at a time, each sequence on one rank.
+        """The chain for a training loop that is not ours: one batch at a time.
 
-        ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole; else the loop
-        runs slices in the order of a plan. Raises EvenloadError.
+        ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole, each on one
+        rank; else the loop runs slices in the order of a plan, and its ranks share them. Raises EvenloadError.
         """
         refuse_adapters_in_loops(recipe)
         refuse_first(
@@ -120,7 +120,7 @@ class PlanChain:
                     "plugins.%s.%s has no effect in a training loop of your own: %s; `evenload train` honours it",
                     plugin.name,
                     ", ".join(f"{key}={value}" for key, value in idle.items()),
-                    wholly if whole else "samples stay on one rank, and none waits",
+                    wholly if whole else "no sample waits for another step",
                 )
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import torch
-from packaging.requirements import Requirement
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
-from ..versions import describe_version, is_installed, version_of
+from ..versions import describe_version, is_installed, supported, version_of, what_to_install
 from .traits import run_rules
 
-SUPPORTED = Requirement("megatron-core>=0.16.1,<0.17")
+MEGATRON = "megatron-core"
 
 
 def check_host() -> str:
     """The version of Megatron-Core. Raises EvenloadError where it is missing or not supported."""
-    install = f"pip install '{SUPPORTED}'"
-    if not is_installed(SUPPORTED.name):
-        raise EvenloadError(
-            "Megatron-Core is not installed", f"no {SUPPORTED.name}", f"{install}, or use trainer: deepspeed"
-        )
-    version = version_of(SUPPORTED.name)
-    if version is not None and not SUPPORTED.specifier.contains(version, prereleases=True):
-        raise EvenloadError("this version of Megatron-Core is not supported", describe_version(SUPPORTED.name), install)
+    wanted = supported(MEGATRON)
+    if not is_installed(MEGATRON):
+        do = f"pip install '{MEGATRON}{wanted}', or use trainer: deepspeed"
+        raise EvenloadError("Megatron-Core is not installed", f"no {MEGATRON}", do)
+    version = version_of(MEGATRON)
+    if version is not None and not wanted.contains(version, prereleases=True):
+        do = what_to_install(MEGATRON, version, wanted)
+        raise EvenloadError("this version of Megatron-Core is not supported", describe_version(MEGATRON), do)
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
@@ -31,7 +30,7 @@ def check_host() -> str:
             str(error),
             "start with `evenload train`, or call evenload.patches.bridge_cpu() before Megatron-Core is imported",
         ) from error
-    return version or describe_version(SUPPORTED.name)
+    return version or describe_version(MEGATRON)
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ...core.plan.action import Action
@@ -26,6 +26,7 @@ from ...runtime.experts.gate import ExpertGate
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
+from .compat import backward_step
 from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 
@@ -83,9 +84,7 @@ class MegatronStage(StageTrainer):
         return output
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
-        kind = get_model_type(self._model)
-        handed_down: Tensor | None = backward_step(graph.received, graph.output, gradient, kind, self._config)
-        return handed_down
+        return backward_step(graph.received, graph.output, gradient, self._model)
 
     def empty_like_input(self, pack: Pack) -> Tensor:
         """[T, 1, C]."""

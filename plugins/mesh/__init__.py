@@ -23,5 +23,6 @@ register(
         simpler="cp_1",
         shares=True,
         needs_host={"enabled": (False,)},
+        needs_order=("enabled",),
     )
 )

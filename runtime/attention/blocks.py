@@ -26,7 +26,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .kernels import has, on_gpu
+from .kernels import explain, has, on_gpu
 
 log = logging.getLogger("evenload")
 aten = torch.ops.aten
@@ -278,6 +278,11 @@ BLOCKS = (
     BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
     BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward, True),
 )
+
+
+def explain_block(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The name of what `choose_block` takes, and why nothing before it."""
+    return explain(BLOCKS, device, dtype, head_dim)
 
 
 @cache

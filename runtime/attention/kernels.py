@@ -12,11 +12,11 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -193,6 +193,36 @@ KERNELS = (
     Kernel("torch_varlen", lambda: bool(_varlen_parameters()), on_gpu, _torch_varlen),
     Kernel("sdpa", lambda: True, lambda *_: True, _sdpa, frozenset({"window", "dropout"})),
 )
+
+
+class _Row(Protocol):
+    """What a row of kernels and one of block kernels have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def available(self) -> Callable[[], bool]: ...
+    @property
+    def supports(self) -> Callable[[torch.dtype, torch.device, int], bool]: ...
+
+
+def explain(rows: Iterable[_Row], device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The first row that is there and takes these inputs, and why none before it is taken; empty where it is first."""
+    inputs = f"{str(dtype).removeprefix('torch.')} on {device.type}, head dimension {head_dim}"
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.supports(dtype, device, head_dim):
+            reasons.setdefault(f"made for other inputs than {inputs}", []).append(row.name)
+        elif not row.available():
+            reasons.setdefault("not installed", []).append(row.name)
+        else:
+            return row.name, "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    raise AssertionError("the last row takes everything")
+
+
+def explain_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The name of what `choose_kernel` takes, and why nothing before it."""
+    return explain(KERNELS, device, dtype, head_dim)
 
 
 @cache

@@ -204,7 +204,7 @@ def build_pack(
         EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
             plane, or a cp_comm that only predictions know.
     """
-    pieces_of = _pieces_of(micro_batch, plane)
+    pieces_of = pieces_of_ranks(micro_batch, plane)
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
     segments = padded_borders(lengths, segment_multiple, pack_multiple)
@@ -225,7 +225,7 @@ def build_pack(
     )
 
 
-def _pieces_of(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
+def pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
     """What each rank has of a micro-batch that ranks share; None where one rank runs all of it."""
     if len(micro_batch.ranks) <= 1:
         return None

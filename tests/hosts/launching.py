@@ -105,12 +105,22 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def launcher(name: str) -> list[str]:
-    """The words before a script by which torchrun or ``accelerate launch`` starts it on two ranks, or Python on one."""
+def megatron_environment(folder: Path, script: Path, float64: bool = False) -> dict[str, str]:
+    """What a script of a checkout of Megatron-LM needs on CPUs, and leaves its figures by, in `folder`."""
+    checkout = next(parent for parent in script.parents if (parent / "pretrain_gpt.py").is_file())
+    paths = [str(STARTUP), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = {"HOSTS_MEGATRON": str(folder), "PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return shared | ({"HOSTS_FLOAT64": "1"} if float64 else {})
+
+
+def launcher(name: str, ranks: int = RANKS) -> list[str]:
+    """What stands before a script by which torchrun, ``accelerate launch`` or `forked` starts its ranks, or Python one."""
     if name == "python":
         return [sys.executable]
     if name == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    if name == "forks":
+        return [sys.executable, str(HERE / "forked.py"), str(ranks)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -125,6 +135,7 @@ def launch(
     folder: Path,
     recipe: Path | None = None,
     started_by: str = "torchrun",
+    ranks: int = RANKS,
     variables: dict[str, str] | None = None,
     limit_s: float = 240.0,
 ) -> Run:
@@ -132,7 +143,7 @@ def launch(
     ``folder/output.txt``. A run longer than `limit_s` ends with all its processes and code -9."""
     folder.mkdir(parents=True, exist_ok=True)
     around = [sys.executable, "-m", "evenload", "run", str(recipe), "--"] if recipe else []
-    command = [*around, *launcher(started_by), str(script), *map(str, arguments)]
+    command = [*around, *launcher(started_by, ranks), str(script), *map(str, arguments)]
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
             command,

@@ -37,7 +37,8 @@ def result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Result]:
         return written
 
     yield run
-    sys.modules.pop("cases", None)
+    for name in ("cases", "megatron_cases"):
+        sys.modules.pop(name, None)
 
 
 def test_rows_of_missing_checkouts_say_so(result: Result) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
+import tomllib
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.integrations.versions import describe_version, is_installed, listed_version, version_of
+from evenload.integrations.versions import (
+    SUPPORTED,
+    describe_version,
+    is_installed,
+    listed_version,
+    supported,
+    version_of,
+    what_to_install,
+)
 from evenload.patches.ledger import Ledger
 from evenload.patches.row import Patch
+from packaging.requirements import Requirement
 
 
 @pytest.fixture
@@ -99,3 +111,38 @@ def test_a_package_in_the_midst_of_its_import_is_known_by_its_files(place):
     import_module("hostfamily.host")
     assert sys.modules.pop("evenload_asks_here").SEEN == "1.2.0"
     assert version_of(NAME) == "9"
+
+
+def test_extras_and_the_sets_that_are_tested_agree_with_what_is_supported():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extras = [Requirement(line) for extra in project["project"]["optional-dependencies"].values() for line in extra]
+    named = {one.name: one.specifier for one in extras if one.name in SUPPORTED}
+    assert named == {name: supported(name) for name in SUPPORTED}
+    groups = project["dependency-groups"]
+    pinned = [Requirement(line) for group in ("tested", "newest", "older") for line in groups[group]]
+    assert [one for one in pinned if one.name in SUPPORTED and str(one.specifier)[2:] not in supported(one.name)] == []
+    assert {one.name for one in pinned} >= set(SUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [("0.15.3", "pip install 'megatron-core"), ("0.20.0", "install a version of evenload that supports 0.20.0")],
+)
+def test_who_has_a_newer_version_is_not_sent_back(version, says):
+    assert what_to_install("megatron-core", version, supported("megatron-core")).startswith(says)
+
+
+@pytest.mark.parametrize("checkout", [False, True], ids=["installed", "a checkout in front"])
+def test_a_row_that_other_versions_need_is_left_out(place, checkout):
+    place("site", INSTALLED)
+    if checkout:
+        place("checkout", CHECKOUT)
+    rows = [replace(row(f"{NAME} >=1,<3"), name=only, only=only) for only in (">=1,<2", ">=2")]
+    with Ledger() as ledger:
+        ledger.apply(rows)
+        assert import_module("hostfamily.host").step() == "planned"
+        assert [(status.row.only, status.state) for status in ledger.table()] == [
+            (">=2" if checkout else ">=1,<2", "applied"),
+            (">=1,<2" if checkout else ">=2", "skipped"),
+        ]
+    assert import_module("hostfamily.host").step() == "stock"

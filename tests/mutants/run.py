@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 def copy_of_the_code(folder: Path) -> Path:
     """The checkout without what tools have left in it, as the package ``evenload`` in a folder."""
-    left = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "*.egg-info")
+    left = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "build", "*.egg-info")
     return Path(shutil.copytree(ROOT, folder / "evenload", ignore=left))
 
 

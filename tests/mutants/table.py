@@ -77,6 +77,8 @@ KILLERS: dict[str, Words] = {
     "copies on autoep": ("pytest", "tests/integrations/deepspeed/test_experts.py")
     + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
+    "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
+    "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
     "accelerate": ("pytest", "tests/integrations/huggingface/test_accelerate.py"),
@@ -128,6 +130,8 @@ KILLERS: dict[str, Words] = {
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
 }
 
+_IN_LOOPS = "integrations/megatron/unmodified"
+
 _PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine_host.py"
 _REDUCTION, _SCALED = (
     "integrations/megatron/reduction.py",
@@ -142,6 +146,27 @@ _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "positions of a part of a sample in a loop begin at 0",
+        f"{_IN_LOOPS}/samples.py",
+        "positions = [torch.arange(s.start, s.stop) for s in slices]",
+        "positions = [torch.arange(s.stop - s.start) for s in slices]",
+        "mesh in loops",
+    ),
+    Mutant(
+        "losses of ranks that share samples in a loop do not meet",
+        f"{_IN_LOOPS}/sharing.py",
+        "        return check(_in_launch_rounds(plan))\n",
+        "        return plan\n",
+        "rounds of losses",
+    ),
+    Mutant(
+        "a shared sample is sent to one of its ranks alone",
+        f"{_IN_LOOPS}/sharing.py",
+        "                ranks[piece.sequence].add(rank)\n",
+        "                ranks[piece.sequence] = {rank}\n",
+        "rounds of losses",
+    ),
     Mutant(
         "a quota of a copy is off by one",
         "core/experts/exact.py",
@@ -1132,8 +1157,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "windows lie in the layers beside theirs",
         _USERS_ATTENTION,
-        "config.window_attn_skip_freq, number)",
-        "config.window_attn_skip_freq, number + 1)",
+        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number",
+        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number + 1",
         "te windows",
     ),
     Mutant(

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from evenload.integrations.versions import listed_version
+from evenload.patches.cpu_bridge import no_triton
+from packaging.version import Version
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the bridge is for machines without CUDA"),
 ]
+
+needs_stock_import = pytest.mark.skipif(
+    no_triton() and Version(listed_version("megatron-core") or "0") >= Version("0.18"),
+    reason="without Triton this version cannot be imported before the bridge",
+)
 
 PRELUDE = """
 import importlib, os, sys, tempfile, warnings
@@ -21,9 +29,14 @@ import torch
 import torch._dynamo  # replaces torch.manual_seed when it is imported, which Megatron makes happen
 torch.set_num_threads(1)
 from evenload.patches import Ledger, bridge_cpu, cpu_bridge
+from evenload.patches.row import is_needed_by_version
 from evenload.patches.slots import MISSING, locate
 
-ROWS = cpu_bridge.rows()
+ROWS = tuple(row for row in cpu_bridge.rows() if is_needed_by_version(row))
+
+def states(ledger):
+    "Of the rows that this version needs."
+    return {status.row.name: status.state for status in ledger.table() if status.row in ROWS}
 
 def everything():
     "Every name of torch.cuda and Tensor, every global of every Megatron module, and the environment."
@@ -97,8 +110,8 @@ def test_bridge_import_undo_apply(run):
         before = everything()
         with bridge_cpu() as ledger:
             warnings.simplefilter("ignore")
-            assert {status.state for status in ledger.table()} == {"applied"}, ledger.table()
-            assert len(ledger.table()) == len(ROWS)
+            assert set(states(ledger).values()) == {"applied"}, ledger.table()
+            assert len(states(ledger)) == len(ROWS)
             assert bridge_cpu(ledger) is ledger
             first = losses()
             experts = losses(experts=4)
@@ -128,9 +141,11 @@ def test_bridge_import_undo_apply(run):
             assert losses(experts=4) == experts
         print("done")
     """)
-    assert said.split() == ["done"], "the bridge must not chatter"
+    lines = [line for line in said.splitlines() if not line.startswith("GPTModel IS DEPRECATED")]
+    assert lines == ["done"], "the bridge must not chatter"
 
 
+@needs_stock_import
 def test_import_bridge_undo(run):
     """After the import: every global of every Megatron module is, by identity, what it was."""
     said = run("""
@@ -152,10 +167,9 @@ def test_lazy_bridge_import_undo(run):
     run("""
         warnings.simplefilter("ignore")
         ledger = bridge_cpu(lazy=True)
-        assert not any(name.startswith("megatron") for name in sys.modules)
-        states = {status.row.name: status.state for status in ledger.table()}
-        assert states["cpu.cuda.current_device"] == "applied"
-        assert states["cpu.torch.utils"] == "pending"
+        assert "megatron" not in sys.modules
+        assert states(ledger)["cpu.cuda.current_device"] == "applied"
+        assert states(ledger)["cpu.torch.utils"] == "pending"
         losses()
         ledger.undo()
         for row in ROWS:
@@ -166,6 +180,7 @@ def test_lazy_bridge_import_undo(run):
     """)
 
 
+@needs_stock_import
 def test_each_row_alone_is_undone_exactly(run):
     """Import, apply one row, undo: for every row of the bridge."""
     run("""
@@ -190,8 +205,8 @@ def test_a_setting_of_the_user_is_kept(run):
     run(
         """
         with bridge_cpu() as ledger:
-            states = {status.row.name: status.state for status in ledger.table()}
-            assert states.pop("cpu.dynamo") == "skipped" and set(states.values()) == {"applied"}
+            on = states(ledger)
+            assert on.pop("cpu.dynamo") == "skipped" and set(on.values()) == {"applied"}
             assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
         assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
         """,
@@ -215,13 +230,13 @@ def test_another_version_of_megatron_is_refused_with_nothing_changed(run):
         from importlib import metadata
         from evenload.core.errors import EvenloadError
         stock = metadata.version
-        metadata.version = lambda name: "0.19.2" if name == "megatron-core" else stock(name)
+        metadata.version = lambda name: "0.20.0" if name == "megatron-core" else stock(name)
         before = everything()
         try:
             bridge_cpu()
         except EvenloadError as refused:
-            assert refused.found == "megatron-core 0.19.2" and ">=0.16.1" in refused.what
+            assert refused.found == "megatron-core 0.20.0" and ">=0.16.1" in refused.what
         else:
-            raise SystemExit("0.19.2 was accepted")
+            raise SystemExit("0.20.0 was accepted")
         same(before, everything())
     """)

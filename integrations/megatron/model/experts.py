@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ....core.recipe.sections import Model
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import Routed, StepRouting, is_token
+from ..compat import submodules_of_experts
 
 SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
 
@@ -62,8 +63,9 @@ def block_spec(config: Any) -> Any:
 
 def use_planned_router(layer_spec: Any) -> None:
     """Put `PlannedRouter` into the spec of a layer, if that has experts."""
-    if layer_spec.submodules.mlp.module is MoELayer:
-        layer_spec.submodules.mlp.submodules.router = PlannedRouter
+    submodules = submodules_of_experts(layer_spec)
+    if submodules is not None:
+        submodules.router = PlannedRouter
 
 
 class PlannedRouter(TopKRouter):  # type: ignore[misc]

@@ -31,6 +31,7 @@ from ....core.errors import EvenloadError
 from ....core.recipe.sections import Model
 from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import Group, everyone
+from ..compat import reading_common_state
 from ..model.gpt import torch_optimizers
 from .buckets import states_in_their_places
 from .parts import states_of_parts
@@ -105,6 +106,7 @@ def load(host: Any, directory: Path) -> None:
         with (
             _naming_failures(f"the checkpoint in {directory} could not be read"),
             tensors_only(what, DATA, trust=trust),
+            reading_common_state(),
         ):
             loaded = dist_checkpointing.load(state, str(directory))
         host.model.load_state_dict(loaded["model"])
@@ -212,7 +214,8 @@ def _read_about(host: Any, directory: Path, what: str) -> dict[str, Any]:
             "choose one that was written to the end",
         )
     refuse_code(directory / INDEX, _INDEX_NAMES, trust=trust)
-    with _naming_failures(f"the checkpoint in {directory} could not be read"), tensors_only(what, DATA, trust=trust):
+    failures = f"the checkpoint in {directory} could not be read"
+    with _naming_failures(failures), tensors_only(what, DATA, trust=trust), reading_common_state():
         about: dict[str, Any] | None = dist_checkpointing.load_common_state_dict(str(directory)).get(ABOUT)
     if about is None:
         raise EvenloadError(f"{directory} was not written by evenload", "no section 'evenload'", "choose another one")

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ....runtime.world.agreement import Group
+from ..compat import save_common_state
 
 
 class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -36,9 +37,12 @@ class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         super().__init__("torch_dist", 1)
         self._group = group
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, async_strategy: str = ""
+    ) -> AsyncRequest:
         """Copy this rank's shards, each tensor once by its main replica; the request that writes them and flushes them
         to the disk. It is to be called by all ranks and has nothing to finalize."""
+        save_common_state(sharded_state_dict, Path(checkpoint_dir))
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         for shard in (shard for shards in by_key.values() for shard in shards if self._group is not None):
             shard.data = shard.data.detach().to("cpu", copy=True) if isinstance(shard, ShardedTensor) else shard.data

@@ -123,8 +123,12 @@ def _scores_of(layer: Any) -> _Scores:
     """What Transformer Engine's attention is built with, where it computes no dropout (`why_whole`)."""
     config, number = layer.config, layer.layer_number
     scale = getattr(layer, "softmax_scale", None) or config.softmax_scale or 1 / math.sqrt(config.kv_channels)
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+    windowed = is_layer_window_attention(*_window_settings(layer))
     return _Scores(number, scale, _before(config.window_size if windowed else None), 0.0)
+
+
+def _window_settings(layer: Any) -> tuple[Any, Any, int]:
+    return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number
 
 
 def _before(window: Any) -> int | None:
@@ -154,8 +158,9 @@ def rope_owners(gpt: Any) -> list[Any]:
     return [owner for owner in owners if getattr(owner, "rotary_pos_emb", None) is not None]
 
 
-def why_whole(gpt: Any) -> str:
-    """What keeps samples of a GPTModel whole; empty where its packs may hold parts of samples.
+def why_whole(gpt: Any, *, shares: bool) -> str:
+    """What keeps samples of a GPTModel whole, each on one rank; empty where its packs may hold parts of samples.
+    ``shares``: a plugin may share samples between ranks.
 
     Rotary embeddings, if it has some, must give their angles by position, and packed attention, which reads the prefix
     of a part, must do what the layers' own does. No layer may read the tokens behind a part.
@@ -172,6 +177,7 @@ def why_whole(gpt: Any) -> str:
             ("softmax_type", config.softmax_type if config.softmax_type != "vanilla" else None),
             ("qk_clip", getattr(config, "qk_clip", False)),
             ("log_max_attention_logit", getattr(config, "log_max_attention_logit", False)),
+            ("window_size", shares and is_layer_window_attention(*_window_settings(layer)) and config.window_size),
             ("fp8_dot_product_attention", getattr(config, "fp8_dot_product_attention", False)),
             ("fp8_multi_head_attention", getattr(config, "fp8_multi_head_attention", False)),
         )
@@ -192,10 +198,11 @@ def refuse_attention(gpt: Any) -> None:
         )
     for layer in layers:
         if not isinstance(layer.core_attention, PackedCoreAttention):
-            refuse_first(*_rules(layer, isinstance(layer.core_attention, DotProductAttention)))
+            refuse_first(*rules_of_layer(layer, isinstance(layer.core_attention, DotProductAttention)))
 
 
-def _rules(layer: Any, local: bool) -> Iterable[Rule]:
+def rules_of_layer(layer: Any, local: bool) -> Iterable[Rule]:
+    """What a layer's configuration may not ask for; ``local``: its core attention is Megatron's own."""
     config, kind, mask = layer.config, layer.attention_type, layer.attn_mask_type
     do = "change it, or disable evenload's plugins for this model"
     yield kind != "self", "packs know self-attention alone", f"attention_type {kind}", do

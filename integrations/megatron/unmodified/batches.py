@@ -5,7 +5,7 @@ of a pipeline; its `get_batch` broadcasts a batch of one fixed shape inside the 
 between see none. A plan is made before the first micro-batch and packs have shapes of their own, so all batches of a
 call are spread in front of it:
 
-    with an iterator            takes as many batches as the stock schedule would
+    with an iterator            has taken as many batches as the stock schedule would
     tensor-parallel peers       get the samples of the rank of their stage that has some
     stages without any          get the lengths; their samples are zeros, since such a stage embeds and scores nothing
 
@@ -24,7 +24,8 @@ from megatron.core import parallel_state
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
-from .samples import FIELDS, MASK, Sample, pack_bytes, split, unpack_bytes
+from .forms.form import FIELDS, Form, form_of
+from .samples import Sample, pack_bytes, split, unpack_bytes
 
 
 class _Head(NamedTuple):
@@ -35,7 +36,7 @@ class _Head(NamedTuple):
     dtypes: dict[str, torch.dtype]
     size: int
     slots: int
-    with_mask: bool
+    form: Form
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +53,8 @@ class Batches:
     """Samples of a micro-batch."""
     slots: int
     """Places of input in all of them, padding among them."""
-    with_mask: bool
-    """Whether the loop's batches have an attention mask."""
+    form: Form
+    """Of the loop's batches."""
 
 
 class Source:
@@ -79,15 +80,16 @@ class Source:
         # Whether somebody of this stage waits for samples: the holder sends to all of them, or to none.
         self._sends = self._of_stage is not None and not set(peers) <= set(having)
 
-    def take(self, data_iterator: Any, num_microbatches: int) -> Batches:
-        """The next batches. Raises EvenloadError for batches of another form, and where an iterator came or went."""
-        if (data_iterator is not None) != self._has_iterator:
+    def spread(self, taken: Sequence[Any] | None) -> Batches:
+        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator. Raises
+        EvenloadError for batches of another form, and where an iterator came or went."""
+        if (taken is not None) != self._has_iterator:
             raise EvenloadError(
                 "a rank has a data iterator in some training calls, and none in others",
-                f"data_iterator {type(data_iterator).__name__}, other than in the first call",
+                f"{'none' if taken is None else 'one'}, other than in the first call",
                 "give each rank its iterator in every call, or in none",
             )
-        samples, head = _taken(data_iterator, num_microbatches) if self._has_iterator else ([], None)
+        samples, head = ([], None) if taken is None else _taken(taken)
         if self._all_have:
             assert head is not None
             return _batches(samples, head)
@@ -101,14 +103,13 @@ class Source:
         return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
 
 
-def _taken(data_iterator: Any, num_microbatches: int) -> tuple[list[list[Sample]], _Head]:
-    batches = [next(data_iterator) for _ in range(num_microbatches)]
+def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
     samples = [split(batch) for batch in batches]
     dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
     targets = [float(batch["loss_mask"].sum()) for batch in batches]
     lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
     slots = sum(batch["tokens"].numel() for batch in batches)
-    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots, MASK in batches[0])
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots, form_of(batches[0]))
 
 
 def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
@@ -132,4 +133,4 @@ def _zeros(length: int, head: _Head) -> Sample:
 
 
 def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
-    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.with_mask)
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.form)

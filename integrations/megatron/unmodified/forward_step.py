@@ -27,10 +27,11 @@ from ..model.expert_gate import bind_gate
 from ..model.rope import TokenRope
 from .attention import attending, rope_owners
 from .experts import routing_packs
+from .forms.form import FIELDS, MASK
 from .mtp import NextTokens, refuse_missing_mask
 from .objective import MeanOfMeans
 from .reports import Reports
-from .samples import FIELDS, MASK, UserPack, one_batch
+from .samples import UserPack, one_batch
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]
@@ -43,6 +44,7 @@ class UserStep:
         gpts: the model chunks of this rank; one, without virtual pipeline stages.
         by_token: angles go by the position of each token; else by the borders between samples.
         checks: compare what the loss function returns with the token losses.
+        has_borders: the user's batches hold samples side by side, and the model is given parameters of theirs.
         routing: what routers know of the step, in a model that has some.
         gate: of its layers with experts.
         objective: where micro-batches are averaged, the weights of tokens.
@@ -57,6 +59,7 @@ class UserStep:
         *,
         by_token: bool,
         checks: bool,
+        has_borders: bool = False,
         routing: StepRouting | None = None,
         gate: ExpertGate | None = None,
         objective: MeanOfMeans | None = None,
@@ -64,7 +67,7 @@ class UserStep:
         further: NextTokens | None = None,
     ) -> None:
         self._function, self._gpts, self._by_token, self._checks = function, gpts, by_token, checks
-        self._routing, self.gate = routing, gate
+        self._has_borders, self._routing, self.gate = has_borders, routing, gate
         self._objective, self._reports, self._further = objective, reports, further
         self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
@@ -109,7 +112,8 @@ class UserStep:
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._more, {})
         tokens, slots = call.get("input_ids"), self._params.pack.num_padded_tokens if self._params.pack else 0
-        if call.get("packed_seq_params") is not None or (tokens is not None and tuple(tokens.shape) != (1, slots)):
+        foreign = call.get("packed_seq_params") is not None and not self._has_borders
+        if foreign or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(
                 "forward_step does not give the model the batch that it took from its data iterator",
                 f"input_ids {None if tokens is None else tuple(tokens.shape)} for a pack of {slots} tokens, "
@@ -154,7 +158,8 @@ def batch_on_tensor_ranks(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     device = torch.cuda.current_device()
     batch = dict.fromkeys((*FIELDS[:3], MASK, FIELDS[3], *_OF_PACKED))
-    batch |= {name: value.to(device, non_blocking=True) for name, value in _present.items()}
+    for name, value in _present.items():
+        batch[name] = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
     return batch
 
 

@@ -48,6 +48,8 @@ def collection(pg_collection: Any) -> Any:
     groups = ProcessGroupCollection()
     for name in ("tp", "pp", "cp", "dp_cp"):
         setattr(groups, name, _GROUPS[name]())
+    # 0.19 counts the tokens of experts with biases over it.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     return groups

@@ -39,6 +39,7 @@ from megatron.core.utils import get_model_config
 from ....core.aliases import Floats
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan, as_lengths
+from ....core.plan.token_layout import tokens_of_ranks
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
@@ -46,19 +47,23 @@ from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import agree, everyone
+from ....runtime.world.plane import Plane
 from ...planned_runs import end_of_check, report_step
 from ..model.linears import why_in_backward
-from ..plane import current_layout, stage_links
+from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
 from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .experts import gate_of, refuse_experts, refuse_routers
+from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .mtp import next_tokens
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
+from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
+from .sharing import plan_in_rounds, ranks_of_samples
 from .supported import (
     Trouble,
     bare_model,
@@ -87,6 +92,16 @@ class _Loop:
     """What the values of its reports are, after the first call."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
+    plane: Plane | None = None
+    """Of the ranks that may share samples, from the first plan on that shares one."""
+
+    def plane_of(self, plan: StepPlan) -> Plane | None:
+        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
+        if not plan.shared:
+            return None
+        self.plane = self.plane or open_plane()
+        self.plane.node_ranks = plan.limits.node_ranks
+        return self.plane
 
 
 class _Planned(NamedTuple):
@@ -108,6 +123,7 @@ class PlannedSteps:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
         self.active = True
@@ -129,8 +145,9 @@ class PlannedSteps:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
         for loop in self._loops.values():
-            if loop.links is not None and dist.is_initialized():
-                loop.links.close()
+            for groups in (loop.links, loop.plane):
+                if groups is not None and dist.is_initialized():
+                    groups.close()
         self._loops.clear()
 
     def _run(
@@ -154,9 +171,12 @@ class PlannedSteps:
             warn = not self._loops and dist.get_rank() == 0
             self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
         loop = self._loops[gpts[0]]
-        batches = loop.source.take(data_iterator, num_microbatches)
+        taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
+        if taken and holds_rows(taken[0]):
+            return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
+        batches = loop.source.spread(taken)
         try:
-            planned = self._plan_step(batches, loop.chain, gpts[0], is_interleaved(chunks))
+            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
         except EvenloadError:
             if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
                 raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
@@ -172,6 +192,7 @@ class PlannedSteps:
             gpts,
             by_token=loop.by_token,
             checks=first,
+            has_borders=batches.form.has_borders,
             routing=routing,
             gate=gate,
             objective=MeanOfMeans(planned.weights, divisor) if means else None,
@@ -192,7 +213,21 @@ class PlannedSteps:
         loop.kinds = reports.kinds
         return returned
 
-    def _plan_step(self, batches: Batches, chain: PlanChain, gpt: Any, interleaved: bool) -> _Planned:
+    def _run_rows(
+        self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
+    ) -> list[Any]:
+        """A training call on TensorDicts."""
+        if gpt not in self._rows:
+            layout, warn = current_layout(), dist.get_rank() == 0
+            recipe = for_config(self._recipe, get_model_config(gpt), gpt.vocab_size, layout)
+            self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
+        steps = self._rows[gpt]
+        reports, plan = steps.run(stock, function, chunks, taken, **rest)
+        report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
+        end_of_check()
+        return reports
+
+    def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
         group = parallel_state.get_data_parallel_group()
@@ -207,34 +242,25 @@ class PlannedSteps:
         me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
         own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-        plan = chain.plan(as_lengths(lengths))
+        plan = plan_in_rounds(loop.chain, as_lengths(lengths))
         if dist.get_rank() == 0:
             warn_once(plan, self._warned)
         agree(plan.digest, "plans", self._step)
-        if plan.shared:
-            raise EvenloadError(
-                "a training loop of your own does not share samples between ranks",
-                f"a plan of {plan.made_by or 'hand'}",
-                "disable plugins.mesh, or use `evenload train`",
-            )
         self._step += 1
 
         plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
-        target = [0] * len(order)
-        for micro_batch in plan.micro_batches:
-            for piece in micro_batch.slices:
-                (target[piece.sequence],) = micro_batch.ranks
-        samples = exchange(own, [rank for rank, _, _ in order], target, lengths, group)
+        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
         config = gpt.config
         lay = partial(
             lay_out,
             samples=samples,
             like=next(iter(own.values())),
             multiple=tokens_multiple(config),
-            with_mask=batches.with_mask,
+            plane=loop.plane_of(plan),
+            form=batches.form,
             device=next(gpt.parameters()).device,
         )
-        slots = [plan.micro_batches[index].num_padded_tokens for index in plan.of_rank(me)]
+        slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
         log.info(
             "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
             self._step,
@@ -266,14 +292,14 @@ def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
     layout, gpt = current_layout(), gpts[0]
+    shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
-    own = [(why_stock(chunks, foreign_owner), why_whole(gpt), why_in_backward(gpt)) for gpt in gpts]
+    own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
     reasons = [one for rank in everyone(own) for one in rank]
     only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
-    shares = any(plugin.shares for plugin in recipe.enabled())
-    whole = only_stock is not None or shares or bool(borders)
+    whole = only_stock is not None or bool(borders)
     if whole and warn:
-        why = borders or (only_stock and " ".join(only_stock[:2])) or "the mesh plugin shares samples"
+        why = borders or (only_stock and " ".join(only_stock[:2]))
         log.warning("no sample is cut in this loop: %s", why)
     chain = PlanChain.of_loop(
         for_config(recipe, get_model_config(chunks[0]), gpt.vocab_size, layout), layout, warn=warn, whole=whole
@@ -320,4 +346,4 @@ def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[
     refuse_replays(plan, get_model_config(chunk))
     if loop.links is None and plan.limits.num_stages > 1:
         loop.links = stage_links()
-    return run_order(plan, chunk=chunk, links=loop.links, **call)
+    return run_order(plan, chunk=chunk, links=loop.links, plane=loop.plane if plan.shared else None, **call)

@@ -33,6 +33,7 @@ from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.executor import Executor
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.stage.tape import Tape
+from ....runtime.world.plane import Plane
 from ...host import no_mark
 from ..stage import MegatronStage
 from .forward_step import UserStep
@@ -50,6 +51,7 @@ def run_order(
     chunk: Any,
     gpt: Any,
     links: StageLinks | None,
+    plane: Plane | None,
     step: UserStep,
     lay: LayOut,
     rest: Mapping[str, Any],
@@ -78,7 +80,7 @@ def run_order(
     program = lower(*place)
     if shares > 1:
         trainer.tape = _SharedTape()
-    executor = Executor(*place, program, trainer, links=links, plane=None, clock=BusyClock(device), mark=no_mark)
+    executor = Executor(*place, program, trainer, links=links, plane=plane, clock=BusyClock(device), mark=no_mark)
     with step.listening(), (config.no_sync_func or nullcontext)():
         executor.run()
     groups = collection(rest.get("pg_collection"))

@@ -1,8 +1,9 @@
 """Samples of a training loop that we cannot edit: taken out of its batches, moved between ranks, laid out as packs.
 
-A batch is what Megatron's GPTDataset gives, a mapping of `FIELDS`, each [b, s], and perhaps an ``attention_mask``. The
-last token with loss ends a sample: under a causal mask no token with loss sees a later one, so what follows adds
-neither loss nor gradient and is left out. Labels and loss masks stay the sample's own.
+A batch is a mapping of `FIELDS`, each [b, s], and what its form (`forms.form`) has beside: a mask, or the borders of
+samples that lie side by side in a row. The last token with loss ends a sample: under a causal mask no token with loss
+sees a later one, so what follows adds neither loss nor gradient and is left out. Labels and loss masks stay the
+sample's own: in a row of several, the last label of one is whatever its loader put there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import MicroBatch
-from ....runtime.attention.pack import IGNORE, Pack, padded_borders
+from ....runtime.attention.pack import IGNORE, Pack, padded_borders, pieces_of_ranks
 from ....runtime.attention.prefix import PrefixStore
+from ....runtime.attention.sharing.shared import Shared
 from ....runtime.world.agreement import wire_device
+from ....runtime.world.plane import Plane
+from .forms.borders import runs_of
+from .forms.form import FIELDS, MASK, Form, form_of
 
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-MASK = "attention_mask"
+PLAIN = Form({})
+"""Of batches that have nothing beside `FIELDS`."""
 
 Sample = dict[str, Tensor]
 """`FIELDS` of one sample, each [L]."""
@@ -33,24 +38,34 @@ class UserPack:
     """A micro-batch in the user's own form, and the pack that the model needs to know."""
 
     fields: dict[str, Any]
-    """`FIELDS`, each [1, T]; where the user's batches have an ``attention_mask``, one of a single place that masks
-    nothing: the model is given none, and loops that move a mask to the device find one."""
+    """`FIELDS`, each [1, T], and what the form of the user's batches has beside."""
     pack: Pack
     num_counted: float
     """The sum of its loss mask."""
 
 
 def split(batch: Any) -> list[Sample]:
-    """The samples of one batch, cut to their true lengths. Raises EvenloadError for another structure."""
-    _refuse_unsupported(batch)
-    places = torch.arange(1, batch["loss_mask"].shape[1] + 1, device=batch["loss_mask"].device)
-    lengths = ((batch["loss_mask"] != 0) * places).amax(dim=1).clamp(min=1).tolist()
-    _refuse_mask(batch.get(MASK), lengths)
-    return [{name: batch[name][row, :length] for name in FIELDS} for row, length in enumerate(lengths)]
+    """The samples of one batch, cut to their true lengths; those without loss are left out of a row of several, unless
+    nothing else is there. Raises EvenloadError for another structure."""
+    form, runs = form_of(batch), runs_of(batch)
+    counted = batch["loss_mask"] != 0
+    ends = (counted * torch.arange(1, counted.shape[1] + 1, device=counted.device)).cummax(dim=1).values
+    rows, stops = [run.row for run in runs], [run.start + max(1, run.length) - 1 for run in runs]
+    lengths = [end - run.start for end, run in zip(ends[rows, stops].tolist(), runs, strict=True)]
+    if not form.has_borders:
+        lengths = [max(1, length) for length in lengths]
+        _refuse_mask(batch.get(MASK), lengths)
+    elif max(lengths) < 1:
+        lengths[0] = 1
+    return [
+        {name: batch[name][run.row, run.start : run.start + length] for name in FIELDS}
+        for run, length in zip(runs, lengths, strict=True)
+        if length > 0
+    ]
 
 
 def exchange(
-    own: Mapping[int, Sample], source: Sequence[int], target: Sequence[int], lengths: Sequence[int], group: Any
+    own: Mapping[int, Sample], source: Sequence[int], targets: Sequence[set[int]], lengths: Sequence[int], group: Any
 ) -> dict[int, Sample]:
     """The samples that this rank computes, by their place in the global batch, on the device that `own` lies on.
 
@@ -58,14 +73,15 @@ def exchange(
 
     Args:
         own: what this rank has read, by place; at least one sample.
-        source, target: rank in ``group`` that has read, and that computes, the sample at each place.
+        source: rank in ``group`` that has read the sample at each place.
+        targets: ranks in ``group`` that compute some of it.
         lengths: of the sample at each place [tokens].
     """
     me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     like = next(iter(own.values()))
     width = sum(like[name].element_size() for name in FIELDS)
-    deferring = [[i for i in own if target[i] == rank] for rank in ranks]
-    coming = [[i for i, t in enumerate(target) if t == me and source[i] == rank] for rank in ranks]
+    deferring = [[i for i in own if rank in targets[i]] for rank in ranks]
+    coming = [[i for i, there in enumerate(targets) if me in there and source[i] == rank] for rank in ranks]
     there = wire_device(group)
     sent = torch.cat([pack_bytes(own[i], there) for places in deferring for i in places])
     to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
@@ -83,10 +99,12 @@ def lay_out(
     samples: Mapping[int, Sample],
     like: Sample,
     multiple: int = 1,
-    with_mask: bool = False,
+    form: Form = PLAIN,
     device: torch.device | None = None,
+    plane: Plane | None = None,
 ) -> UserPack:
-    """The slices of a micro-batch side by side; none gives a dummy of one token without loss.
+    """The slices of a micro-batch side by side, or what this rank has of a shared one; none gives a dummy of one token
+    without loss.
 
     The fields of a part of a sample are those parts of its fields: its labels are shifted already, its positions and
     those of the pack begin where it does.
@@ -94,10 +112,13 @@ def lay_out(
     Args:
         prefix: keys and values of the samples of the step that are cut; None where none is.
         like: any sample, for dtypes and device.
+        form: of the user's batches.
         multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
         device: of the borders and positions that the model needs; None: where the samples are.
+        plane: over which ranks share micro-batches; None where the plan shares none.
     """
-    slices = micro_batch.slices
+    pieces_of = pieces_of_ranks(micro_batch, plane)
+    slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
     parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
     lengths = [len(part["tokens"]) for part in parts]
@@ -112,6 +133,9 @@ def lay_out(
     rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
     device = device or like["tokens"].device
+    shared = None
+    if plane and pieces_of:
+        shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
     pack = Pack.of(
         lengths,
         segments,
@@ -121,11 +145,10 @@ def lay_out(
         num_targets=int(target_T.sum()),
         slices=slices,
         prefix=prefix,
+        shared=shared,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
-    if with_mask:
-        fields[MASK] = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=like["tokens"].device)
-    return UserPack(fields, pack, float(rows["loss_mask"].sum()))
+    return UserPack(fields | form.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
 
 
 def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -153,21 +176,6 @@ def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:
     }
 
 
-def _refuse_unsupported(batch: Any) -> None:
-    keys = set(batch) if isinstance(batch, Mapping) else None
-    if keys is None or not set(FIELDS) <= keys or not keys <= {*FIELDS, MASK}:
-        detail = type(batch).__name__ if keys is None else f"keys {', '.join(sorted(map(str, keys))) or 'none'}"
-        raise EvenloadError(
-            f"evenload packs batches of {', '.join(FIELDS)} (and {MASK})",
-            f"the data iterator gives {detail}",
-            "give batches as Megatron's GPTDataset does, or disable evenload's plugins",
-        )
-    shapes = {name: tuple(getattr(batch[name], "shape", ())) for name in FIELDS}
-    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
-        detail = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise EvenloadError("the fields of a batch have not all one shape [b, s]", detail, "mend the dataset")
-
-
 def _refuse_mask(mask: Any, lengths: list[int]) -> None:
     """Raise unless the mask, True where attention is forbidden, looks causal: packs are causal inside each sample.
 
@@ -175,8 +183,12 @@ def _refuse_mask(mask: Any, lengths: list[int]) -> None:
     """
     if mask is None:
         return
-    rows = [mask[row if mask.shape[0] > 1 else 0, 0] for row in range(len(lengths))]
-    if any(row[:n, 0].any() or not row[0, 1:n].all() for row, n in zip(rows, lengths, strict=True)):
+    if mask.dim() == 2:  # says where there are tokens, as Megatron-Bridge's collators do
+        odd = any(not row[:n].all() for row, n in zip(mask, lengths, strict=True))
+    else:
+        rows = [mask[row if mask.shape[0] > 1 else 0, 0] for row in range(len(lengths))]
+        odd = any(row[:n, 0].any() or not row[0, 1:n].all() for row, n in zip(rows, lengths, strict=True))
+    if odd:
         raise EvenloadError(
             "the attention mask is not the causal one",
             "a sample whose tokens do not all see its first token, or whose first token sees others",

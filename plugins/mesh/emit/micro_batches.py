@@ -8,13 +8,14 @@ travels farthest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from ....core.aliases import Ints, Ranks
 from ....core.balance.joined import Joined
 from ....core.plan.order import in_turn
+from ....core.plan.rounds import idle
 from ....core.plan.step_plan import MicroBatch, Slice
 from ..cost_table import CostTable, CpStrategy
 
@@ -40,12 +41,6 @@ def micro_batches(
         together.append(micro_batch)
     together.sort(key=lambda m: (-_span(m, cost_table.node), -len(m.ranks), m.ranks))
     return together + (idle(together, cost_table.limits.num_ranks) if dummies else [])
-
-
-def idle(micro_batches: Iterable[MicroBatch], num_ranks: int) -> list[MicroBatch]:
-    """A dummy for each rank that has none of these micro-batches."""
-    busy = {rank for m in micro_batches for rank in m.ranks}
-    return [MicroBatch((), (rank,)) for rank in range(num_ranks) if rank not in busy]
 
 
 def _span(m: MicroBatch, node: int) -> int:

@@ -9,10 +9,10 @@ from ....core.costs.context import PlanningContext
 from ....core.costs.memory import activation_budget_bytes, peaks_of_stage
 from ....core.errors import EvenloadError
 from ....core.plan.limits import Limits
+from ....core.plan.rounds import idle, levelled
 from ....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from ....core.planning.stock import UNCAPPED
 from ..config import MeshConfig
-from .micro_batches import idle
 
 
 def limits_for(plan: StepPlan, context: PlanningContext, config: MeshConfig) -> Limits:
@@ -56,20 +56,6 @@ def step(incoming: StepPlan, limits: Limits, micro_batches: Iterable[MicroBatch]
     """
     launched = list(micro_batches)
     if limits.together > 1 or (limits.num_stages > 1 and any(len(m.ranks) > 1 for m in launched)):
-        launched = in_step(launched, limits.num_ranks)
+        launched = levelled(launched, limits.num_ranks)
     launched += idle(launched, limits.num_ranks)
     return incoming.with_micro_batches(launched, limits, name)
-
-
-def in_step(micro_batches: list[MicroBatch], num_ranks: int) -> list[MicroBatch]:
-    """The same in rounds that all ranks run: each in the first round that is later than what its ranks did before."""
-    done = [0] * num_ranks
-    rounds: list[list[MicroBatch]] = []
-    for m in micro_batches:
-        place = max(done[rank] for rank in m.ranks)
-        if place == len(rounds):
-            rounds.append([])
-        rounds[place].append(m)
-        for rank in m.ranks:
-            done[rank] = place + 1
-    return [m for one in rounds for m in (*one, *idle(one, num_ranks))]

@@ -34,3 +34,6 @@ def _on_cpus(module):
 
 if "HOSTS_MEASURED" in os.environ:
     import measured  # noqa: F401
+
+if "HOSTS_MEGATRON" in os.environ:
+    import megatron_lm  # noqa: F401

@@ -27,7 +27,9 @@ JOBS = (
     "peft_jobs",
     "dropout_jobs",
     "user_jobs",
+    "form_jobs",
     "objective_jobs",
+    "mesh_jobs",
     "chunk_jobs",
 )
 

@@ -258,8 +258,9 @@ def bad_plan(world: Any, *, kind: str) -> str:
     return ""
 
 
-def initial_weights(world: Any, **changes: Any) -> dict[str, torch.Tensor]:
-    """Weights by global name, made whole again over the tensor-parallel ranks."""
+def initial_weights(world: Any, **changes: Any) -> dict[str, Any]:
+    """Weights by global name, made whole again over the tensor-parallel ranks. As arrays: where Megatron-Core 0.19 is
+    loaded, a tensor is pickled with a function of its own, which the test's process does not have."""
     with hosted(world, **changes) as host:
         whole = {}
         for name, parameter in global_parameters(host.model):
@@ -270,9 +271,8 @@ def initial_weights(world: Any, **changes: Any) -> dict[str, torch.Tensor]:
             if getattr(parameter, "tensor_model_parallel", False):
                 stride, dim = parameter.partition_stride, parameter.partition_dim
                 pieces = [part.chunk(stride, dim) for part in parts]
-                whole[name] = torch.cat([pieces[r][s] for s in range(stride) for r in range(host.layout.tp)], dim)
-            else:
-                whole[name] = parts[0]
+                parts = [torch.cat([pieces[r][s] for s in range(stride) for r in range(host.layout.tp)], dim)]
+            whole[name] = parts[0].detach().numpy()
         return whole
 
 

@@ -14,7 +14,7 @@ def _installed(monkeypatch, version):
     monkeypatch.setattr(setup, "describe_version", lambda name: f"{name} {version}")
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.20.0"])
 def test_another_version_is_refused(monkeypatch, version):
     _installed(monkeypatch, version)
     with pytest.raises(EvenloadError) as caught:

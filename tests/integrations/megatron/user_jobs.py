@@ -44,6 +44,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_expert_jobs import layer_planner_of, with_drawn_copies
@@ -83,12 +84,14 @@ def user_loop(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    cp: int = 1,
     overlap: bool = False,
     frozen: str = "",
     full: bool = False,
     te: bool = False,
     mla: bool = False,
     positions: str = "rope",
+    spec: Callable[[], Any] | None = None,
     **config: Any,
 ) -> Iterator[Loop]:
     """The script's model on a layout of its own.
@@ -97,14 +100,16 @@ def user_loop(
         full: no sample is padded.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
+        spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
     """
-    spec = importlib.util.spec_from_file_location("user_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    file = importlib.util.spec_from_file_location("user_script", SCRIPT)
+    script = importlib.util.module_from_spec(file)
+    file.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
-        parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -126,9 +131,10 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
+            layout = {"num_layers": 4, "context_parallel_size": cp}
             latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
             own = _yarn if positions == "yarn" else lambda config: config
-            script.TransformerConfig = lambda **fields: own(make(**{**fields, "num_layers": 4, **latent, **config}))
+            script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
@@ -452,6 +458,40 @@ def refusals(world: Any) -> dict[str, Any]:
         attempt("no loss", user, plans["ordered"], forward_step=lambda *a: (user.forward_step(*a)[0], None))
         attempt("fine", user, plans["ordered"])
     return messages
+
+
+def attention_rules(world: Any) -> dict[str, str]:
+    """Why samples stay whole, and what is refused, for settings of a live model's attention."""
+    said = {}
+    with user_loop() as user:
+        gpt, layer = user.model.module, user.model.module.decoder.layers[-1].self_attention
+        core = layer.core_attention
+
+        def why(name: str, target: Any, shares: bool = False, **values: Any) -> None:
+            with ExitStack() as stack:
+                for field, value in values.items():
+                    stack.enter_context(patch.object(target, field, value))
+                try:
+                    users_attention.refuse_attention(gpt)
+                    said[name] = users_attention.why_whole(gpt, shares=shares)
+                except EvenloadError as error:
+                    said[name] = str(error)
+
+        why("as it is", gpt)
+        why("dropout", core.attention_dropout, p=0.1)
+        why("clip", gpt.config, qk_clip=True)
+        why("window", gpt.config, window_size=(5, 0), window_attn_skip_freq=4)
+        why("window, shared", gpt.config, shares=True, window_size=(5, 0), window_attn_skip_freq=4)
+        why("no window, shared", gpt.config, shares=True)
+        why("rope", gpt, rotary_pos_emb=OtherRope(8, 1.0))
+        why("all before", core.scale_mask_softmax, window_size=(-1, 0))
+        why("ahead", core.scale_mask_softmax, window_size=(5, 5))
+        why("sink", gpt.config, softmax_type="learnable")
+        why("no mask", layer, attn_mask_type=AttnMaskType.no_mask)
+        why("cross", layer, attention_type="cross")
+        with patch.dict(layer._modules, core_attention=torch.nn.Identity()):
+            why("stranger", gpt)
+    return said
 
 
 def copied(world: Any, **loop: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.rounds import levelled
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain
@@ -21,7 +22,6 @@ from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import cost_table_of
-from evenload.plugins.mesh.emit.step import in_step
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +80,7 @@ def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = Fal
         made.append(shared(middle, cp_groups, cp_comm))
         made.append(shared([Slice(i, n, lengths[i]) for i, _, n in middle], cp_groups, cp_comm))
     if limits.together > 1:
-        made = in_step(made, RANKS)
+        made = levelled(made, RANKS)
     busy = {rank for m in made for rank in m.ranks}
     made += [MicroBatch((), (rank,)) for rank in range(RANKS) if rank not in busy]
     ops = (*(Op("F", i) for i in range(len(made))), *(Op("B", i) for i in reversed(range(len(made)))))

@@ -112,6 +112,27 @@ def test_models_whose_attention_or_positions_are_not_known_run_whole_samples_in_
     assert said == [[1, 1], [0, 0]], "the first rank says so, once"
 
 
+def test_attention_is_looked_at_before_the_first_step(on_ranks):
+    (said,) = on_ranks(1, "attention_rules")
+    wanted = {
+        "dropout": "attention_dropout 0.1 is known to whole samples alone",
+        "clip": "qk_clip True",
+        "window, shared": "window_size (5, 0)",
+        "rope": "OtherRope knows borders",
+        "all before": "window_size (-1, 0)",
+        "ahead": "window_size (5, 5)",
+        "sink": "softmax_type learnable",
+        "no mask": "attn_mask_type AttnMaskType.no_mask",
+        "cross": "attention_type cross",
+        "stranger": "Identity",
+    }
+    free = {"as it is", "window", "no window, shared"}
+    assert said.keys() == wanted.keys() | free
+    assert not any(said[name] for name in free), said
+    for name, part in wanted.items():
+        assert part in said[name], f"{name}: {said[name]}"
+
+
 def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
     (told,) = on_ranks(1, "refusals")
     wanted = {

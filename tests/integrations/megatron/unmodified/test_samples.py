@@ -6,7 +6,8 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.samples import FIELDS, exchange, lay_out, one_batch, split
+from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of
+from evenload.integrations.megatron.unmodified.samples import exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 
@@ -32,7 +33,10 @@ def test_a_pack_holds_the_samples_side_by_side():
     given = batch(["0110", "1110"])
     samples = dict(enumerate(split(given)))
     packed = lay_out(
-        MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)), samples=samples, like=samples[0], with_mask=True
+        MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)),
+        samples=samples,
+        like=samples[0],
+        form=form_of({**given, "attention_mask": torch.zeros(1, 1, 4, 4)}),
     )
     assert packed.fields["attention_mask"].tolist() == [[[[False]]]]
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
@@ -98,7 +102,7 @@ def test_another_structure_is_refused(spoil):
 def moved() -> list[tuple[int, str, list[float]]]:
     import torch.distributed as dist
 
-    me, lengths, source, target = dist.get_rank(), [3, 1, 4, 2], [0, 0, 1, 1], [1, 0, 0, 1]
+    me, lengths, source, target = dist.get_rank(), [3, 1, 4, 2], [0, 0, 1, 1], [{1}, {0}, {0, 1}, {1}]
     whole = {
         i: {name: torch.arange(n) + 100 * i + (name == "labels") for name in FIELDS} for i, n in enumerate(lengths)
     }
@@ -113,12 +117,12 @@ def all_to_one() -> list[int]:
 
     me = dist.get_rank()
     sample = {name: torch.full((2 + me,), me) for name in FIELDS}
-    return sorted(exchange({me: sample}, [0, 1], [0, 0], [2, 3], None))
+    return sorted(exchange({me: sample}, [0, 1], [{0}, {0}], [2, 3], None))
 
 
 @pytest.mark.slow
 def test_samples_reach_the_ranks_that_compute_them(world):
     for rank, got in enumerate(world(2).run(moved)):
-        assert {i for i, _, _ in got} == {1: {0, 3}, 0: {1, 2}}[rank]
+        assert {i for i, _, _ in got} == {1: {0, 2, 3}, 0: {1, 2}}[rank]
         assert all(equal for _, _, equal in got)
     assert world(2).run(all_to_one) == [[0, 1], []]

@@ -1,0 +1,172 @@
+"""Upstream's own Megatron-LM recipes: which of them evenload's guards accept, and why they refuse the others.
+
+    python benchmarks/hosts/survey.py CHECKOUT [--only NAME] [--json] [--out FILE]
+
+CHECKOUT is a folder of Megatron-LM. Its recipes are the functional tests that train or load a model by flags
+(tests/functional_tests/test_cases/*/*/model_config.yaml with --micro-batch-size). The flags go through the checkout's
+own argument parser, and what comes out, the configs of model and data parallelism, to the guards that evenload asks
+before the first step of a run (`integrations.megatron.unmodified.supported`): nothing here decides for them. No weights
+are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only named.
+
+    cut        accepted; samples may be cut, and the plan may have an order of its own
+    whole      accepted; whole samples in Megatron's own schedule, and what keeps them there
+    refused    with the guard's message
+    alone      inference: no training call, so that nothing is planned and nothing changes
+    no parse   upstream's own parser refuses the flags on this machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from evenload.commands._shared.show import emit, grid, stdout_aside
+
+Flags = dict[str, Any]
+
+OF_GPT = ("gpt", "moe", "mixtral", "nemotron")
+"""Folders of recipes that build a GPTModel."""
+HARD = {
+    "TP > 1": lambda flags: _size(flags, "tensor-model-parallel-size") > 1,
+    "PP > 2": lambda flags: _size(flags, "pipeline-model-parallel-size") > 2,
+    "CP > 1": lambda flags: _size(flags, "context-parallel-size") > 1,
+    "virtual stages, layouts": lambda flags: any(
+        name.startswith(("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout"))
+        for name in flags
+    ),
+    "experts": lambda flags: "--num-experts" in flags,
+    "latent attention": lambda flags: "--multi-latent-attention" in flags,
+    "multi-token prediction": lambda flags: "--mtp-num-layers" in flags,
+    "CUDA graphs": lambda flags: any("cuda-graph" in name for name in flags),
+    "FSDP": lambda flags: any("fsdp" in name for name in flags),
+}
+"""What a count of flags alone took for a refusal when evenload had 41 recipes after two further flags, and none as
+they are. It counts inference and models that are no GPT as trained ones."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A functional test of Megatron-LM."""
+
+    kind: str
+    name: str
+    flags: Flags
+    variables: dict[str, str]
+    mode: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens to a recipe, and the words that go with it."""
+
+    recipe: str
+    kind: str
+    verdict: str
+    why: str = ""
+    found: str = ""
+
+
+def recipes(checkout: Path) -> list[Recipe]:
+    """Those of a checkout that have a micro-batch size."""
+    folder = checkout / "tests" / "functional_tests" / "test_cases"
+    read = []
+    for path in sorted(folder.glob("*/*/model_config.yaml")):
+        content = yaml.safe_load(path.read_text())
+        flags = content.get("MODEL_ARGS") or {}
+        if "--micro-batch-size" in flags:
+            variables = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+            mode = content.get("MODE") or "pretraining"
+            read.append(Recipe(path.parts[-3], path.parts[-2], flags, variables, mode))
+    return read
+
+
+def words(flags: Flags) -> list[str]:
+    """The command line that upstream's test runner makes of the flags, without its shell."""
+    line: list[str] = []
+    for name, value in flags.items():
+        if value is False or value is None:
+            continue
+        text = "" if value is True or value == "true" else str(value).replace("\\", "").strip('"')
+        text = text.replace("${REPEAT}", "1")
+        if text.startswith("[") and not text.startswith("[["):
+            text = text[1:-1].replace(",", " ")
+        line += [name, *([text] if text.startswith(("(", "[")) else text.split())]
+    return line
+
+
+def world_size(flags: Flags) -> int:
+    """The fewest ranks, 8 at least, on which the layout of the flags fits."""
+    stages = _size(flags, "pipeline-model-parallel-size")
+    tp = _size(flags, "tensor-model-parallel-size")
+    one = tp * stages * _size(flags, "context-parallel-size")
+    experts = _size(flags, "expert-model-parallel-size") * _size(flags, "expert-tensor-parallel-size", tp) * stages
+    ranks = one
+    while ranks < 8 or ranks % experts:
+        ranks += one
+    return ranks
+
+
+def by_flags(read: Iterable[Recipe]) -> dict[str, int]:
+    """Recipes with each of `HARD`, and with none of them."""
+    counts = Counter(name for recipe in read for name, has in HARD.items() if has(recipe.flags))
+    return {**{name: counts[name] for name in HARD}, "none of them": sum(_plain(recipe.flags) for recipe in read)}
+
+
+def table(result: dict[str, Any]) -> Any:
+    """The result for a person: counts by kind and verdict, and every reason."""
+    rows = [Verdict(**row) for row in result["rows"]]
+    verdicts = ("cut", "whole", "refused", "alone", "no parse")
+    kinds = sorted({row.kind for row in rows})
+    counts = Counter((row.kind, row.verdict) for row in rows)
+    body: list[list[Any]] = [
+        [kind, *(counts[kind, verdict] for verdict in verdicts), sum(row.kind == kind for row in rows)]
+        for kind in kinds
+    ]
+    body.append(["all", *(sum(row.verdict == verdict for row in rows) for verdict in verdicts), len(rows)])
+    reasons = Counter((row.verdict, row.why) for row in rows if row.why)
+    lines = [f"{count:4d}  {verdict}: {why}" for (verdict, why), count in reasons.most_common()]
+    flags = ", ".join(f"{name} {count}" for name, count in result["by_flags"].items())
+    below = "\n".join([*lines, "", f"Flags alone, as counted before evenload took them: {flags}"])
+    return grid(f"Recipes of {result['checkout']}", ("recipes of", *verdicts, "all"), body, below)
+
+
+def _size(flags: Flags, name: str, default: int = 1) -> int:
+    word = str(flags.get(f"--{name}", default)).split()[0]
+    return int(word) if word.isdigit() else default
+
+
+def _plain(flags: Flags) -> bool:
+    return not any(has(flags) for has in HARD.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--only", default="", help="recipes whose name contains this")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    checkout = asked.checkout.resolve()
+    read = [recipe for recipe in recipes(checkout) if asked.only in recipe.name]
+    with stdout_aside(), tempfile.TemporaryDirectory(prefix="survey-") as folder:
+        from guards import Guards
+
+        guards = Guards(checkout, Path(folder))
+        rows = [asdict(guards.verdict(recipe)) for recipe in read]
+    result = {"checkout": checkout.name, "rows": rows, "by_flags": by_flags(read)}
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    sys.modules["survey"] = sys.modules["__main__"]
+    main()

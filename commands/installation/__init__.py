@@ -1,0 +1,1 @@
+"""What `evenload doctor` says of this installation."""

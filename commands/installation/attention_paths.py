@@ -1,0 +1,50 @@
+"""Which attention kernel each training loop takes on this machine, and why none of the faster ones."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from ...core.recipe.recipe import Recipe
+from ...integrations.loops import LOOPS
+
+_WHOLE = "samples stay whole there"
+
+
+def attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
+    """A row a path: the kernel of whole samples, that of parts of samples, and why no faster one. Empty without torch.
+
+    Precision and head dimension are the recipe's; without one bfloat16 and 128 are asked for.
+    """
+    if find_spec("torch") is None:
+        return []
+    import torch
+
+    from ...runtime.attention.blocks import explain_block
+    from ...runtime.attention.kernels import explain_kernel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(recipe.train.dtype if recipe else "", torch.bfloat16)
+    inputs = (device, dtype, _head_dim(recipe))
+    (kernel, why), (block, why_block) = explain_kernel(*inputs), explain_block(*inputs)
+    rows = []
+    for loop in LOOPS:
+        spec = ", local spec" if loop.trainer == "megatron" else ""
+        parts = {"parts": block, "why_parts": why_block} if loop.cuts else {"parts": None, "why_parts": _WHOLE}
+        rows.append({"path": loop.name + spec, "kernel": kernel, "why": why, **parts})
+        if loop.start == "evenload run" and loop.trainer == "megatron":
+            rows.append(_transformer_engine(f"{loop.name}, Transformer Engine's spec"))
+    return rows
+
+
+def _transformer_engine(path: str) -> dict[str, Any]:
+    here = find_spec("transformer_engine") is not None
+    why = "" if here else "Transformer Engine is not installed"
+    parts = {"parts": None, "why_parts": _WHOLE} if here else {"parts": None, "why_parts": why}
+    return {"path": path, "kernel": "transformer_engine" if here else None, "why": why, **parts}
+
+
+def _head_dim(recipe: Recipe | None) -> int:
+    if recipe is None:
+        return 128
+    return recipe.model.head_dim or recipe.model.hidden_size // recipe.model.num_attention_heads

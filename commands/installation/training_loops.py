@@ -1,0 +1,36 @@
+"""What each plugin can do in which training loop here: with the versions that are installed, and for a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.errors import EvenloadError
+from ...core.recipe.recipe import Recipe
+from ...integrations.loops import LOOPS, PLUGINS, Loop
+from .._shared.hosts import require
+
+
+def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:
+    """A row a loop."""
+    return [_loop(loop, recipe) for loop in LOOPS]
+
+
+def _loop(loop: Loop, recipe: Recipe | None) -> dict[str, Any]:
+    """What each plugin can do in a loop, and what keeps the whole loop from running here."""
+    enabled = None if recipe is None else {plugin.name for plugin in recipe.enabled()}
+    plugins = [
+        {"name": name, "does": loop.does(name), "enabled": None if enabled is None else name in enabled}
+        for name in PLUGINS
+    ]
+    refused = _refused(loop, recipe)
+    return {"name": loop.name, "trainer": loop.trainer, "start": loop.start, "plugins": plugins, "refused": refused}
+
+
+def _refused(loop: Loop, recipe: Recipe | None) -> str | None:
+    try:
+        require(loop.trainer)
+        if recipe is not None:
+            recipe.changed({"trainer": loop.trainer})
+    except EvenloadError as error:
+        return f"{error.what} ({error.found}): {error.do}"
+    return None

@@ -1,0 +1,1 @@
+"""The forms in which training loops hold their batches."""

@@ -1,0 +1,85 @@
+"""What the survey reads of upstream's recipes; the guards themselves are asked with a checkout alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts"
+
+
+@pytest.fixture
+def survey() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("survey", BENCHMARKS / "survey.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["survey"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["survey"])
+    yield sys.modules["survey"]
+    del sys.modules["survey"]
+
+
+def write(checkout: Path, kind: str, name: str, **content: object) -> None:
+    folder = checkout / "tests" / "functional_tests" / "test_cases" / kind / name
+    folder.mkdir(parents=True)
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(content))
+
+
+def test_recipes_without_a_micro_batch_are_no_training_recipes(survey: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "gpt", "a", MODEL_ARGS={"--micro-batch-size": 4}, ENV_VARS={"NCCL_ALGO": "Ring"})
+    write(tmp_path, "moe", "b", MODEL_ARGS={"--micro-batch-size": 1}, MODE="inference")
+    write(tmp_path, "common", "converter", MODEL_ARGS={"--load": "x"})
+    read = survey.recipes(tmp_path)
+    assert [(one.kind, one.name, one.mode) for one in read] == [("gpt", "a", "pretraining"), ("moe", "b", "inference")]
+    assert read[0].variables == {"NCCL_ALGO": "Ring"}
+
+
+def test_flags_are_words_as_the_test_runner_gives_them(survey: ModuleType) -> None:
+    flags = {"--bf16": True, "--swiglu": "true", "--sgd": False, "--seed": "${REPEAT}", "--split": "949,50,1"}
+    flags |= {"--scope": "[attn moe]", "--moe-layer-freq": "([0]*1+[1]*2)", "--layout": "Et\\|(tt\\|)*6mL"}
+    words = ["--bf16", "--swiglu", "--seed", "1", "--split", "949,50,1", "--scope", "attn", "moe"]
+    assert survey.words(flags) == [*words, "--moe-layer-freq", "([0]*1+[1]*2)", "--layout", "Et|(tt|)*6mL"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ({}, 8),
+        ({"--tensor-model-parallel-size": 4, "--pipeline-model-parallel-size": 4}, 16),
+        ({"--pipeline-model-parallel-size": 4, "--expert-model-parallel-size": 16}, 64),
+        ({"--tensor-model-parallel-size": 2, "--expert-model-parallel-size": 4, "--expert-tensor-parallel-size": 1}, 8),
+        ({"--context-parallel-size": 3}, 9),
+    ],
+)
+def test_a_layout_gets_ranks_that_it_divides(survey: ModuleType, flags: dict[str, int], ranks: int) -> None:
+    assert survey.world_size(flags) == ranks
+
+
+def test_flags_alone_are_counted_beside_the_guards(survey: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, "gpt", "a", MODEL_ARGS={"--micro-batch-size": 4})
+    write(tmp_path, "gpt", "b", MODEL_ARGS={"--micro-batch-size": 4, "--tensor-model-parallel-size": 2})
+    counts = survey.by_flags(survey.recipes(tmp_path))
+    assert (counts["TP > 1"], counts["CP > 1"], counts["none of them"]) == (1, 0, 1)
+
+
+def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
+    from evenload.commands._shared.show import Console
+
+    rows = [
+        {"recipe": "a", "kind": "gpt", "verdict": "cut", "why": "", "found": ""},
+        {"recipe": "b", "kind": "gpt", "verdict": "refused", "why": "no graphs", "found": "graphs"},
+        {"recipe": "c", "kind": "t5", "verdict": "refused", "why": "no GPT", "found": "t5"},
+    ]
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(survey.table({"checkout": "x", "rows": rows, "by_flags": {"TP > 1": 2}}))
+    text = console.export_text()
+    assert "1  refused: no graphs" in text
+    assert "TP > 1 2" in text
+    (last,) = [line for line in text.splitlines() if "│ all" in line]
+    assert [int(word) for word in last.replace("│", " ").split()[1:]] == [1, 0, 2, 0, 0, 3]

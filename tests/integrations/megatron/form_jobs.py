@@ -1,0 +1,122 @@
+"""Loops on batches of other forms, stock and with evenload, in one process of a rank.
+
+Megatron-Core's own attention refuses packed samples, so stock runs have one here that takes each sample by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_float64 import all_in_float64
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def _load(name: str, tp: int, pp: int) -> Any:
+    """A script as a module, and Megatron ready for this layout."""
+    from evenload.api import load_plugins
+    from megatron.core import parallel_state
+
+    load_plugins()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _by_sample(core, query, key, value, attention_mask, packed_seq_params=None, **_: Any) -> torch.Tensor:
+    """Attention [T, H * D] of packed samples, each by itself; between them there are zeros."""
+    params, out = packed_seq_params, torch.zeros_like(query)
+    places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    lengths = [b - a for a, b in pairwise(params.cu_seqlens_q.tolist())]
+    for start, length in zip(places.tolist(), lengths, strict=False):
+        q, k, v = (x[start : start + length].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        out[start : start + length] = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=core.softmax_scale
+        ).transpose(0, 1)
+    return out.flatten(1)
+
+
+@contextmanager
+def _packed_attention() -> Iterator[None]:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    forward, DotProductAttention.forward = DotProductAttention.forward, _by_sample
+    try:
+        yield
+    finally:
+        DotProductAttention.forward = forward
+
+
+def _enabled(plugins: dict[str, Any]) -> Any:
+    import evenload
+    from evenload.core.recipe import recipe
+
+    return evenload.enabled(recipe.parse({"plugins": plugins}))
+
+
+def _error(planned: dict[str, Any], stock: dict[str, Any]) -> float:
+    """Largest ||a - b|| / ||b|| over the gradients."""
+    gradients = planned["gradients"]
+    return max(float((gradients[p] - g).norm() / g.norm()) for p, g in stock["gradients"].items())
+
+
+def packed_samples(_: Any, tp: int, pp: int, cases: list[tuple[str, bool, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each (form, loss by token, plugins): the largest gradient error, and what both runs report and compute."""
+    script, results, stock = _load("sft_script", tp, pp), [], {}
+    for form, per_token, plugins in cases:
+        if (form, per_token) not in stock:
+            with _packed_attention(), all_in_float64():
+                stock[form, per_token] = script.train(form, per_token=per_token)
+        before = stock[form, per_token]
+        with _enabled(plugins), all_in_float64():
+            after = script.train(form, per_token=per_token)
+        results.append(
+            {
+                "case": f"{form}, {'tokens' if per_token else 'means'}",
+                "error": _error(after, before),
+                "reports": (before["reports"], after["reports"]),
+                "computed": tuple(sum(b * t for b, t in run["shapes"]) for run in (before, after)),
+            }
+        )
+    return results
+
+
+def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugins: dict[str, Any]) -> list[Any]:
+    """Of each (loss, by token): gradient errors, losses and what was said, stock and planned; or the refusal."""
+    from evenload.core.errors import EvenloadError
+
+    script, results = _load("verl_script", tp, pp), []
+    with _packed_attention(), all_in_float64():
+        for loss, per_token in cases:
+            stock = script.train(loss, per_token)
+            try:
+                with _enabled(plugins):
+                    planned = script.train(loss, per_token)
+            except EvenloadError as error:
+                results.append(str(error))
+                continue
+            said = [float((a - b).abs().max()) for a, b in zip(planned["said"], stock["said"], strict=True)]
+            results.append(
+                {
+                    "case": f"{loss}, by token {per_token}",
+                    "error": _error(planned, stock),
+                    "said": max(said, default=0.0),
+                    "losses": (stock["losses"], planned["losses"]),
+                    "shapes": (stock["shapes"], planned["shapes"]),
+                }
+            )
+    return results

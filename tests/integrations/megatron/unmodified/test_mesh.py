@@ -1,0 +1,52 @@
+"""Samples that data ranks share in a user's own Megatron loop: gradients and reports of the loop with nothing on."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CHAINS, SHARED = {"max_tokens": 20}, [{"max_tokens": 64, "instead": "cp_all"}, {"cut": 0}]
+SEEDS = [{"seed": seed} for seed in range(3)]
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp64",
+    "full": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "cases", "layout"),
+    [
+        pytest.param(2, [CHAINS, *SHARED, *SEEDS[:1]], {"overlap": True}, id="dp2"),
+        pytest.param(2, SHARED, {"fed": True, "calculate_per_token_loss": False}, id="dp2, means"),
+        pytest.param(2, SHARED, {"ep": 2, **EXPERTS}, id="dp2ep2"),
+        pytest.param(4, [*SHARED, *SEEDS], {}, id="dp4"),
+        pytest.param(4, [CHAINS, *SHARED], {"pp": 2, "overlap": True}, id="dp2pp2"),
+        pytest.param(4, SHARED, {"tp": 2, "sequence_parallel": True, "heads": 2}, id="dp2tp2 in shares"),
+    ],
+)
+def test_shared_samples_give_the_gradients_of_the_stock_loop(on_ranks, size, cases, layout):
+    for rank in on_ranks(size, "shared_steps", cases=cases, **layout):
+        for found in rank:
+            print(found)
+        for result in rank:
+            assert "error" not in result, result
+            assert result["grad"] < 1e-9, result
+            assert result["loss"] < 1e-12
+            assert result["reports"] < 1e-12
+        assert [bool(result["comms"]) for result in rank] == [case is not CHAINS for case in cases]
+        assert all(result["cut"] for result, case in zip(rank, cases, strict=True) if "cut" in case or case is CHAINS)
+
+
+@pytest.mark.parametrize("mutant", ["a part without loss", "lost in forward", "lost in backward"])
+def test_the_proof_catches_planted_faults(on_ranks, mutant):
+    for (result,) in on_ranks(2, "shared_steps", cases=[{**SHARED[0], "mutant": mutant}]):
+        assert result["grad"] > 1e-4

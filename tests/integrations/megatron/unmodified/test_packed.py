@@ -1,0 +1,56 @@
+"""Loops on packed samples, as Megatron-LM's --sft and Megatron-Bridge have them, and on verl's TensorDicts: exact."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CUT = {"packing": {"enabled": True, "max_tokens": 48}}
+WHOLE = {"packing": {"enabled": True, "max_tokens": 64, "slices": "off"}}
+FEW = [("sft", True, CUT), ("bridge", False, CUT)]
+ALL = [
+    *FEW,
+    ("sft", False, WHOLE),
+    ("sft, two rows", True, CUT),
+    ("sft, two rows", False, WHOLE),
+    ("bridge of old", True, CUT),
+]
+LAYOUTS = pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1)], ids=["dp2", "pp2", "tp2"])
+
+
+@LAYOUTS
+def test_packed_samples_are_regrouped_exactly(on_ranks, tp, pp):
+    cases = ALL if tp * pp == 1 else FEW
+    ranks = on_ranks(2, "packed_samples", tp=tp, pp=pp, cases=cases)
+    for rank in ranks:
+        assert len(rank) == len(cases)
+        for one in rank:
+            assert one["error"] < 1e-9, one
+            before, after = one["reports"]
+            assert len(before) == len(after) == 2
+            for stock, planned in zip(before, after, strict=True):
+                assert [pytest.approx(report, rel=1e-6) for report in stock] == planned
+    for of_ranks in zip(*ranks, strict=True):
+        before, after = (sum(one["computed"][i] for one in of_ranks) for i in (0, 1))
+        assert after < before * (0.5 if tp * pp == 1 else 0.9), of_ranks[0]["case"]
+
+
+@LAYOUTS
+def test_rows_of_tensordicts_are_regrouped_exactly(on_ranks, tp, pp):
+    pytest.importorskip("tensordict")
+    cases = [("sft", True), ("ppo", False)]
+    if tp * pp == 1:
+        cases += [("sft", False), ("ppo by row", False)]
+    ranks = on_ranks(2, "tensor_dicts", tp=tp, pp=pp, cases=[*cases, ("mean", False)], plugins=CUT)
+    for rank in ranks:
+        *planned, refused = rank
+        assert "not the sum of its rows' losses" in refused
+        assert len(planned) == len(cases)
+        for one in planned:
+            assert one["error"] < 1e-9, one
+            assert one["said"] < 1e-12, one
+            assert one["shapes"][0] != one["shapes"][1]
+    for of_ranks in zip(*(rank[:-1] for rank in ranks), strict=True):
+        stock, planned = (sum(sum(one["losses"][i]) for one in of_ranks) for i in (0, 1))
+        assert planned == pytest.approx(stock, rel=1e-9)
